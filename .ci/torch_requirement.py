@@ -6,4 +6,6 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-print(next(requirement for requirement in project["dependencies"] if requirement.startswith("torch>")))
+print(
+    next(requirement for requirement in project["dependencies"] if requirement.startswith("torch>"))
+)

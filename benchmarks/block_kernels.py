@@ -33,10 +33,17 @@ DTYPE = torch.bfloat16
 SIZE = 2  # bytes of an element
 # Llama 3 8B with one sequence of 4096 tokens; GPT-2 1.2B with eight of 1024.
 LLAMA = GPTConfig.llama(
-    vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
+    vocab_size=131072,
+    max_seq_length=4096,
+    num_layers=2,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
     ffn_hidden_size=14336,
-)  # fmt: skip
-GPT2 = GPTConfig.gpt2(vocab_size=51200, max_seq_length=1024, num_layers=4, hidden_size=1536, num_heads=16)
+)
+GPT2 = GPTConfig.gpt2(
+    vocab_size=51200, max_seq_length=1024, num_layers=4, hidden_size=1536, num_heads=16
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,14 @@ def rotary_case() -> Case:
 
     moved = 2 * 4096 * SIZE
     inputs = (drawn(4096, 1, sum(widths)), *tables)
-    return Case("rotary, 32 + 8 heads of 128", inputs, fused, eager, moved * sum(widths[:2]), moved * sum(widths))
+    return Case(
+        "rotary, 32 + 8 heads of 128",
+        inputs,
+        fused,
+        eager,
+        moved * sum(widths[:2]),
+        moved * sum(widths),
+    )
 
 
 def swiglu_case() -> Case:
@@ -124,18 +138,29 @@ def norm_case(config: GPTConfig, has_update: bool) -> Case:
     if not has_update:
         inputs[1] = torch.zeros((), device="cuda", dtype=torch.int64)
 
-    def fused(hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.add_norm(hidden, update if has_update else None, weight, None if is_rms else bias, 1e-5, is_rms)
+    def fused(
+        hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return kernels.add_norm(
+            hidden, update if has_update else None, weight, None if is_rms else bias, 1e-5, is_rms
+        )
 
-    def eager(hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def eager(
+        hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         stream = hidden + update if has_update else hidden.view_as(hidden)
         if is_rms:
             return stream, F.rms_norm(stream, (width,), weight, 1e-5)
         return stream, F.layer_norm(stream, (width,), weight, bias, 1e-5)
 
-    name = f"{'residual sum + ' if has_update else ''}{'RMSNorm' if is_rms else 'LayerNorm'}, D {width}"
+    name = (
+        f"{'residual sum + ' if has_update else ''}{'RMSNorm' if is_rms else 'LayerNorm'}, D "
+        f"{width}"
+    )
     elements = rows[0] * rows[1] * width * SIZE
-    used = tuple(inputs[:3]) + ((torch.zeros((), device="cuda", dtype=torch.int64),) if is_rms else (inputs[3],))
+    used = tuple(inputs[:3]) + (
+        (torch.zeros((), device="cuda", dtype=torch.int64),) if is_rms else (inputs[3],)
+    )
     return Case(name, used, fused, eager, (4 if has_update else 2) * elements, 4 * elements)
 
 
@@ -169,22 +194,32 @@ def timed(call: Callable[[], Any]) -> float:
     return start.elapsed_time(end)
 
 
-def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def passes(
+    step: Callable[..., Any], inputs: tuple[Tensor, ...]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return functions that run the forward and the backward pass of a step."""
     outputs = step(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.randn_like(output) for output in outputs]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    return lambda: step(*inputs), lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+    return lambda: step(*inputs), lambda: torch.autograd.grad(
+        outputs, wanted, grads, retain_graph=True
+    )
 
 
 def measure(case: Case, rounds: int) -> str:
     """Time all variants of a case alternately and return two rows of the table."""
     torch._dynamo.reset()
-    steps = {"fused": case.fused, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
+    steps = {
+        "fused": case.fused,
+        "eager": case.eager,
+        "compiled": torch.compile(case.eager, dynamic=False),
+    }
     calls = {name: passes(step, case.inputs) for name, step in steps.items()}
     rows = []
-    for index, (kind, moved) in enumerate((("forward", case.forward_bytes), ("backward", case.backward_bytes))):
+    for index, (kind, moved) in enumerate(
+        (("forward", case.forward_bytes), ("backward", case.backward_bytes))
+    ):
         found: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(rounds + 3):
             for name, both in calls.items():
@@ -222,7 +257,9 @@ def measure_model(config: GPTConfig, shape: tuple[int, int], rounds: int) -> str
 
 def main() -> None:
     """Measure all cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each variant")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
@@ -239,7 +276,10 @@ def main() -> None:
         lambda: cross_entropy_case(8192, 51200),
     ]
     lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds (TB/s)\n",
+        (
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds "
+            "(TB/s)\n"
+        ),
         "| step | pass | MB | fused | torch | torch.compile |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

@@ -22,16 +22,28 @@ from typing import Any
 from benchmarks.train_shapes import LAYOUTS, parser
 
 TABLE = [
-    "| program | model | layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | last loss |",
+    (
+        "| program | model | layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU "
+        "| last loss |"
+    ),
     "|---|---|---|---|---|---|---|---|---|",
 ]
 
 
 def launch(args: list[str], num_processes: int, variables: dict[str, str], timeout: float) -> str:
     """Run a program under torchrun, print its output and return it."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), *args]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(num_processes),
+        *args,
+    ]
     root = str(Path(__file__).parents[1])
-    path = os.pathsep.join(p for p in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", "")) if p)
+    path = os.pathsep.join(
+        p for p in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", "")) if p
+    )
     process = subprocess.Popen(
         line,
         env={**os.environ, **variables, "PYTHONPATH": path},
@@ -62,7 +74,8 @@ def run_ours(args: Any, extra: list[str]) -> list[str]:
     figures = json.loads(out.read_text())
     return [
         f"| ours | {args.model} | {args.layout} | {figures['step_ms']} | {figures['fastest_ms']} | "
-        f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | {figures['peak_gib']} | "
+        f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | "
+        f"{figures['peak_gib']} | "
         f"{figures['losses'][args.warmup + args.steps - 1]:.4f} |"
     ]
 
@@ -90,10 +103,13 @@ def run_peer(args: Any) -> list[str]:
         args.timeout,
     )
     rows = []
-    for found in (json.loads(text[7:]) for text in output.splitlines() if text.startswith("RESULT ")):
+    for found in (
+        json.loads(text[7:]) for text in output.splitlines() if text.startswith("RESULT ")
+    ):
         rows.append(
             f"| peer | {args.model} | {args.layout} | {found['ms']} | {found.get('min_ms', '')} | "
-            f"{found['tok_s_gpu']:,} | {found['tflops_gpu']} | {found['mem_gib']} | {found.get('loss', '')} |"
+            f"{found['tok_s_gpu']:,} | {found['tflops_gpu']} | {found['mem_gib']} | "
+            f"{found.get('loss', '')} |"
         )
     return rows or [f"| peer | {args.model} | {args.layout} | failed | | | | | |"]
 
@@ -105,7 +121,9 @@ def main() -> None:
     options.add_argument("--peer", default="", help="program to compare with")
     options.add_argument("--peer-path", default="", help="folders for its imports alone")
     options.add_argument("--only", choices=["ours", "peer"], help="run one of the two")
-    options.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours")
+    options.add_argument(
+        "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours"
+    )
     options.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
     options.add_argument("--table", default="", help="append the rows to this file")
     args = options.parse_args()

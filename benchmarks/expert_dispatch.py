@@ -58,13 +58,17 @@ class Pass:
 
     def run(self) -> tuple[Tensor, Dispatched]:
         """Dispatch the tokens to their experts and combine the rows."""
-        sent = self.dispatcher.receive(self.dispatcher.send(self.hidden, self.probabilities, self.experts))
+        sent = self.dispatcher.receive(
+            self.dispatcher.send(self.hidden, self.probabilities, self.experts)
+        )
         return self.dispatcher.combine(sent.rows, sent), sent
 
     def run_backward(self, output: Tensor, sent: Dispatched) -> None:
         """Run the backward pass of ``run``."""
         torch.autograd.grad(
-            (output, sent.probabilities), (self.hidden, self.probabilities), (output.detach(), sent.probabilities)
+            (output, sent.probabilities),
+            (self.hidden, self.probabilities),
+            (output.detach(), sent.probabilities),
         )
 
     def measure(self) -> None:
@@ -96,7 +100,9 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
-def sent_bytes(transport: Transport, experts: Tensor, num_experts: int, mesh: ParallelMesh, row: int) -> int:
+def sent_bytes(
+    transport: Transport, experts: Tensor, num_experts: int, mesh: ParallelMesh, row: int
+) -> int:
     """Return the data that this rank sends to other ranks in one direction (bytes)."""
     holders = experts // (num_experts // mesh.ep.size)
     others = holders != mesh.ep.rank
@@ -109,13 +115,19 @@ def sent_bytes(transport: Transport, experts: Tensor, num_experts: int, mesh: Pa
     return int(is_holder[:, ranks != mesh.ep.rank].sum()) * row
 
 
-def measure(shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profiles: bool) -> list[str]:
+def measure(
+    shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profiles: bool
+) -> list[str]:
     """Return a row of the table for every transport."""
     width, num_experts, top_k = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(mesh.ep.rank)
     scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
     found = scores.topk(top_k)
-    hidden = torch.randn(num_tokens, width, device="cuda", generator=generator).bfloat16().requires_grad_()
+    hidden = (
+        torch.randn(num_tokens, width, device="cuda", generator=generator)
+        .bfloat16()
+        .requires_grad_()
+    )
     passes = {}
     for transport in TRANSPORTS:
         dispatcher = choose_dispatcher(num_experts, top_k, mesh, transport).dispatcher
@@ -134,17 +146,27 @@ def measure(shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profil
         forward, backward = statistics.median(one.forward), statistics.median(one.backward)
         times = f"{1e3 * forward:.0f} | {1e3 * backward:.0f} | {1e3 * (forward + backward):.0f}"
         host = "waits" if transport == "all_to_all" else f"{1e3 * statistics.median(one.host):.0f}"
-        lines.append(f"| {shape} | {transport} | {moved / 1e6:.1f} | {times} | {moved / forward / 1e6:.0f} | {host} |")
+        lines.append(
+            f"| {shape} | {transport} | {moved / 1e6:.1f} | {times} | {moved / forward / 1e6:.0f} "
+            f"| {host} |"
+        )
         if profiles:
             kernels = by_kernel(lambda one=one: one.run_backward(*one.run()), 10)[:LONGEST]
-            lines += [f"    {taken:8.1f} us  {count:4.0f} x  {name[:90]}" for name, count, taken in kernels]
+            lines += [
+                f"    {taken:8.1f} us  {count:4.0f} x  {name[:90]}"
+                for name, count, taken in kernels
+            ]
     return lines
 
 
 def main() -> None:
     """Measure all shapes and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes to measure"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--rounds", type=int, default=30, help="timed passes of each transport")
     parser.add_argument("--profile", action="store_true", help="also list the longest kernels")
@@ -159,7 +181,10 @@ def main() -> None:
     where = f"{size} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     lines = [
         f"{where}, bfloat16, {options.tokens} tokens a rank\n",
-        "| shape | transport | MB sent | forward us | backward us | both us | GB/s forward | host us |",
+        (
+            "| shape | transport | MB sent | forward us | backward us | both us | GB/s forward | "
+            "host us |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for shape in options.shapes:

@@ -131,7 +131,12 @@ def cases_of(shape: Shape) -> list[Case]:
             (hidden, probabilities),
             (token + row + 2 * scores, token + row + 2 * scores),
         ),
-        Case("unpermute", lambda x: unpermute(x, row_map), (drawn(rows, width),), (token + row, token + row)),
+        Case(
+            "unpermute",
+            lambda x: unpermute(x, row_map),
+            (drawn(rows, width),),
+            (token + row, token + row),
+        ),
         Case(
             "unpermute x probability",
             lambda x, p: unpermute(x, row_map, p),
@@ -186,7 +191,10 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callabl
     if not wanted:
         return [lambda: step(*inputs)]
     grads = [torch.randn_like(output) for output in outputs]
-    return [lambda: step(*inputs), lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)]
+    return [
+        lambda: step(*inputs),
+        lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True),
+    ]
 
 
 def measure(case: Case, rounds: int) -> list[str]:
@@ -212,7 +220,8 @@ def measure(case: Case, rounds: int) -> list[str]:
         fused, plain = (statistics.median(times) for times in found.values())
         least = 1e6 * case.moved[index] / COPY_SPEED
         rows.append(
-            f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {fused:.1f} | {plain:.1f} | {plain / fused:.1f} "
+            f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {fused:.1f} | {plain:.1f} "
+            f"| {plain / fused:.1f} "
             f"| {least:.1f} | {least / fused:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
         )
     choose_kernels.is_served = served
@@ -221,15 +230,31 @@ def measure(case: Case, rounds: int) -> list[str]:
 
 def main() -> None:
     """Measure all cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each variant")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds"]
     print(lines[0], flush=True)
     for shape in SHAPES:
-        heads = ("step", "pass", "MB", "fused", "torch", "times", "at 4.26 TB/s", "reached", "host", "host of torch")
-        title = f"\n{shape.name}, {shape.num_tokens} tokens\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}"
+        heads = (
+            "step",
+            "pass",
+            "MB",
+            "fused",
+            "torch",
+            "times",
+            "at 4.26 TB/s",
+            "reached",
+            "host",
+            "host of torch",
+        )
+        title = (
+            f"\n{shape.name}, {shape.num_tokens} tokens\n\n| {' | '.join(heads)} "
+            f"|\n|{' --- |' * len(heads)}"
+        )
         lines.append(title)
         print(lines[-1], flush=True)
         for case in cases_of(shape):

@@ -55,7 +55,9 @@ def laid_out(module: nn.Module) -> nn.Module:
     return module
 
 
-def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None], rounds: int) -> tuple[float, float]:
+def host_times(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], rounds: int
+) -> tuple[float, float]:
     """Return the time that the host needs to queue a forward and a backward pass (µs)."""
     found = []
     for _ in range(rounds):
@@ -67,7 +69,9 @@ def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
         backward(output)
         found.append((middle - start, time.perf_counter() - middle))
     torch.cuda.synchronize()
-    return 1e6 * statistics.median(first for first, _ in found), 1e6 * statistics.median(last for _, last in found)
+    return 1e6 * statistics.median(first for first, _ in found), 1e6 * statistics.median(
+        last for _, last in found
+    )
 
 
 def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float, float]]:
@@ -76,13 +80,18 @@ def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float,
         for _ in range(rounds):
             step()
         torch.cuda.synchronize()
-    rows = [(e.key, e.count / rounds, e.self_device_time_total / rounds) for e in profiler.key_averages()]
+    rows = [
+        (e.key, e.count / rounds, e.self_device_time_total / rounds)
+        for e in profiler.key_averages()
+    ]
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
 def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
     """Measure one layer and return the lines of its report."""
-    config = ExpertsConfig(num_experts=num_experts, top_k=TOP_K, ffn_hidden_size=FFN_SIZE, aux_loss=0.001)
+    config = ExpertsConfig(
+        num_experts=num_experts, top_k=TOP_K, ffn_hidden_size=FFN_SIZE, aux_loss=0.001
+    )
     mesh = ParallelMesh.single("cuda", seed=0)
     layer = MixtureOfExperts(HIDDEN_SIZE, config, mesh)
     initialize_(layer, torch.device("cuda"), 0)
@@ -103,10 +112,14 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
     host = host_times(lambda: layer(hidden), backward, rounds)
     found = by_kernel(lambda: backward(layer(hidden)), rounds)
     launches, total = sum(row[1] for row in found), sum(row[2] for row in found)
-    assert all(slot_of(parameter) is not None for parameter in layer.parameters()), "gradients are in slots"
+    assert all(slot_of(parameter) is not None for parameter in layer.parameters()), (
+        "gradients are in slots"
+    )
     lines = [
-        f"\n{num_experts} experts, {num_tokens} tokens: device {statistics.median(device):.0f} us forward, "
-        f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; {launches:.0f} "
+        f"\n{num_experts} experts, {num_tokens} tokens: device {statistics.median(device):.0f} "
+        "us forward, "
+        f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; "
+        f"{launches:.0f} "
         f"launches, {total:.0f} us in kernels\n",
         "| us | launches | kernels |\n| --- | --- | --- |",
     ]
@@ -114,15 +127,23 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
     for name, count, taken in found:
         kind = Kernel(name, 0.0, 0.0, 0).kind
         kinds[kind] = kinds.get(kind, (0.0, 0.0))[0] + taken, kinds.get(kind, (0.0, 0.0))[1] + count
-    lines += [f"| {taken:.1f} | {count:.0f} | all of {kind} |" for kind, (taken, count) in kinds.items()]
-    lines += [f"| {taken:.1f} | {count:.0f} | `{name[:100]}` |" for name, count, taken in found[:LONGEST]]
+    lines += [
+        f"| {taken:.1f} | {count:.0f} | all of {kind} |" for kind, (taken, count) in kinds.items()
+    ]
+    lines += [
+        f"| {taken:.1f} | {count:.0f} | `{name[:100]}` |" for name, count, taken in found[:LONGEST]
+    ]
     return lines
 
 
 def main() -> None:
     """Measure all sizes and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer")
     parser.add_argument("--rounds", type=int, default=9, help="timed passes")
     parser.add_argument("--out", type=Path, help="also write the report to this file")

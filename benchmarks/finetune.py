@@ -25,18 +25,33 @@ from benchmarks.layout_names import Layout, layout_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3_8b": {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "bos_token_id": 128000,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
     "tiny": {
-        "vocab_size": 50304, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
+        "vocab_size": 50304,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
     },
-}  # fmt: skip
+}
 TABLE = [
-    "| layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | start to first step, s | losses |",
+    (
+        "| layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | start to first "
+        "step, s | losses |"
+    ),
     "|---|---|---|---|---|---|---|---|",
 ]
 
@@ -52,7 +67,10 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
     model.save_pretrained(folder, max_shard_size="4GB")
     shutil.copy(tokenizer, folder / "tokenizer.json")
     size = sum(file.stat().st_size for file in folder.iterdir())
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB", flush=True)
+    print(
+        f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB",
+        flush=True,
+    )
 
 
 def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
@@ -79,7 +97,11 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
     else:
         measure = {
             "class_path": "benchmarks.measure.Measure",
-            "init_args": {"path": f"{args.out}/{layout.name}.json", "label": layout.name, "warmup": args.warmup},
+            "init_args": {
+                "path": f"{args.out}/{layout.name}.json",
+                "label": layout.name,
+                "warmup": args.warmup,
+            },
         }
         measure["init_args"] |= {"seq_length": args.seq_length}
         given |= {
@@ -114,7 +136,9 @@ def export(args: argparse.Namespace, name: str) -> None:
     (checkpoint,) = Path(args.out, name).glob("**/checkpoints/*.ckpt")
     begin = time.perf_counter()
     line = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
-    subprocess.run([*line, "--dtype", "bfloat16", "--tokenizer", args.folder], check=True, timeout=args.timeout)
+    subprocess.run(
+        [*line, "--dtype", "bfloat16", "--tokenizer", args.folder], check=True, timeout=args.timeout
+    )
     size = sum(file.stat().st_size for file in Path(args.export).iterdir())
     print(f"{args.export}: {size / 1e9:.1f} GB in {time.perf_counter() - begin:.0f} s", flush=True)
 
@@ -123,8 +147,10 @@ def row(name: str, found: dict[str, Any]) -> str:
     """Return the row of a layout in the table."""
     losses = " ".join(f"{loss:.4f}" for loss in found["losses"])
     return (
-        f"| {name} | {found['step_ms']} | {found['fastest_ms']} | {found['tokens_per_second_per_rank']:,} | "
-        f"{found['model_tflops_per_rank']} | {found['peak_gib']} | {found['seconds_to_first_step']} | {losses} |"
+        f"| {name} | {found['step_ms']} | {found['fastest_ms']} | "
+        f"{found['tokens_per_second_per_rank']:,} | "
+        f"{found['model_tflops_per_rank']} | {found['peak_gib']} | "
+        f"{found['seconds_to_first_step']} | {losses} |"
     )
 
 
@@ -134,29 +160,46 @@ def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
     Raises:
         SystemExit: If the losses of a step differ by more than the tolerance (nats).
     """
-    for number, losses in enumerate(zip(*(figures["losses"] for figures in found.values()), strict=True)):
+    for number, losses in enumerate(
+        zip(*(figures["losses"] for figures in found.values()), strict=True)
+    ):
         if max(losses) - min(losses) > tolerance:
             raise SystemExit(f"losses of step {number} differ by more than {tolerance}: {losses}")
 
 
 def main() -> None:
     """Create the folder, or train from it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--create", metavar="FOLDER", help="write a folder of random weights")
-    parser.add_argument("--shape", default="llama3_8b", choices=list(SHAPES), help="shape of those weights")
+    parser.add_argument(
+        "--shape", default="llama3_8b", choices=list(SHAPES), help="shape of those weights"
+    )
     parser.add_argument("--tokenizer", help="tokenizer.json to put there")
     parser.add_argument("--folder", help="Hugging Face folder to fine-tune")
-    parser.add_argument("--layouts", nargs="+", type=layout_of, default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))))
-    parser.add_argument("--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml"))
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        type=layout_of,
+        default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))),
+    )
+    parser.add_argument(
+        "--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml")
+    )
     parser.add_argument("--steps", type=int, default=12, help="steps in all")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
     parser.add_argument("--batch", type=int, default=4, help="samples of a step, of all ranks")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample")
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="between the losses of two layouts (nats)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="between the losses of two layouts (nats)"
+    )
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds of one training")
-    parser.add_argument("--export", metavar="FOLDER", help="save by the recipe, and export to this folder")
+    parser.add_argument(
+        "--export", metavar="FOLDER", help="save by the recipe, and export to this folder"
+    )
     parser.add_argument("--table", help="append the rows to this file")
     parser.add_argument("--out", default="runs/finetune", help="folder of results")
     parser.add_argument("options", nargs="*", help="further options of the recipe, after --")

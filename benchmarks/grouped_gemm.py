@@ -98,10 +98,14 @@ def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "c
         torch.randn(shape, device=device, dtype=torch.bfloat16)
         for shape in ((num_rows, k), (num_rows, n), (num_groups, n, k))
     )
-    return Problem(rows, grad, weights.mul_(0.02), torch.zeros(num_groups, n, k, device=device), sizes)
+    return Problem(
+        rows, grad, weights.mul_(0.02), torch.zeros(num_groups, n, k, device=device), sizes
+    )
 
 
-def group_sizes(num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator) -> list[int]:
+def group_sizes(
+    num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator
+) -> list[int]:
     """Return equal group sizes, or skewed ones as of an unbalanced router.
 
     Skewed sizes are proportional to the squares of uniform random numbers.
@@ -124,7 +128,8 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
     products = {OURS: PRODUCTS[ours], TORCH: PRODUCTS["grouped_mm"]}  # type: ignore[index]
     if which is Pass.FORWARD:
         found = {
-            name: lambda product=product: product.output(rows, weights, ends) for name, product in products.items()
+            name: lambda product=product: product.output(rows, weights, ends)
+            for name, product in products.items()
         }
         return {**found, **_engine_calls(problem), LOOP: lambda: loop_over_groups(problem, which)}
     if which is Pass.DATA_GRAD:
@@ -172,7 +177,9 @@ def loop_over_groups(problem: Problem, which: Pass) -> Tensor:
             torch.mm(grad[group].t(), rows[group], out=result[number])
         elif rows.is_cuda:
             left = grad[group].t()
-            torch.addmm(result[number], left, rows[group], out_dtype=torch.float32, out=result[number])
+            torch.addmm(
+                result[number], left, rows[group], out_dtype=torch.float32, out=result[number]
+            )
         else:
             result[number] += grad[group].t() @ rows[group]
     return result
@@ -183,7 +190,9 @@ def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
         return {}
     num_groups, n, k = problem.weights.shape
     engine = import_module("transformer_engine.pytorch")
-    layer = engine.GroupedLinear(num_groups, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    layer = engine.GroupedLinear(
+        num_groups, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda"
+    )
     with torch.no_grad():
         for number, weight in enumerate(problem.weights):
             layer.get_parameter(f"weight{number}").copy_(weight)
@@ -203,7 +212,8 @@ def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) ->
     distance = size = 0.0
     for number, group in enumerate(problem.groups):
         rows, grad, weight = (
-            tensor.double() for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
+            tensor.double()
+            for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
         )
         if which is Pass.FORWARD:
             expected = rows @ weight.t()
@@ -219,7 +229,9 @@ def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) ->
     return (distance / size) ** 0.5
 
 
-def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: int) -> dict[str, list[float]]:
+def burst(
+    variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: int
+) -> dict[str, list[float]]:
     """Return the times of single calls of alternating variants (ms).
 
     Args:
@@ -227,7 +239,9 @@ def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: in
         guess: Approximate time of a call (ms); the GPU idles longer than this before each.
         rounds: Calls of each variant.
     """
-    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in variants
+    }
     gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
     for call in variants.values():
         call()
@@ -241,7 +255,9 @@ def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: in
             stop.record()
             pairs[name].append((start, stop))
     torch.cuda.synchronize()
-    return {name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()}
+    return {
+        name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -282,17 +298,25 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
         errors = tuple(relative_error(problem, which, variants[name]) for name in (OURS, TORCH))
         problem.sums.zero_()
         times = burst(variants, problem.flops / 6e11, rounds)
-        rates = {name: problem.flops / statistics.median(found) / 1e9 for name, found in times.items()}
+        rates = {
+            name: problem.flops / statistics.median(found) / 1e9 for name, found in times.items()
+        }
         halves = [statistics.median(times[TORCH][half::2]) for half in range(2)]
-        variant = choose_variant(which, num_rows, num_groups, n, k).variant.removeprefix(f"{which}_")
-        rows.append(Row(shape, skewed, which, rates, variant, errors, abs(halves[0] / halves[1] - 1)))
+        variant = choose_variant(which, num_rows, num_groups, n, k).variant.removeprefix(
+            f"{which}_"
+        )
+        rows.append(
+            Row(shape, skewed, which, rates, variant, errors, abs(halves[0] / halves[1] - 1))
+        )
         del variants
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the table and the geometric means."""
-    columns = [name for name in (OURS, TORCH, LOOP, ENGINE) if any(name in row.rates for row in rows)]
+    columns = [
+        name for name in (OURS, TORCH, LOOP, ENGINE) if any(name in row.rates for row in rows)
+    ]
     head = [
         "shape (groups, k, n, rows)",
         "groups",
@@ -304,10 +328,13 @@ def table(rows: Sequence[Row]) -> str:
     ]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        rates = " | ".join(f"{row.rates[name]:.0f}" if name in row.rates else "" for name in columns)
+        rates = " | ".join(
+            f"{row.rates[name]:.0f}" if name in row.rates else "" for name in columns
+        )
         shape = f"{row.shape} {SHAPES[row.shape]}"
         lines.append(
-            f"| {shape} | {'skewed' if row.skewed else 'equal'} | {PASSES[row.which]} | {rates} | {row.ratio:.2f} "
+            f"| {shape} | {'skewed' if row.skewed else 'equal'} | {PASSES[row.which]} | {rates} "
+            f"| {row.ratio:.2f} "
             f"| {row.variant} | {row.errors[0]:.1e}, {row.errors[1]:.1e} |"
         )
     return "\n".join([*lines, "", *means(rows)])
@@ -326,7 +353,11 @@ def means(rows: Sequence[Row]) -> list[str]:
             cells.append(f"{prod(ratios) ** (1 / len(ratios)):.2f}" if ratios else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     spread = max(row.spread for row in rows)
-    return [*lines, "", f"grouped_mm's own figures differ by at most {spread:.1%} between the halves of its calls."]
+    return [
+        *lines,
+        "",
+        f"grouped_mm's own figures differ by at most {spread:.1%} between the halves of its calls.",
+    ]
 
 
 def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
@@ -336,10 +367,16 @@ def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
         description: Description of the benchmark.
         shapes: Names of its shapes.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="also write the table to this file")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)")
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only")
+    parser.add_argument(
+        "--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only"
+    )
     options = parser.parse_args()
     choice = choose_product(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
     if choice.backend != "bundled":
@@ -364,7 +401,9 @@ def main() -> None:
     for shape in options.shapes:
         for skewed in (False, True):
             rows += measure(shape, skewed, options.rounds, generator)
-            print(*table(rows[-len(PASSES) :]).splitlines()[2 : 2 + len(PASSES)], sep="\n", flush=True)
+            print(
+                *table(rows[-len(PASSES) :]).splitlines()[2 : 2 + len(PASSES)], sep="\n", flush=True
+            )
             torch.cuda.empty_cache()
     print()
     publish(table(rows), "TFLOP/s", options.out)

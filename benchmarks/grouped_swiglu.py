@@ -59,13 +59,17 @@ class Row:
         return self.times[BOTH] / self.times[name]
 
 
-def calls(rows: Tensor, weights: Tensor, probabilities: Tensor, ends: Tensor) -> dict[str, Callable[[], Tensor]]:
+def calls(
+    rows: Tensor, weights: Tensor, probabilities: Tensor, ends: Tensor
+) -> dict[str, Callable[[], Tensor]]:
     """Return the variants as functions; all but the plain product return the result of SwiGLU."""
     parts = weights.unbind()
     operands = (rows, parts, probabilities, ends)
     return {
         PRODUCT: lambda: Bundled.output(rows, parts, ends),
-        BOTH: lambda: weighted_activation(Bundled.output(rows, parts, ends), probabilities, ends, "swiglu"),
+        BOTH: lambda: weighted_activation(
+            Bundled.output(rows, parts, ends), probabilities, ends, "swiglu"
+        ),
         KEPT: lambda: Bundled.swiglu(*operands, keep=True)[0],
         ALONE: lambda: Bundled.swiglu(*operands, keep=False)[0],
     }
@@ -77,10 +81,21 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
     num_groups, k, n, num_rows = SHAPES[shape]
     problem = draw(num_groups, k, n, group_sizes(num_rows, num_groups, skewed, generator))
     probabilities = torch.rand(num_rows, device=problem.rows.device)
-    times = burst(calls(problem.rows, problem.weights, probabilities, problem.ends), problem.flops / 6e11, rounds)
+    times = burst(
+        calls(problem.rows, problem.weights, probabilities, problem.ends),
+        problem.flops / 6e11,
+        rounds,
+    )
     variant = choose_variant(Pass.FORWARD_SWIGLU, num_rows, num_groups, n, k).variant
-    chosen = variant.removeprefix(f"{Pass.FORWARD_SWIGLU}_") + (", not chosen" if why_apart(n, k) else "")
-    return Row(shape, skewed, {name: 1e3 * statistics.median(found) for name, found in times.items()}, chosen)
+    chosen = variant.removeprefix(f"{Pass.FORWARD_SWIGLU}_") + (
+        ", not chosen" if why_apart(n, k) else ""
+    )
+    return Row(
+        shape,
+        skewed,
+        {name: 1e3 * statistics.median(found) for name, found in times.items()},
+        chosen,
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -91,9 +106,14 @@ def table(rows: Sequence[Row]) -> str:
         times = " | ".join(f"{row.times[name]:.0f}" for name in NAMES)
         shape = f"{row.shape} {SHAPES[row.shape]}"
         ratios = f"{row.ratio(KEPT):.2f} | {row.ratio(ALONE):.2f}"
-        lines.append(f"| {shape} | {'skewed' if row.skewed else 'equal'} | {times} | {ratios} | {row.chosen} |")
+        lines.append(
+            f"| {shape} | {'skewed' if row.skewed else 'equal'} | {times} | {ratios} | "
+            f"{row.chosen} |"
+        )
     means = [prod(row.ratio(name) for row in rows) ** (1 / len(rows)) for name in (KEPT, ALONE)]
-    return "\n".join([*lines, "", f"Geometric means: {means[0]:.2f} kept, {means[1]:.2f} not stored."])
+    return "\n".join(
+        [*lines, "", f"Geometric means: {means[0]:.2f} kept, {means[1]:.2f} not stored."]
+    )
 
 
 def main() -> None:
@@ -101,7 +121,11 @@ def main() -> None:
     options = read_options(__doc__, list(SHAPES))
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    rows = [measure(shape, skewed, options.rounds, generator) for shape in options.shapes for skewed in (False, True)]
+    rows = [
+        measure(shape, skewed, options.rounds, generator)
+        for shape in options.shapes
+        for skewed in (False, True)
+    ]
     publish(table(rows), "microseconds", options.out)
 
 

@@ -39,5 +39,7 @@ def layout_of(name: str) -> Layout:
     parts: Sequence[str] = () if name == "single" else name.split("_")
     sizes = {part[:2]: int(part[2:]) for part in parts if re.fullmatch(r"(tp|pp|dp)[1-9]\d*", part)}
     if len(sizes) < len(parts):
-        raise ArgumentTypeError(f"a layout must be single, or tp, pp and dp with sizes: {name!r} is not. Use tp2_pp2.")
+        raise ArgumentTypeError(
+            f"a layout must be single, or tp, pp and dp with sizes: {name!r} is not. Use tp2_pp2."
+        )
     return Layout(name, **sizes)

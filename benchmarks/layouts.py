@@ -78,11 +78,17 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
 
 def main() -> None:
     """Train, measure, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="recipes/gpt_speeches_gpu.yaml")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step over all ranks")
-    parser.add_argument("--layouts", nargs="+", type=layout_of, default=list(map(layout_of, FOUR_GPUS)))
+    parser.add_argument(
+        "--batch", type=int, default=32, help="samples of an optimizer step over all ranks"
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", type=layout_of, default=list(map(layout_of, FOUR_GPUS))
+    )
     parser.add_argument("--out", default="runs/layouts")
     parser.add_argument("extra", nargs="*", help="further options for the command, after --")
     args = parser.parse_args()

@@ -120,7 +120,8 @@ class Measure(Callback):
         self._read_device()
         on_gpu = trainer.strategy.root_device.type == "cuda"
         peak = torch.tensor(
-            float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=trainer.strategy.root_device
+            float(torch.cuda.max_memory_allocated() if on_gpu else 0),
+            device=trainer.strategy.root_device,
         )
         peak = trainer.strategy.reduce(peak, group=trainer.strategy.mesh.world, reduce_op="max")
         if not trainer.is_global_zero:
@@ -162,7 +163,9 @@ class Measure(Callback):
         """Read the times and losses that were recorded on the device."""
         if self._ends:
             torch.cuda.synchronize()
-            self.seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._ends, self._ends[1:], strict=False)]
+            self.seconds = [
+                a.elapsed_time(b) / 1e3 for a, b in zip(self._ends, self._ends[1:], strict=False)
+            ]
             self.losses = torch.stack(self._losses).tolist()
 
     @staticmethod

@@ -61,7 +61,9 @@ CASES: dict[str, Case] = {
     "llama8_zero0": Case("llama8b_half", 2, 1, 1, layers=8, options={"zero": 0}),
     "llama8_dp2": Case("llama8b_half", 2, 1, 1, layers=8),
     "llama8_tp2": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2}),
-    "llama8_tp2_no_sp": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2, "sequence_parallel": False}),
+    "llama8_tp2_no_sp": Case(
+        "llama8b_half", 2, 4, 2, layers=8, options={"tp": 2, "sequence_parallel": False}
+    ),
     "llama8_pp2": Case("llama8b_half", 2, 8, 1, layers=8, options={"pp": 2}),
     "llama8_pp2_vpp2": Case("llama8b_half", 2, 8, 1, layers=8, options={"pp": 2, "vpp": 2}),
     "llama16_dp4": Case("llama8b_half", 4, 1, 1),
@@ -73,7 +75,9 @@ CASES: dict[str, Case] = {
     "moe_experts": Case("tiny_moe", 1, 8, 8, options={"recompute": "experts"}),
     "moe_full": Case("tiny_moe", 1, 8, 8, options={"recompute": "full"}),
     "moe_ep2": Case("tiny_moe", 2, 8, 8, options={"ep": 2}),
-    "moe_ep2_all_to_all": Case("tiny_moe", 2, 8, 8, options={"ep": 2, "expert_transport": "all_to_all"}),
+    "moe_ep2_all_to_all": Case(
+        "tiny_moe", 2, 8, 8, options={"ep": 2, "expert_transport": "all_to_all"}
+    ),
     "moe_tp2_ep2": Case("tiny_moe", 2, 8, 8, options={"tp": 2, "ep": 2, "etp": 1}),
     "moe_pp2": Case("tiny_moe", 2, 8, 4, options={"pp": 2}),
     "tiny": Case("tiny_llama", 1, 4, 2),
@@ -92,7 +96,9 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
         accelerator=accelerator,
         devices=case.devices,
         # The check of microbatches runs the first batch and would raise the measured peak.
-        strategy=MegatronStrategy(microbatch_size=case.microbatch, check_microbatches=False, **case.options),
+        strategy=MegatronStrategy(
+            microbatch_size=case.microbatch, check_microbatches=False, **case.options
+        ),
         precision=case.precision,  # type: ignore[arg-type]
         max_steps=steps,
         gradient_clip_val=1.0,
@@ -122,7 +128,10 @@ def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
     """Format the peaks as a Markdown table."""
     lines = [
-        "| case | stage | static GiB | held GiB | bytes a parameter | peak, estimate | peak, measured | ratio |",
+        (
+            "| case | stage | static GiB | held GiB | bytes a parameter | peak, estimate | peak, "
+            "measured | ratio |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, stages in found.items():
@@ -131,10 +140,13 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         for one in stages:
             static = sum(one["estimate"][part] for part in one["held"])
             sizes = [static, sum(one["held"].values()), one["estimate"]["peak"], one["peak"]]
-            first, second, estimate, peak = ("n/a" if size is None else f"{size / 2**30:.2f}" for size in sizes)
+            first, second, estimate, peak = (
+                "n/a" if size is None else f"{size / 2**30:.2f}" for size in sizes
+            )
             ratio = "n/a" if one["ratio"] is None else f"{one['ratio']:.3f}"
             lines.append(
-                f"| {name} | {one['stage']} | {first} | {second} | {one['bytes_per_parameter']:.2f} | {estimate} | "
+                f"| {name} | {one['stage']} | {first} | {second} | "
+                f"{one['bytes_per_parameter']:.2f} | {estimate} | "
                 f"{peak} | {ratio} |"
             )
     return "\n".join(lines)
@@ -142,8 +154,12 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> int:
     """Train, print the table and return the number of wrong estimates and failed cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="run the cases with at most this number of ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="run the cases with at most this number of ranks"
+    )
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="run only these cases")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
@@ -158,12 +174,16 @@ def main() -> int:
         if figures:
             (out / f"{args.case}.json").write_text(json.dumps(figures))
         return 0
-    names = args.cases or [n for n, c in CASES.items() if c.devices <= args.devices and not n.startswith("tiny")]
+    names = args.cases or [
+        n for n, c in CASES.items() if c.devices <= args.devices and not n.startswith("tiny")
+    ]
     found = {name: run_case(name, args) for name in names}
     text = table(found)
     (out / "table.md").write_text(text + "\n")
     print(text, flush=True)
-    ratios = [one["ratio"] for stages in found.values() for one in stages if one["ratio"] is not None]
+    ratios = [
+        one["ratio"] for stages in found.values() for one in stages if one["ratio"] is not None
+    ]
     failed = sum(not stages for stages in found.values())
     return failed + sum(abs(ratio - 1) > args.tolerance for ratio in ratios)
 

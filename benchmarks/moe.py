@@ -60,7 +60,9 @@ def breakdown(folder: Path) -> list[str]:
         found: dict[str, Any] = json.loads(path.read_text()).get("Profile", {})
         if not found:
             continue
-        parts = [sum(found["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()]
+        parts = [
+            sum(found["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()
+        ]
         figures = [found["step_ms"], *parts, found["exposed_ms"], found["idle_ms"]]
         lines.append(f"| {path.stem} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |")
     return lines
@@ -68,7 +70,9 @@ def breakdown(folder: Path) -> list[str]:
 
 def main() -> None:
     """Run all cases and print the tables."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--devices", type=int, default=4, choices=[1, 2, 4])
     options.add_argument("--shapes", nargs="*", default=list(SHAPES))
     options.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
@@ -76,10 +80,16 @@ def main() -> None:
     options.add_argument("--peer", default="", help="program to compare with")
     options.add_argument("--peer-path", default="", help="folders for its imports alone")
     options.add_argument("--only-peer", action="store_true", help="run only the peer")
-    options.add_argument("--in-a-row", action="store_true", help="ours: do not wait for the device between the steps")
+    options.add_argument(
+        "--in-a-row", action="store_true", help="ours: do not wait for the device between the steps"
+    )
     options.add_argument("--profile", action="store_true", help="also print the parts of our steps")
-    options.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
-    options.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours")
+    options.add_argument(
+        "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
+    options.add_argument(
+        "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours"
+    )
     options.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--timeout", type=float, default=120.0, help="seconds for each program")
     options.add_argument("--out", default="runs/moe", help="folder for figures and profiles")

@@ -48,10 +48,14 @@ def create(folder: Path, sizes: dict[str, int]) -> None:
         for tensor in FAMILY.tensors(config):
             yield tensor.target, torch.empty(tensor.shape, dtype=dtype).uniform_(-1, 1)
 
-    num_bytes = sum(torch.Size(tensor.shape).numel() for tensor in FAMILY.tensors(config)) * dtype.itemsize
+    num_bytes = (
+        sum(torch.Size(tensor.shape).numel() for tensor in FAMILY.tensors(config)) * dtype.itemsize
+    )
     export_folder(tensors(), FAMILY, sizes, folder, max_file_bytes=num_bytes * 7 // 25)
     files = sorted(folder.glob("*.safetensors"))
-    print(f"{folder}: {sum(file.stat().st_size for file in files) / 1e9:.2f} GB in {len(files)} files")
+    print(
+        f"{folder}: {sum(file.stat().st_size for file in files) / 1e9:.2f} GB in {len(files)} files"
+    )
 
 
 def forget(folder: Path) -> None:
@@ -95,12 +99,18 @@ def read(path: Path, tp: int, device: torch.device) -> tuple[float, int, int]:
 
 def main() -> None:
     """Create the folder, or read it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--create", metavar="FOLDER", help="write random weights")
     parser.add_argument("--small", action="store_true", help="only a few megabytes")
     parser.add_argument("--folder", help="folder to read")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; the part of one rank is read")
-    parser.add_argument("--cold", action="store_true", help="from the disk instead of the page cache")
+    parser.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel size; the part of one rank is read"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="from the disk instead of the page cache"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", choices=["cuda", "cpu"])
     args = parser.parse_args()

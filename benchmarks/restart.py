@@ -74,7 +74,9 @@ def train(folder: Path, steps: int) -> None:
             note(folder, "error")
 
     torch.set_num_threads(1)
-    config = GPTConfig.gpt2(vocab_size=64, max_seq_length=16, num_layers=2, hidden_size=16, num_heads=2)
+    config = GPTConfig.gpt2(
+        vocab_size=64, max_seq_length=16, num_layers=2, hidden_size=16, num_heads=2
+    )
     tokens = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(1))
     samples = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
     trainer = Trainer(
@@ -82,7 +84,10 @@ def train(folder: Path, steps: int) -> None:
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=MegatronStrategy(),
         max_steps=steps,
-        callbacks=[Notes(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
+        callbacks=[
+            Notes(),
+            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -100,7 +105,15 @@ def moments(folder: Path, rank: int) -> list[tuple[str, float, int]]:
 
 def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
     """Run a job, kill one rank, and return the time of each phase of the restart (s)."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "1",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     own = ["-m", "benchmarks.restart", "--train", str(folder), "--steps", str(steps)]
     with subprocess.Popen(
         [sys.executable, *torchrun, *own],
@@ -127,7 +140,9 @@ def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str,
     result = {}
     before = killed
     for moment, part in MOMENTS.items():
-        first = [next((w for m, w, _ in rank if m == moment and w > killed), None) for rank in noted]
+        first = [
+            next((w for m, w, _ in rank if m == moment and w > killed), None) for rank in noted
+        ]
         times = [when for when in first if when is not None]
         if times:
             result[part] = max(times) - before
@@ -137,7 +152,9 @@ def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str,
 
 def main() -> None:
     """Measure restarts and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)

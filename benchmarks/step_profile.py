@@ -22,14 +22,35 @@ COMMUNICATION = "communication"
 _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         COMMUNICATION,
-        ("nccl", "symm_mem", "symmetric_memory", "one_shot", "two_shot", "_put_tokens", "_put_sums", "_add_slots"),
+        (
+            "nccl",
+            "symm_mem",
+            "symmetric_memory",
+            "one_shot",
+            "two_shot",
+            "_put_tokens",
+            "_put_sums",
+            "_add_slots",
+        ),
     ),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("router", ("_route_",)),
-    ("permutes", ("_spread", "_collect", "_weighed", "_count_choices", "_add_up_counts", "_place_choices")),
-    ("optimizer", ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer", "_update", "_advance")),
-    ("matmul", ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk", "matmul", "s16816", "wgmma")),
-    ("copy and fill", ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray")),
+    (
+        "permutes",
+        ("_spread", "_collect", "_weighed", "_count_choices", "_add_up_counts", "_place_choices"),
+    ),
+    (
+        "optimizer",
+        ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer", "_update", "_advance"),
+    ),
+    (
+        "matmul",
+        ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk", "matmul", "s16816", "wgmma"),
+    ),
+    (
+        "copy and fill",
+        ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray"),
+    ),
 )
 ELEMENTWISE = "elementwise and reductions"
 
@@ -56,7 +77,9 @@ class Kernel:
     def kind(self) -> str:
         """Class of the kernel."""
         lower = self.name.lower()
-        return next((kind for kind, marks in _CLASSES if any(mark in lower for mark in marks)), ELEMENTWISE)
+        return next(
+            (kind for kind, marks in _CLASSES if any(mark in lower for mark in marks)), ELEMENTWISE
+        )
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -91,7 +114,9 @@ def read_trace(path: str | Path) -> list[Kernel]:
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             start = float(event["ts"])
             stop = start + float(event["dur"])
-            kernels.append(Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0))))
+            kernels.append(
+                Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0)))
+            )
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
@@ -144,14 +169,20 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
     found["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0
     found["collectives"] = {name: dict(row) for name, row in collectives.items()}
     found["longest"] = [
-        {"name": name, **row} for name, row in sorted(names.items(), key=lambda item: -item[1]["ms"])[:40]
+        {"name": name, **row}
+        for name, row in sorted(names.items(), key=lambda item: -item[1]["ms"])[:40]
     ]
     return found
 
 
 def report(found: dict[str, Any], width: int = 96) -> str:
     """Format the result of :func:`analyse` as text."""
-    lines = [f"step under the profiler {found['step_ms']:8.2f} ms, {found['kernels']:.0f} kernels; device time of:"]
+    lines = [
+        (
+            f"step under the profiler {found['step_ms']:8.2f} ms, {found['kernels']:.0f} kernels; "
+            "device time of:"
+        )
+    ]
     lines += [f"  {kind:<28}{ms:8.2f} ms" for kind, ms in found["kinds_ms"].items()]
     lines.append(f"  {'nothing runs (host, gaps)':<28}{found['idle_ms']:8.2f} ms")
     lines.append(
@@ -159,7 +190,10 @@ def report(found: dict[str, Any], width: int = 96) -> str:
         f"{found['hidden_percent']:.1f}% hidden"
     )
     for name, row in sorted(found["collectives"].items()):
-        lines.append(f"  {name:<40}{row['count']:6.0f} x {row['ms']:8.2f} ms, exposed {row['exposed_ms']:8.2f} ms")
+        lines.append(
+            f"  {name:<40}{row['count']:6.0f} x {row['ms']:8.2f} ms, exposed "
+            f"{row['exposed_ms']:8.2f} ms"
+        )
     lines.append("longest kernels:")
     for row in found["longest"]:
         lines.append(f"  {row['ms']:8.2f} ms {row['count']:6.0f} x  {row['name'][:width]}")

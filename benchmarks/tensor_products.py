@@ -59,16 +59,23 @@ def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
     kind, width, features = LAYERS[name]
     size = mesh.tp.size
     if local:
-        parts = (width, features // size) if kind is ColumnParallelLinear else (width // size, features)
+        parts = (
+            (width, features // size) if kind is ColumnParallelLinear else (width // size, features)
+        )
         layer = kind(*parts, ParallelMesh.single(mesh.device), bias=False)
     else:
         layer = kind(width, features, mesh, bias=False)
     nn.init.normal_(layer.weight, std=0.02)
-    set_slot(layer.weight, GradientSlot(torch.zeros_like(layer.weight, dtype=torch.float32), lambda: None))
+    set_slot(
+        layer.weight,
+        GradientSlot(torch.zeros_like(layer.weight, dtype=torch.float32), lambda: None),
+    )
     return layer
 
 
-def measure(name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, repeats: int) -> tuple[float, float]:
+def measure(
+    name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, repeats: int
+) -> tuple[float, float]:
     """Return the time of forward, and of forward and backward together (ms)."""
     layer = build(name, mesh, local)
     is_row = isinstance(layer, RowParallelLinear)
@@ -89,7 +96,9 @@ def measure(name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, r
 
 def main() -> None:
     """Measure all layers and print a table on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
@@ -119,12 +128,18 @@ def main() -> None:
             for name in LAYERS:
                 barrier(mesh.world, device)
                 forward, both = measure(name, chosen, rows, local, args.repeats)
-                lines.append(f"| {label} | {name} | {forward:.3f} | {both:.3f} | {both - forward:.3f} |")
+                lines.append(
+                    f"| {label} | {name} | {forward:.3f} | {both:.3f} | {both - forward:.3f} |"
+                )
                 if rank == 0:
                     print(lines[-1], flush=True)
         mesh.destroy()
     if rank == 0:
-        heading = ["", "| way | layer | forward ms | with backward | backward |", "|---|---|---|---|---|"]
+        heading = [
+            "",
+            "| way | layer | forward ms | with backward | backward |",
+            "|---|---|---|---|---|",
+        ]
         print("\n".join([*heading, *lines]), flush=True)
     dist.destroy_process_group()
 

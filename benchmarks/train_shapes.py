@@ -33,34 +33,69 @@ from lightning_megatron.models.gpt import GPT
 
 SHAPES: dict[str, GPTConfig] = {
     "llama8b_half": GPTConfig.llama(
-        vocab_size=131072, max_seq_length=4096, num_layers=16, hidden_size=4096, num_heads=32, num_kv_heads=8,
+        vocab_size=131072,
+        max_seq_length=4096,
+        num_layers=16,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
         ffn_hidden_size=14336,
     ),
     "gpt2_1_2b": GPTConfig.gpt2(
         vocab_size=51200, max_seq_length=1024, num_layers=40, hidden_size=1536, num_heads=16
     ),
     "mixtral_s": GPTConfig.llama(
-        vocab_size=32768, max_seq_length=4096, num_layers=4, hidden_size=4096, num_heads=32, num_kv_heads=8,
-        ffn_hidden_size=14336, experts={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336, "aux_loss": 0.01},
+        vocab_size=32768,
+        max_seq_length=4096,
+        num_layers=4,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
+        experts={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336, "aux_loss": 0.01},
     ),
     "qwen3_30b_s": GPTConfig.llama(
-        vocab_size=151552, max_seq_length=4096, num_layers=12, hidden_size=2048, num_heads=32, num_kv_heads=4,
-        ffn_hidden_size=6144, experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
+        vocab_size=151552,
+        max_seq_length=4096,
+        num_layers=12,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        ffn_hidden_size=6144,
+        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
     ),
     "tiny_moe": GPTConfig.llama(
-        vocab_size=51200, max_seq_length=1024, num_layers=12, hidden_size=1024, num_heads=16,
-        ffn_hidden_size=2816, experts={"num_experts": 32, "top_k": 4, "ffn_hidden_size": 704, "aux_loss": 0.01},
+        vocab_size=51200,
+        max_seq_length=1024,
+        num_layers=12,
+        hidden_size=1024,
+        num_heads=16,
+        ffn_hidden_size=2816,
+        experts={"num_experts": 32, "top_k": 4, "ffn_hidden_size": 704, "aux_loss": 0.01},
     ),
     "tiny_llama": GPTConfig.llama(
-        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
+        vocab_size=512,
+        max_seq_length=64,
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
         ffn_hidden_size=96,
     ),
     "tiny_mixtral": GPTConfig.llama(
-        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
-        ffn_hidden_size=96, experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64, "aux_loss": 0.01},
+        vocab_size=512,
+        max_seq_length=64,
+        num_layers=2,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=96,
+        experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64, "aux_loss": 0.01},
     ),
-    "tiny_gpt2": GPTConfig.gpt2(vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4),
-}  # fmt: skip
+    "tiny_gpt2": GPTConfig.gpt2(
+        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4
+    ),
+}
 
 #: Minimum traffic of the optimizer step for an element (bytes): read gradient, main parameter and
 #: two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16 (2),
@@ -108,7 +143,9 @@ class Tokens(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, self.config.vocab_size, (self.config.max_seq_length + 1,), generator=generator)
+        tokens = torch.randint(
+            0, self.config.vocab_size, (self.config.max_seq_length + 1,), generator=generator
+        )
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
@@ -169,7 +206,9 @@ class Profile(Callback):
             if trainer.strategy.root_device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num_steps, repeat=1)
-            self._profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._read)
+            self._profiler = torch.profiler.profile(
+                activities=activities, schedule=schedule, on_trace_ready=self._read
+            )
             self._profiler.start()
         elif self._profiler is not None:
             self._profiler.step()
@@ -208,7 +247,10 @@ class OptimizerTime(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         """Record the time at which the compute stream has the reduced gradients."""
-        if trainer.strategy.root_device.type == "cuda" and self.first <= trainer.global_step < self.stop:
+        if (
+            trainer.strategy.root_device.type == "cuda"
+            and self.first <= trainer.global_step < self.stop
+        ):
             self._spans.append([mark_on_device()])
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -230,7 +272,8 @@ class OptimizerTime(Callback):
             "optimizer_ms": round(taken, 2),
             "floor_ms": round(floor, 2),
             "ratio": round(taken / floor, 2),
-            "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / {COPY_RATE / 1e12} TB/s",
+            "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / "
+            f"{COPY_RATE / 1e12} TB/s",
         }
         if trainer.is_global_zero:
             print("optimizer step:", self.result, flush=True)
@@ -287,7 +330,11 @@ class SaveStall(Callback):
 def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
     """Return the callbacks, and the number of steps that they need."""
     measure = Measure(
-        str(out), f"{args.model} {args.layout}", warmup=args.warmup, steps=args.steps, in_a_row=args.in_a_row
+        str(out),
+        f"{args.model} {args.layout}",
+        warmup=args.warmup,
+        steps=args.steps,
+        in_a_row=args.in_a_row,
     )
     callbacks: list[Any] = [measure]
     end = args.warmup + args.steps
@@ -345,23 +392,41 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the options of one training."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
     result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
     result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
-    result.add_argument("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
+    result.add_argument(
+        "--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)"
+    )
     result.add_argument("--steps", type=int, default=8, help="measured steps")
     result.add_argument("--warmup", type=int, default=4, help="steps before the measured ones")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--zero", type=int, default=1, choices=[0, 1])
-    result.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
-    result.add_argument("--in-a-row", action="store_true", help="do not wait for the device between the steps")
-    result.add_argument("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
-    result.add_argument("--time-optimizer", action="store_true", help="time the optimizer's step alone")
+    result.add_argument(
+        "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
+    result.add_argument(
+        "--in-a-row", action="store_true", help="do not wait for the device between the steps"
+    )
+    result.add_argument(
+        "--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)"
+    )
+    result.add_argument(
+        "--time-optimizer", action="store_true", help="time the optimizer's step alone"
+    )
     result.add_argument("--async-save", default="", help="save in the background to this folder")
-    result.add_argument("--save-steps", type=int, default=20, help="steps to look at after each save")
-    result.add_argument("--forced-balance", action="store_true", help="route tokens to experts in turn")
-    result.add_argument("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
+    result.add_argument(
+        "--save-steps", type=int, default=20, help="steps to look at after each save"
+    )
+    result.add_argument(
+        "--forced-balance", action="store_true", help="route tokens to experts in turn"
+    )
+    result.add_argument(
+        "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"
+    )
     return result
 
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
     from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
     from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
-    from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
+    from lightning_megatron.strategy.callbacks.progress import (
+        TokensProgressBar as TokensProgressBar,
+    )
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
     from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
 
@@ -70,7 +72,8 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(
-            f"module 'lightning_megatron' has no attribute {name!r}; its names are {', '.join(__all__)}"
+            f"module 'lightning_megatron' has no attribute {name!r}; its names are "
+            f"{', '.join(__all__)}"
         )
     return getattr(import_module(f"lightning_megatron.{_HOMES[name]}"), name)
 

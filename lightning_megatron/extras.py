@@ -23,5 +23,6 @@ def import_extra(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
         raise MissingExtraError(
-            f'{package} is not installed. It belongs to the extra `{extra}`: pip install "lightning-megatron[{extra}]".'
+            f"{package} is not installed. It belongs to the extra `{extra}`: "
+            f'pip install "lightning-megatron[{extra}]".'
         ) from error

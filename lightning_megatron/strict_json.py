@@ -35,7 +35,9 @@ def read_start(path: Path, num_bytes: int, remedy: str = "") -> bytes:
         with open(path, "rb") as file:
             return file.read(num_bytes)
     except OSError as error:
-        raise CorruptDataError(f"{path} cannot be read: {error.strerror or error}. {remedy}".rstrip()) from error
+        raise CorruptDataError(
+            f"{path} cannot be read: {error.strerror or error}. {remedy}".rstrip()
+        ) from error
 
 
 def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> bytes:
@@ -52,7 +54,9 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
     """
     content = read_start(path, max_bytes + 1, remedy)
     if len(content) > max_bytes:
-        raise CorruptDataError(f"{path} has more than {max_bytes} bytes, which is not expected of it. {remedy}")
+        raise CorruptDataError(
+            f"{path} has more than {max_bytes} bytes, which is not expected of it. {remedy}"
+        )
     return content
 
 
@@ -73,7 +77,9 @@ def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
     """
     value = parse_json(content, source, remedy)
     if not isinstance(value, dict):
-        raise CorruptDataError(f"{source} must hold a JSON object: it holds a {type(value).__name__}. {remedy}")
+        raise CorruptDataError(
+            f"{source} must hold a JSON object: it holds a {type(value).__name__}. {remedy}"
+        )
     return value
 
 

@@ -1,4 +1,6 @@
-"""A module and a data module small enough to run the command line with, without our models or strategy."""
+"""A module and a data module small enough to run the command line with, without our models or
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Points(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Return batches of points and token ids."""
         tokens = torch.zeros(16, self.context, dtype=torch.long)
-        return DataLoader(TensorDataset(torch.ones(16, self.width), tokens), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(torch.ones(16, self.width), tokens), batch_size=self.batch_size
+        )
 
     def val_dataloader(self) -> DataLoader:
         """Return the same batches."""

@@ -1,4 +1,6 @@
-"""What every test starts from and leaves behind: seeds, environment, ranks and process groups as they were."""
+"""What every test starts from and leaves behind: seeds, environment, ranks and process groups as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Worlds of several processes share few cores: one thread each, in this process and in those that it starts.
+# Worlds of several processes share few cores: one thread each, in this process and in those that it
+# starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
@@ -27,14 +30,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
-# What the tests began with: a fixture of a whole module may run a Trainer before any test could remember its variables,
-# and a LOCAL_RANK that stays would make the next Trainer wait for processes that nobody starts.
+# What the tests began with: a fixture of a whole module may run a Trainer before any test could
+# remember its variables, and a LOCAL_RANK that stays would make the next Trainer wait for processes
+# that nobody starts.
 ENVIRONMENT = dict(os.environ)
 
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """Seed the generators, then undo what a Trainer leaves in the process: variables, ranks, groups, dtype."""
+    """Seed the generators, then undo what a Trainer leaves in the process: variables, ranks,
+    groups, dtype.
+    """
     random.seed(0)
     torch.manual_seed(0)
     yield
@@ -48,7 +54,9 @@ def clean_process() -> Iterator[None]:
 
 
 def reset_rank_zero_only() -> None:
-    """Forget the rank that a strategy told to Lightning's `rank_zero_only`, if Lightning was imported at all."""
+    """Forget the rank that a strategy told to Lightning's `rank_zero_only`, if Lightning was
+    imported at all.
+    """
     for module in ("lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero"):
         if module in sys.modules:
             rank_zero_only = sys.modules[module].rank_zero_only
@@ -57,7 +65,9 @@ def reset_rank_zero_only() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the files of a folder two at a time, where pytest-xdist is there: many tests wait for processes."""
+    """Run the files of a folder two at a time, where pytest-xdist is there: many tests wait for
+    processes.
+    """
     options = config.option
     if is_worker(config) or options.usepdb or getattr(options, "numprocesses", 0) is not None:
         return
@@ -72,18 +82,24 @@ def is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are, saying how many would do; two at a time begin with the longest."""
+    """Skip what needs more GPUs than there are, saying how many would do; two at a time begin with
+    the longest.
+    """
     available = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4)):
             if item.get_closest_marker(marker) and available < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {available}"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs {needed} GPU(s), found {available}")
+                )
     if is_worker(config):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """Let garbage collections pass over all that was imported: a Trainer begins with one, of a quarter of a second."""
+    """Let garbage collections pass over all that was imported: a Trainer begins with one, of a
+    quarter of a second.
+    """
     gc.collect()
     gc.freeze()

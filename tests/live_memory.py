@@ -21,7 +21,9 @@ class LiveMemory(TorchDispatchMode):
     def leave_out(self, tensors: list[Tensor]) -> None:
         self.sizes.update({tensor.untyped_storage()._cdata: 0 for tensor in tensors})
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         results = function(*args, **(kwargs or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor) and result.untyped_storage()._cdata not in self.sizes:

@@ -68,7 +68,9 @@ def _explanations() -> dict[str, str]:
     text = inspect.getdoc(MegatronStrategy) or ""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
     assert section is not None, "the docstring of MegatronStrategy has no section Args"
-    entries = re.findall(r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)", section.group(1), re.MULTILINE)
+    entries = re.findall(
+        r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)", section.group(1), re.MULTILINE
+    )
     return {name: re.sub(r"\s+", " ", words).replace("``", "`").strip() for name, words in entries}
 
 
@@ -89,5 +91,7 @@ def options_page() -> str:
         legal = ", ".join(words)
         rows.append(f"| [`{name}`](#{name}) | `{parameter.default!r}` | {legal} |\n")
         text = textwrap.fill(explanations[name], 98, break_long_words=False, break_on_hyphens=False)
-        sections.append(f"\n## `{name}`\n\nDefault: `{parameter.default!r}`. Legal: {legal}.\n\n{text}\n")
+        sections.append(
+            f"\n## `{name}`\n\nDefault: `{parameter.default!r}`. Legal: {legal}.\n\n{text}\n"
+        )
     return _INTRODUCTION + "".join(rows) + "".join(sections)

@@ -16,7 +16,9 @@ from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 
 @contextmanager
 def float32_as_float64() -> Iterator[None]:
-    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they are given."""
+    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they
+    are given.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", Tensor.double)
         patch.setattr(torch, "float", torch.float64)
@@ -24,14 +26,17 @@ def float32_as_float64() -> Iterator[None]:
         yield
 
 
-def gather_full(local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copies: bool = False) -> Tensor:
+def gather_full(
+    local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copies: bool = False
+) -> Tensor:
     """Return the full tensor on every rank of the tensor axis.
 
     Args:
         local: This rank's tensor.
         spec: How it lies in the full tensor.
         mesh: The groups of this rank.
-        sum_copies: Whether copies hold parts of a sum (gradients of ``partial`` parameters); otherwise copy 0 counts.
+        sum_copies: Whether copies hold parts of a sum (gradients of ``partial`` parameters);
+            otherwise copy 0 counts.
     """
     full = local.new_zeros(spec.full_shape)
     spec.copy_to_full(local.detach(), full, counted_only=not sum_copies)
@@ -40,12 +45,16 @@ def gather_full(local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copie
 
 def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Return every full parameter of this rank's layers by name."""
-    placed = {name: (p.detach(), shard_spec_of(p, mesh.tp.rank)) for name, p in module.named_parameters()}
+    placed = {
+        name: (p.detach(), shard_spec_of(p, mesh.tp.rank)) for name, p in module.named_parameters()
+    }
     return _gather_all(placed, mesh, sum_copies=False)
 
 
 def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Return every full gradient of this rank's layers by name, copies added where they are parts of a sum."""
+    """Return every full gradient of this rank's layers by name, copies added where they are parts
+    of a sum.
+    """
     placed = {}
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -62,11 +71,15 @@ def _gather_all(
         spec.copy_to_full(local, fulls[name], counted_only=not (sum_copies and spec.partial))
     flat = all_reduce_(torch.cat([full.flatten() for full in fulls.values()]), mesh.tp)
     parts = flat.split([full.numel() for full in fulls.values()])
-    return {name: part.view(full.shape) for (name, full), part in zip(fulls.items(), parts, strict=True)}
+    return {
+        name: part.view(full.shape) for (name, full), part in zip(fulls.items(), parts, strict=True)
+    }
 
 
 def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards of full weights into the parameters of ``module``; every parameter must be given."""
+    """Write this rank's shards of full weights into the parameters of ``module``; every parameter
+    must be given.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.zero_()
@@ -79,14 +92,20 @@ def sequence_part(full: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def assert_equal(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
-    """Check that two tensors agree to ``tolerance``, relative to the larger of 1 and the largest expected element."""
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    """Check that two tensors agree to ``tolerance``, relative to the larger of 1 and the largest
+    expected element.
+    """
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    )
     scale = max(1.0, float(expected.detach().abs().max()) if expected.numel() else 1.0)
     error = float((actual.detach() - expected.detach()).abs().max()) if actual.numel() else 0.0
     assert error <= tolerance * scale, f"{what}: off by {error:.3e}"
 
 
-def assert_same_gradients(module: nn.Module, mesh: ParallelMesh, expected: Mapping[str, Tensor], what: str) -> None:
+def assert_same_gradients(
+    module: nn.Module, mesh: ParallelMesh, expected: Mapping[str, Tensor], what: str
+) -> None:
     """Check every full gradient of ``module`` against its twin's, by name."""
     found = full_gradients(module, mesh)
     assert found.keys() == expected.keys(), f"{what}: {sorted(found.keys() ^ expected.keys())}"

@@ -1,4 +1,6 @@
-"""What processes of a world are forked from: the imports that each would spend seven seconds on, and nothing else."""
+"""What processes of a world are forked from: the imports that each would spend seven seconds on,
+and nothing else.
+"""
 
 import contextlib
 import gc
@@ -10,7 +12,8 @@ import pytest
 import lightning_megatron
 
 with contextlib.suppress(ImportError):
-    # What Hugging Face's models load at their first use, as every fit of the strategy does to know them.
+    # What Hugging Face's models load at their first use, as every fit of the strategy does to know
+    # them.
     import transformers.modeling_utils
     import transformers.models.auto.modeling_auto  # noqa: F401
 

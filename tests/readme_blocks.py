@@ -1,21 +1,20 @@
 """Code blocks of the README and of the pages in `docs/`, and the texts there that are generated.
 
-The test runs each block as it stands, in one temporary folder where `recipes` is the project's: first the README's
-blocks, then those of the pages in the order of the site's navigation (`mkdocs.yml`). A block that stands on several
-pages runs once. A comment before a block names it and may state how the test runs it on a small machine:
+The test runs each block as it stands, in one temporary folder where `recipes` is the project's:
+first the README's blocks, then those of the pages in the order of the site's navigation
+(`mkdocs.yml`). A block that stands on several pages runs once. A comment before a block names it
+and may state how the test runs it on a small machine:
 
-    <!-- block: NAME
-    before: tests/FILE.py       python: this file's text comes first (names that are the reader's own)
-    replace: OLD => NEW         this text is replaced
-    append: ARGUMENTS           bash: these arguments are added to the last line
-    run: no                     the block is not run: test_readme.py lists these blocks with the reasons
-    -->
+    <!-- block: NAME before: tests/FILE.py       python: this file's text comes first (names that
+    are the reader's own) replace: OLD => NEW         this text is replaced append: ARGUMENTS
+    bash: these arguments are added to the last line run: no                     the block is not
+    run: test_readme.py lists these blocks with the reasons -->
 
-A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at the start of a bash
-block is left out: the package is installed when its tests run.
-Run as a program (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
-README and in `docs/architecture.md`, the picture of their imports, the picture of measured
-times, and the page of options.
+A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at
+the start of a bash block is left out: the package is installed when its tests run. Run as a program
+(`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
+README and in `docs/architecture.md`, the picture of their imports, the picture of measured times,
+and the page of options.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ BLOCK = re.compile(
     r"(?:<!-- block: (?P<header>(?:(?!-->).)*)-->\s*)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-PRINTS = re.compile(r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTS = re.compile(
+    r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 #: Rooms in the order of their imports; those after them stand apart.
 ROOMS = "plan kernels groups layers experts models swap training pipeline checkpoint strategy"
@@ -61,7 +62,9 @@ class Block:
         """The text that the test runs."""
         code = self.code
         for old, new in self.replacements:
-            assert old in code, f"{self.page}, block {self.name}: it lacks {old!r}, which its comment replaces"
+            assert old in code, (
+                f"{self.page}, block {self.name}: it lacks {old!r}, which its comment replaces"
+            )
             code = code.replace(old, new)
         if self.language == "bash":
             code = re.sub(r"^pip install [^&\n]*&& *", "", code)
@@ -85,12 +88,16 @@ def pages() -> list[Path]:
 
 
 def read_blocks() -> list[Block]:
-    """Return the blocks of all pages that are programs, in order; one that stands on several pages only once."""
+    """Return the blocks of all pages that are programs, in order; one that stands on several pages
+    only once.
+    """
     blocks: dict[str, Block] = {}
     for page in pages():
         for block in _blocks_of(page):
             first = blocks.setdefault(block.name, block)
-            assert replace(block, page=first.page) == first, f"{first.page} and {block.page}: {block.name} differs"
+            assert replace(block, page=first.page) == first, (
+                f"{first.page} and {block.page}: {block.name} differs"
+            )
     return list(blocks.values())
 
 
@@ -118,7 +125,11 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 def printed_text() -> dict[str, str]:
     """Return the texts that the pages give as the output of blocks, by name of the block."""
-    return {match["name"]: match["text"] for page in pages() for match in PRINTS.finditer(page.read_text())}
+    return {
+        match["name"]: match["text"]
+        for page in pages()
+        for match in PRINTS.finditer(page.read_text())
+    }
 
 
 def rooms() -> list[str]:

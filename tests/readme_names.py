@@ -15,7 +15,9 @@ class MyLightningModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build this rank's part."""
-        config = GPTConfig.gpt2(vocab_size=256, max_seq_length=16, num_layers=2, hidden_size=32, num_heads=2)
+        config = GPTConfig.gpt2(
+            vocab_size=256, max_seq_length=16, num_layers=2, hidden_size=32, num_heads=2
+        )
         self.gpt = GPT(config, mesh=self.device_mesh)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:

@@ -11,8 +11,11 @@ import pytest
 from lightning_megatron.groups.pending import Pending
 
 
-def record_starts(patch: pytest.MonkeyPatch, module: ModuleType, names: tuple[str, ...], events: list[str]) -> None:
-    """Let the functions of a module that start collectives add "NAME starts" and "NAME ends" to events.
+def record_starts(
+    patch: pytest.MonkeyPatch, module: ModuleType, names: tuple[str, ...], events: list[str]
+) -> None:
+    """Let the functions of a module that start collectives add "NAME starts" and "NAME ends" to
+    events.
 
     Args:
         patch: Takes the recording away again.
@@ -21,10 +24,14 @@ def record_starts(patch: pytest.MonkeyPatch, module: ModuleType, names: tuple[st
         events: What has happened, in order.
     """
     for name in names:
-        patch.setattr(module, f"start_{name}", _recorded(name, getattr(module, f"start_{name}"), events))
+        patch.setattr(
+            module, f"start_{name}", _recorded(name, getattr(module, f"start_{name}"), events)
+        )
 
 
-def _recorded(name: str, start: Callable[..., Pending], events: list[str]) -> Callable[..., Pending]:
+def _recorded(
+    name: str, start: Callable[..., Pending], events: list[str]
+) -> Callable[..., Pending]:
     def start_and_record(*args: Any) -> Pending:
         events.append(f"{name} starts")
         pending = start(*args)

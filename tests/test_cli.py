@@ -56,8 +56,13 @@ def data_arguments(config: dict) -> dict:
 
 
 def test_help_lists_every_command_without_loading_lightning() -> None:
-    program = "import sys, lightning_megatron.cli.main as c\ntry: c.main(['--help'])\nfinally: print(list(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, lightning_megatron.cli.main as c\ntry: c.main(['--help'])\nfinally: "
+        "print(list(sys.modules))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert all(f"  {name} " in run.stdout for name in COMMANDS)
     assert "'torch'" not in run.stdout
     assert "'lightning'" not in run.stdout
@@ -65,7 +70,10 @@ def test_help_lists_every_command_without_loading_lightning() -> None:
 
 def test_the_module_is_the_command() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "lightning_megatron", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "lightning_megatron", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert run.stdout.startswith("lightning-megatron ")
 
@@ -88,31 +96,52 @@ def test_our_errors_are_one_message_without_traceback(capsys: pytest.CaptureFixt
 
 def test_a_setting_that_a_module_refuses_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--model", "lightning_megatron.HuggingFaceCausalLM", "--model.path", "nowhere"])
+        main(
+            ["fit", "--model", "lightning_megatron.HuggingFaceCausalLM", "--model.path", "nowhere"]
+        )
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("lightning-megatron fit: error: path must be a local folder with config.json: 'nowhere' is")
+    assert last.startswith(
+        "lightning-megatron fit: error: path must be a local folder with config.json: 'nowhere' is"
+    )
 
 
 def test_preprocess_writes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("To be or not to be")
-    main(["preprocess", "--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a"), "--no-progress"])
+    main(
+        [
+            "preprocess",
+            "--input",
+            str(tmp_path / "a.txt"),
+            "--output",
+            str(tmp_path / "a"),
+            "--no-progress",
+        ]
+    )
     assert (tmp_path / "a.idx").exists()
     assert "18 tokens" in capsys.readouterr().out
 
 
 def test_interpolation_follows_the_recipe(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert data_arguments(printed_config(capsys, "-c", str(base))) == {"context": 8, "batch_size": 1, "width": 4}
+    assert data_arguments(printed_config(capsys, "-c", str(base))) == {
+        "context": 8,
+        "batch_size": 1,
+        "width": 4,
+    }
 
 
 def test_interpolation_follows_an_override(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = printed_config(capsys, "-c", str(base), "--trainer.devices", "4", "--model.init_args.context", "16")
+    config = printed_config(
+        capsys, "-c", str(base), "--trainer.devices", "4", "--model.init_args.context", "16"
+    )
     assert data_arguments(config) == {"context": 16, "batch_size": 4, "width": 4}
 
 
 def test_interpolation_reaches_across_files(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = base.with_name("second.yaml")
-    second.write_text("trainer: {devices: 2}\ndata: {init_args: {width: '${model.init_args.width}'}}\n")
+    second.write_text(
+        "trainer: {devices: 2}\ndata: {init_args: {width: '${model.init_args.width}'}}\n"
+    )
     config = printed_config(capsys, "-c", str(base), "-c", str(second), "--model.width", "6")
     assert data_arguments(config) == {"context": 8, "batch_size": 2, "width": 6}
 
@@ -125,7 +154,15 @@ def test_a_typo_is_refused_with_its_name(base: Path, capsys: pytest.CaptureFixtu
 
 
 def test_fit_saves_the_resolved_configuration(base: Path) -> None:
-    MegatronCLI(args=["fit", "-c", str(base), f"--trainer.default_root_dir={base.parent}", "--trainer.logger=true"])
+    MegatronCLI(
+        args=[
+            "fit",
+            "-c",
+            str(base),
+            f"--trainer.default_root_dir={base.parent}",
+            "--trainer.logger=true",
+        ]
+    )
     (saved,) = base.parent.glob("lightning_logs/version_0/config.yaml")
     assert data_arguments(yaml.safe_load(saved.read_text()))["context"] == 8
 
@@ -138,7 +175,9 @@ def test_fit_runs_again_from_its_saved_configuration(base: Path) -> None:
     MegatronCLI(args=["fit", "-c", str(saved), *options])
 
 
-def test_model_and_data_are_ours_unless_others_are_given(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_and_data_are_ours_unless_others_are_given(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = printed_config(capsys, "--model.config.num_layers", "3", "--data.seq_length", "12")
     assert config["model"]["class_path"] == "lightning_megatron.CausalLM"
     assert config["model"]["init_args"]["config"]["num_layers"] == 3
@@ -157,16 +196,26 @@ def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")
 
 
-def test_help_lists_the_options_of_the_strategy(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_options_of_the_strategy(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         MegatronCLI(args=["fit", "--trainer.strategy.help", "lightning_megatron.MegatronStrategy"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--trainer.strategy.{name} " in text for name in ("tp", "pp", "vpp", "schedule", "microbatch_size"))
+    assert all(
+        f"--trainer.strategy.{name} " in text
+        for name in ("tp", "pp", "vpp", "schedule", "microbatch_size")
+    )
 
 
 def test_a_typo_in_the_strategy_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", "--trainer.strategy.tq", "2"]
+    strategy = [
+        "--trainer.strategy",
+        "lightning_megatron.MegatronStrategy",
+        "--trainer.strategy.tq",
+        "2",
+    ]
     with pytest.raises(SystemExit) as stopped:
         MegatronCLI(args=["fit", "-c", str(base), *strategy])
     assert stopped.value.code == 2

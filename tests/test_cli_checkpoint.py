@@ -11,7 +11,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_megatron.checkpoint import load_metadata, read_full, read_header, saved_tensors, verify_checkpoint
+from lightning_megatron.checkpoint import (
+    load_metadata,
+    read_full,
+    read_header,
+    saved_tensors,
+    verify_checkpoint,
+)
 from lightning_megatron.cli.main import main
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, train, trainer_of
@@ -25,7 +31,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_show_prints_layout_step_tensors_optimizers_and_files(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_layout_step_tensors_optimizers_and_files(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["checkpoint", "show", str(saved)])
     out = capsys.readouterr().out
     assert "step 2, epoch 1, saved 20" in out
@@ -40,7 +48,9 @@ def test_show_prints_layout_step_tensors_optimizers_and_files(saved: Path, capsy
     assert "model.layers.3.mlp.up.weight.exp_avg_sq" in capsys.readouterr().out
 
 
-def test_verify_names_the_damaged_file_and_ends_with_1(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_damaged_file_and_ends_with_1(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["checkpoint", "verify", str(saved)])
     assert "as written" in capsys.readouterr().out
     file = saved / "__0_0.distcp"
@@ -70,7 +80,18 @@ def test_a_consolidated_file_is_verified_shown_and_read_by_lightning(
     with pytest.raises(SystemExit):
         main(["checkpoint", "consolidate", str(saved), str(out)])
     assert "must not exist yet" in capsys.readouterr().err
-    main(["checkpoint", "consolidate", str(saved), str(out), "--overwrite", "--weights-only", "--dtype", "bfloat16"])
+    main(
+        [
+            "checkpoint",
+            "consolidate",
+            str(saved),
+            str(out),
+            "--overwrite",
+            "--weights-only",
+            "--dtype",
+            "bfloat16",
+        ]
+    )
     found = torch.load(out, weights_only=True)
     assert {tensor.dtype for tensor in found["state_dict"].values()} == {torch.bfloat16}
     assert "optimizer_states" not in found
@@ -89,7 +110,19 @@ def test_a_resharded_checkpoint_continues_like_the_first(saved: Path, tmp_path: 
 
 def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "weights"
-    main(["checkpoint", "reshard", str(saved), str(out), "--weights-only", "--dtype", "bfloat16", "--files", "2"])
+    main(
+        [
+            "checkpoint",
+            "reshard",
+            str(saved),
+            str(out),
+            "--weights-only",
+            "--dtype",
+            "bfloat16",
+            "--files",
+            "2",
+        ]
+    )
     assert {one.dtype for one in saved_tensors(out).values()} == {torch.bfloat16}
     assert read_header(out).global_step == 2
     assert "megatron_optimizers" not in load_metadata(out)
@@ -99,14 +132,21 @@ def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path)
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", "show", str(tmp_path)])
     assert ended.value.code == 2
-    assert "lightning-megatron checkpoint: error: a sharded checkpoint must be a directory" in capsys.readouterr().err
+    assert (
+        "lightning-megatron checkpoint: error: a sharded checkpoint must be a directory"
+        in capsys.readouterr().err
+    )
 
 
-def test_objects_are_refused_unless_told_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objects_are_refused_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Keeps(ModelCheckpoint):
         def state_dict(self) -> dict[str, object]:
             return {**super().state_dict(), "where": tmp_path}
@@ -117,7 +157,15 @@ def test_objects_are_refused_unless_told_otherwise(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main(["checkpoint", "consolidate", str(tmp_path / "objects"), str(tmp_path / "out.ckpt")])
     assert "this command takes --unsafe" in capsys.readouterr().err
-    main(["checkpoint", "consolidate", str(tmp_path / "objects"), str(tmp_path / "out.ckpt"), "--unsafe"])
+    main(
+        [
+            "checkpoint",
+            "consolidate",
+            str(tmp_path / "objects"),
+            str(tmp_path / "out.ckpt"),
+            "--unsafe",
+        ]
+    )
     assert (tmp_path / "out.ckpt").is_file()
 
 
@@ -140,11 +188,16 @@ def test_a_file_that_is_no_checkpoint_ends_every_command_that_reads_it_with_1(
     path.write_text("no checkpoint")
     with pytest.raises(SystemExit, match="^1$"):
         main(["checkpoint", command, str(path)])
-    assert f"checkpoint {command}: damaged: a checkpoint file must be as torch.save wrote it" in capsys.readouterr().err
+    assert (
+        f"checkpoint {command}: damaged: a checkpoint file must be as torch.save wrote it"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["consolidate", "reshard"])
-def test_plain_files_need_no_conversion(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_files_need_no_conversion(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(SystemExit, match="^2$"):
         main(["checkpoint", command, str(tmp_path / "plain.ckpt"), str(tmp_path / "out")])

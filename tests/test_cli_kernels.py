@@ -44,7 +44,9 @@ def test_build_says_where_the_library_is_and_show_finds_it(
         main(["check", "--cache", str(kit.folder / "cache")])
 
 
-def test_wheel_builds_once_and_says_how_to_install(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wheel_builds_once_and_says_how_to_install(
+    kit: FakeKit, capsys: pytest.CaptureFixture[str]
+) -> None:
     compilers = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass")]
     where = ["--cache", str(kit.folder / "cache"), "--out", str(kit.folder / "dist")]
     main(["wheel", *where, *compilers])
@@ -57,8 +59,17 @@ def test_wheel_builds_once_and_says_how_to_install(kit: FakeKit, capsys: pytest.
     assert len(kit.journal) == made
 
 
-def test_kernels_that_were_never_run_are_built_on_demand_only(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "c")]
+def test_kernels_that_were_never_run_are_built_on_demand_only(
+    kit: FakeKit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = [
+        "--cuda-home",
+        str(kit.home),
+        "--cutlass",
+        str(kit.folder / "cutlass"),
+        "--cache",
+        str(kit.folder / "c"),
+    ]
     main(["build", *where, "--arch", "sm_100a"])
     printed = capsys.readouterr().out
     assert "were compiled and have never been run, so no choice takes them" in printed
@@ -74,15 +85,22 @@ def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert f"sources    {read_sources().folder} ({read_sources().key})" in shown
     assert "compilers  nvcc is not in /nowhere/bin" in shown
-    assert f"library    none: {kit.folder}/cache has no library of these sources ({read_sources().key})" in shown
+    assert (
+        f"library    none: {kit.folder}/cache has no library of these sources "
+        f"({read_sources().key})"
+    ) in shown
 
 
-def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_gives_the_choice_for_a_shape_with_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["show", "--rows", "32768", "--groups", "32", "--n", "1536", "--k", "2048"])
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert shown[0] == "32768 rows in 32 groups (1024 each), n 1536, k 2048"
     assert "forward_pingpong_128x192_1x2 along M: 1536 columns fill multiples of 384" in shown
-    assert "forward_swiglu_pingpong_128x192_1x1 along M: 1536 columns fill multiples of 192" in shown
+    assert (
+        "forward_swiglu_pingpong_128x192_1x1 along M: 1536 columns fill multiples of 192" in shown
+    )
     assert len(shown) == 7
     main(["show", "--rows", "32768", "--groups", "32", "--n", "1528", "--k", "2048"])
     assert "SwiGLU apart" in capsys.readouterr().out
@@ -90,10 +108,15 @@ def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.Captur
         main(["show", "--rows", "5"])
 
 
-def test_commands_that_cannot_be_done_say_why(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_cannot_be_done_say_why(
+    kit: FakeKit, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(MissingExtraError, match="nvcc is not in /nowhere/bin"):
         main(["build", "--cuda-home", "/nowhere"])
-    with pytest.raises(UnsupportedError, match="must be built first: .* Build one: lightning-megatron kernels build"):
+    with pytest.raises(
+        UnsupportedError,
+        match="must be built first: .* Build one: lightning-megatron kernels build",
+    ):
         main(["check", "--cache", str(kit.folder / "cache")])
     with pytest.raises(SystemExit):
         main(["build", "--jobs", "0"])
@@ -106,8 +129,13 @@ def test_a_gpu_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert why_not_runnable() == "A100 has compute capability 8.0, and the kernels are compiled for 9.0"
+    assert (
+        why_not_runnable()
+        == "A100 has compute capability 8.0, and the kernels are compiled for 9.0"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "compiled for 9.0; those for 10.0 were compiled but have never been run" in str(why_not_runnable())
+    assert "compiled for 9.0; those for 10.0 were compiled but have never been run" in str(
+        why_not_runnable()
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_not_runnable() is None

@@ -26,7 +26,10 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_every_group_of_both_grids_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--world-size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4"])
     printed = capsys.readouterr().out
-    assert "world size 16 = tp 4 x cp 1 x dp 2 x pp 2\n              = etp 1 x ep 4 x edp 2 x pp 2\n" in printed
+    assert (
+        "world size 16 = tp 4 x cp 1 x dp 2 x pp 2\n              = etp 1 x ep 4 x edp 2 x pp 2\n"
+        in printed
+    )
     words = " ".join(printed.split())
     for name, groups in {
         "tp": MOE.groups("tp"),
@@ -44,7 +47,22 @@ def test_every_group_of_both_grids_is_printed(capsys: pytest.CaptureFixture[str]
 
 
 def test_without_experts_only_the_dense_grid_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--world_size", "8", "--tp", "2", "--vpp", "2", "--pp", "2", "--order", "tp-dp-pp", "--rank-offset", "8"])
+    main(
+        [
+            "--world_size",
+            "8",
+            "--tp",
+            "2",
+            "--vpp",
+            "2",
+            "--pp",
+            "2",
+            "--order",
+            "tp-dp-pp",
+            "--rank-offset",
+            "8",
+        ]
+    )
     printed = capsys.readouterr().out
     assert "expert" not in printed
     assert "etp" not in printed
@@ -67,7 +85,9 @@ def test_groups_that_cross_nodes_are_marked() -> None:
 
 
 def test_no_line_is_wider_than_asked() -> None:
-    text = describe_layout(ParallelLayout(64, tp=4, pp=4, ep=8, etp=1), experts=True, gpus_per_node=8, width=90)
+    text = describe_layout(
+        ParallelLayout(64, tp=4, pp=4, ep=8, etp=1), experts=True, gpus_per_node=8, width=90
+    )
     assert max(map(len, text.splitlines())) <= 90
 
 
@@ -84,7 +104,9 @@ def test_sizes_that_do_not_fit_are_refused_with_the_legal_values() -> None:
         (["--png", "nowhere/map.png"], "there is no folder 'nowhere'"),
     ],
 )
-def test_bad_arguments_end_the_command(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_end_the_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--world-size", "4", *arguments])
     assert message in capsys.readouterr().err
@@ -108,14 +130,18 @@ def test_the_rank_map_is_drawn(world_size: int, tmp_path: Path) -> None:
     assert height > 300
 
 
-def test_the_command_says_where_the_picture_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_where_the_picture_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     main(["--world-size", "4", "--tp", "2", "--png", str(tmp_path / "map.svg")])
     assert (tmp_path / "map.svg").read_text(encoding="utf-8").startswith("<?xml")
     assert capsys.readouterr().out.endswith(f"rank map, nodes of 8: {tmp_path / 'map.svg'}\n")
 
 
-def test_a_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -124,7 +150,8 @@ def test_a_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "gpus_per_node", "offset"), [(16, 8, 0), (64, 8, 0), (12, 5, 3), (3, 1, 0), (64, 16, 4)]
+    ("num_ranks", "gpus_per_node", "offset"),
+    [(16, 8, 0), (64, 8, 0), (12, 5, 3), (3, 1, 0), (64, 16, 4)],
 )
 def test_ranks_and_nodes_do_not_overlap(num_ranks: int, gpus_per_node: int, offset: int) -> None:
     node_map = NodeMap(num_ranks, offset, gpus_per_node)

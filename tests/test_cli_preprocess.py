@@ -1,4 +1,6 @@
-"""`preprocess` writes every document in order whatever the number of workers, and names the line that is wrong."""
+"""`preprocess` writes every document in order whatever the number of workers, and names the line
+that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,29 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> None:
 def documents(prefix: Path) -> list[str]:
     corpus = TokenFile(prefix)
     bounds = corpus.document_index
-    tokens = [corpus.tokens[corpus.starts[a] : corpus.starts[b]] for a, b in zip(bounds, bounds[1:], strict=False)]
+    tokens = [
+        corpus.tokens[corpus.starts[a] : corpus.starts[b]]
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
     return [ByteTokenizer().decode(piece.tolist()) for piece in tokens]
 
 
-def test_json_lines_become_documents_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_become_documents_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["first", "", "third é", "fourth"]
     write_jsonl(tmp_path / "in.jsonl", texts)
-    main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--append-eod", "--workers", "1"])
+    main(
+        [
+            "--input",
+            str(tmp_path / "in.jsonl"),
+            "--output",
+            str(tmp_path / "out"),
+            "--append-eod",
+            "--workers",
+            "1",
+        ]
+    )
     assert documents(tmp_path / "out") == texts
     corpus = TokenFile(tmp_path / "out")
     # an empty text is an empty document, without end-of-document token
@@ -44,15 +61,27 @@ def test_json_lines_become_documents_in_order(tmp_path: Path, capsys: pytest.Cap
     assert "MB/s" in printed.out
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_megatron.data.preprocess.CHUNK_BYTES", 200)
     for part in range(3):
-        write_jsonl(tmp_path / f"in{part}.jsonl", [f"{part} {i} " + "x" * (i % 17) for i in range(150)])
+        write_jsonl(
+            tmp_path / f"in{part}.jsonl", [f"{part} {i} " + "x" * (i % 17) for i in range(150)]
+        )
     for workers in (1, 3):
-        arguments = ["--output", str(tmp_path / f"out{workers}"), "--workers", str(workers), "--no-progress"]
+        arguments = [
+            "--output",
+            str(tmp_path / f"out{workers}"),
+            "--workers",
+            str(workers),
+            "--no-progress",
+        ]
         main(["--input", str(tmp_path / "in*.jsonl"), *arguments])
     for suffix in ("bin", "idx", "json"):
-        assert (tmp_path / f"out1.{suffix}").read_bytes() == (tmp_path / f"out3.{suffix}").read_bytes()
+        assert (tmp_path / f"out1.{suffix}").read_bytes() == (
+            tmp_path / f"out3.{suffix}"
+        ).read_bytes()
     assert len(documents(tmp_path / "out3")) == 450
 
 
@@ -60,22 +89,60 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mon
 def test_an_invalid_line_is_named_and_nothing_is_written(tmp_path: Path, workers: int) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
     with pytest.raises(CorruptDataError, match=r"in\.jsonl:3 is not valid JSON"):
-        main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", str(workers)])
+        main(
+            [
+                "--input",
+                str(tmp_path / "in.jsonl"),
+                "--output",
+                str(tmp_path / "out"),
+                "--workers",
+                str(workers),
+            ]
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_a_missing_key_is_named_with_those_that_exist(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", ["a"], key="content")
-    with pytest.raises(CorruptDataError, match=r"in\.jsonl:1 has no text under the key 'text': \['content'\]"):
-        main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"])
-    main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--json-key", "content"])
+    with pytest.raises(
+        CorruptDataError, match=r"in\.jsonl:1 has no text under the key 'text': \['content'\]"
+    ):
+        main(
+            [
+                "--input",
+                str(tmp_path / "in.jsonl"),
+                "--output",
+                str(tmp_path / "out"),
+                "--workers",
+                "1",
+            ]
+        )
+    main(
+        [
+            "--input",
+            str(tmp_path / "in.jsonl"),
+            "--output",
+            str(tmp_path / "out"),
+            "--json-key",
+            "content",
+        ]
+    )
     assert documents(tmp_path / "out") == ["a"]
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_bytes(b"good\nb\xe9d\n")
     with pytest.raises(CorruptDataError, match=r"in\.txt:2 is not UTF-8"):
-        main(["--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--document", "line"])
+        main(
+            [
+                "--input",
+                str(tmp_path / "in.txt"),
+                "--output",
+                str(tmp_path / "out"),
+                "--document",
+                "line",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,14 +153,26 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         ("paragraph", ["one\ntwo", "three", "four"]),
     ],
 )
-def test_plain_text_is_cut_by_file_line_or_paragraph(tmp_path: Path, document: str, expected: list[str]) -> None:
+def test_plain_text_is_cut_by_file_line_or_paragraph(
+    tmp_path: Path, document: str, expected: list[str]
+) -> None:
     directory = tmp_path / "texts"
     directory.mkdir()
     (directory / "a.txt").write_text("one\ntwo\n\n\nthree\n")
     with gzip.open(directory / "b.txt.gz", "wt") as file:
         file.write("four")
     (directory / "ignored.bin").write_bytes(b"\xff")
-    main(["--input", str(directory), "--output", str(tmp_path / "out"), "--document", document, "--no-progress"])
+    main(
+        [
+            "--input",
+            str(directory),
+            "--output",
+            str(tmp_path / "out"),
+            "--document",
+            document,
+            "--no-progress",
+        ]
+    )
     assert documents(tmp_path / "out") == expected
 
 
@@ -102,7 +181,9 @@ def test_an_input_that_names_nothing_is_refused(tmp_path: Path) -> None:
         main(["--input", str(tmp_path / "*.jsonl"), "--output", str(tmp_path / "out")])
 
 
-def test_the_speeches_are_written_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_speeches_are_written_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     need(SPEECHES)
     main(["--speeches", "heldout", "--output", str(tmp_path / "heldout")])
     assert "tokens" in capsys.readouterr().out
@@ -114,7 +195,9 @@ def test_the_command_line_says_what_is_wrong_and_exits_with_2(
 ) -> None:
     (tmp_path / "in.jsonl").write_text("not json\n")
     with pytest.raises(SystemExit, match="2"):
-        command_line(["preprocess", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")])
+        command_line(
+            ["preprocess", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
+        )
     assert "in.jsonl:1 is not valid JSON" in capsys.readouterr().err
 
 
@@ -131,7 +214,17 @@ def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None
     path = tmp_path / "in.jsonl"
     path.write_text(f'{{"text": "first"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(CorruptDataError) as caught:
-        main(["--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1", "--no-progress"])
+        main(
+            [
+                "--input",
+                str(path),
+                "--output",
+                str(tmp_path / "out"),
+                "--workers",
+                "1",
+                "--no-progress",
+            ]
+        )
     assert reason in str(caught.value)
     assert sorted(tmp_path.iterdir()) == [path]
 
@@ -139,7 +232,23 @@ def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None
 def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
     whole = gzip.compress(b"".join(b'{"text": "line %d"}\n' % n for n in range(500)))
-    for content in (whole[:-9], whole[: len(whole) // 2], whole[:40] + bytes(40) + whole[80:], b"no gzip", whole[:3]):
+    for content in (
+        whole[:-9],
+        whole[: len(whole) // 2],
+        whole[:40] + bytes(40) + whole[80:],
+        b"no gzip",
+        whole[:3],
+    ):
         path.write_bytes(content)
         with pytest.raises(CorruptDataError, match=r"in\.jsonl\.gz cannot be read to its end"):
-            main(["--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1", "--no-progress"])
+            main(
+                [
+                    "--input",
+                    str(path),
+                    "--output",
+                    str(tmp_path / "out"),
+                    "--workers",
+                    "1",
+                    "--no-progress",
+                ]
+            )

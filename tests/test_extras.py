@@ -9,7 +9,9 @@ from lightning_megatron.extras import import_extra
 
 
 def test_a_missing_package_names_its_extra() -> None:
-    with pytest.raises(MissingExtraError, match=r'extra `plot`: pip install "lightning-megatron\[plot\]"'):
+    with pytest.raises(
+        MissingExtraError, match=r'extra `plot`: pip install "lightning-megatron\[plot\]"'
+    ):
         import_extra("a_package_that_nobody_has.figure", "plot")
 
 

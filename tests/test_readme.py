@@ -1,4 +1,6 @@
-"""The README and `docs/` are true: every code block is run, paths exist, generated texts are current."""
+"""The README and `docs/` are true: every code block is run, paths exist, generated texts are
+current.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ import pytest
 from lightning_megatron.swap.families.known import FAMILIES
 from tests import performance_picture
 from tests.options_page import OPTIONS, options_page
-from tests.readme_blocks import DOCS, MAP, README, ROOT, Block, pages, printed_text, read_blocks, room_map
+from tests.readme_blocks import (
+    DOCS,
+    MAP,
+    README,
+    ROOT,
+    Block,
+    pages,
+    printed_text,
+    read_blocks,
+    room_map,
+)
 from tests.room_picture import PICTURE, room_picture
 
 pytestmark = pytest.mark.slow
@@ -36,17 +48,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name
+)
 def test_block_runs(block: Block, folder: Path) -> None:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), environment.get("PATH", "")]
+    )
     if block.language == "python":
         script = folder / f"{block.name.replace(' ', '_')}.py"
         script.write_text(block.program)
         command = [sys.executable, str(script)]
     else:
         command = ["bash", "-euo", "pipefail", "-c", block.program]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert run.returncode == 0, f"{block.program}\n{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
     if block.name in PRINTED:
         assert run.stdout == PRINTED[block.name]
@@ -72,7 +96,9 @@ def test_readme_has_at_most_200_lines() -> None:
 def test_map_of_the_rooms_is_current(page: Path) -> None:
     found = MAP.search(page.read_text())
     assert found is not None
-    assert found.group() == room_map(), "the map is old. Write it again: python -m tests.readme_blocks"
+    assert found.group() == room_map(), (
+        "the map is old. Write it again: python -m tests.readme_blocks"
+    )
 
 
 def test_picture_of_the_rooms_is_current() -> None:
@@ -95,7 +121,9 @@ def test_the_docs_list_all_decoders() -> None:
     rows = re.search(r"^\| family \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert rows is not None
     listed = set(re.findall(r"`(\w+)`", rows.group(1)))
-    decoders = {f.model_type for f in FAMILIES if f.architecture.endswith(("ForCausalLM", "LMHeadModel"))}
+    decoders = {
+        f.model_type for f in FAMILIES if f.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    }
     assert decoders <= listed <= {family.model_type for family in FAMILIES}
 
 

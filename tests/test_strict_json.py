@@ -55,7 +55,10 @@ def test_levels_are_counted() -> None:
 
 def test_another_value_than_an_object_is_refused() -> None:
     assert parse_object(b'{"a": 1}', "x.json", "") == {"a": 1}
-    with pytest.raises(CorruptDataError, match=r"x\.json must hold a JSON object: it holds a list\. Write it again\."):
+    with pytest.raises(
+        CorruptDataError,
+        match=r"x\.json must hold a JSON object: it holds a list\. Write it again\.",
+    ):
         parse_object(b"[1]", "x.json", "Write it again.")
 
 
@@ -83,5 +86,7 @@ def test_damaged_json_gives_a_value_or_the_error_and_nothing_else() -> None:
         for _ in range(chance.randint(1, 4)):
             content[chance.randrange(len(content))] = chance.randrange(256)
         with contextlib.suppress(CorruptDataError):
-            value = parse_json(bytes(content[: chance.randint(0, len(content))]), "x.json", "Write it again.")
+            value = parse_json(
+                bytes(content[: chance.randint(0, len(content))]), "x.json", "Write it again."
+            )
             assert json.loads(json.dumps(value)) == value

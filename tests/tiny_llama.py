@@ -1,4 +1,6 @@
-"""Small models with random weights and a tokenizer of bytes, as local Hugging Face folders, and batches for them."""
+"""Small models with random weights and a tokenizer of bytes, as local Hugging Face folders, and
+batches for them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 _TOKENS = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
 
@@ -21,12 +28,16 @@ def save_tiny_llama(folder: Path) -> None:
 
 def save_tiny_mixtral(folder: Path) -> None:
     """Write those of a Mixtral with four experts."""
-    _save(MixtralConfig(**{**_SIZES, "num_hidden_layers": 2}, **_TOKENS, num_local_experts=4), folder)
+    _save(
+        MixtralConfig(**{**_SIZES, "num_hidden_layers": 2}, **_TOKENS, num_local_experts=4), folder
+    )
 
 
 def _save(config: LlamaConfig | MixtralConfig, folder: Path) -> None:
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     torch.manual_seed(1)

@@ -18,11 +18,12 @@ _TIMEOUT = timedelta(seconds=240)
 
 
 def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Any]:
-    """Call ``fn(rank, size, *args)`` on ``size`` joined processes and list what they return, by rank.
+    """Call ``fn(rank, size, *args)`` on ``size`` joined processes and list what they return, by
+    rank.
 
-    ``fn`` must be a function of a module. The first rank that raises ends the others, and its traceback is raised here.
-    With ``nccl`` each process has the GPU of its rank. The variables that a launcher would set are there, so that a
-    Trainer in ``fn`` takes these processes for its own.
+    ``fn`` must be a function of a module. The first rank that raises ends the others, and its
+    traceback is raised here. With ``nccl`` each process has the GPU of its rank. The variables that
+    a launcher would set are there, so that a Trainer in ``fn`` takes these processes for its own.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -30,7 +31,10 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, dict(os.environ), args))
+            context.Process(
+                target=_enter,
+                args=(fn, rank, size, store, backend, results, dict(os.environ), args),
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -71,7 +75,12 @@ def _enter(
 ) -> None:
     os.environ.clear()
     os.environ.update(
-        variables, LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        variables,
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
@@ -79,7 +88,12 @@ def _enter(
         if device is not None:
             torch.cuda.set_device(device)
         dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=_TIMEOUT,
+            device_id=device,
         )
         value = fn(rank, size, *args)
         # By value: a tensor's shared memory would be gone with this process.

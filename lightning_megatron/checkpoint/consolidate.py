@@ -27,7 +27,11 @@ from lightning_megatron.checkpoint.metadata_checks import (
 from lightning_megatron.checkpoint.stored import SavedTensor, Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, class_states
+from lightning_megatron.swap.hugging_face.class_tensors import (
+    ClassTensors,
+    class_name_in,
+    class_states,
+)
 from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
@@ -86,8 +90,9 @@ def consolidate(
     saved = stored.tensors
     if one_process is None:
         raise CheckpointMismatchError(
-            f"a checkpoint must say how one process holds its model to be written as one file: {os.fspath(path)} "
-            "does not. An earlier version saved it. Load it with MegatronStrategy and save it again."
+            "a checkpoint must say how one process holds its model to be written as one file: "
+            f"{os.fspath(path)} does not. An earlier version saved it. Load it with "
+            "MegatronStrategy and save it again."
         )
     shapes = {name: one.shape for name, one in saved.items()}
     where = stored.checkpoint.file(METADATA)
@@ -97,10 +102,18 @@ def consolidate(
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         tensors = _TensorsOnDisk(Path(folder), one_process, saved)
-        names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))]
+        names = [
+            name
+            for name in saved
+            if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))
+        ]
         for entry, full in read_one_by_one(stored, names):
             is_weight = entry.startswith((MODEL, CURRENT))
-            name = entry.removeprefix(MODEL).removeprefix(CURRENT) if is_weight else _parameter_of(entry)
+            name = (
+                entry.removeprefix(MODEL).removeprefix(CURRENT)
+                if is_weight
+                else _parameter_of(entry)
+            )
             converted = is_weight and dtype is not None and full.is_floating_point()
             tensors.add(entry, name, full.to(dtype) if converted else full)
         plain = _without_division(metadata, stored.checkpoint.header.layout.dp)
@@ -132,8 +145,8 @@ def _new_file(out: str | os.PathLike[str]) -> Path:
     target = Path(out)
     if target.is_dir():
         raise CheckpointMismatchError(
-            f"a checkpoint is written as one file: {target} is a directory. What is in it would have to be removed "
-            "first. Use the name of a file that is there or not."
+            f"a checkpoint is written as one file: {target} is a directory. What is in it would "
+            "have to be removed first. Use the name of a file that is there or not."
         )
     return target
 
@@ -175,7 +188,9 @@ class _TensorsOnDisk:
         saved: All entries of the checkpoint.
     """
 
-    def __init__(self, folder: Path, one_process: Mapping[str, Any], saved: Mapping[str, SavedTensor]) -> None:
+    def __init__(
+        self, folder: Path, one_process: Mapping[str, Any], saved: Mapping[str, SavedTensor]
+    ) -> None:
         self._folder = folder
         self._saved = saved
         self._padded_rows = one_process["padded_rows"]
@@ -203,7 +218,9 @@ class _TensorsOnDisk:
         kept = full
         if full.dim():
             file = str(self._folder / f"{len(self._tensors)}.tensor")
-            kept = torch.from_file(file, shared=True, size=prod(shape), dtype=full.dtype).view(shape)
+            kept = torch.from_file(file, shared=True, size=prod(shape), dtype=full.dtype).view(
+                shape
+            )
             kept[: full.shape[0]].copy_(full)
         self._tensors[entry] = kept
         self.num_bytes += kept.nbytes
@@ -231,18 +248,21 @@ def _numbered(
     """Return an optimizer's state dict in torch's form, with numbers in place of names."""
     if isinstance(numbering, str):
         raise UnsupportedError(
-            f"{numbering} Until then, write the weights alone (--weights-only): they do not depend on the order."
+            f"{numbering} Until then, write the weights alone (--weights-only): they do not depend "
+            "on the order."
         )
     # Several of our parameters can be one parameter of the model's class: it takes the position of
     # the first.
-    groups = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering]
+    groups = [
+        list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering
+    ]
     number_of: dict[str, int] = {}
     for name in (name for names in groups for name in names):
         if name in number_of:
             raise UnsupportedError(
-                f"parameters that are one in the class of a Hugging Face model must be in one group of an optimizer: "
-                f"those of {name!r} are in several. One process has one group for all. Write the weights alone "
-                "(--weights-only)."
+                "parameters that are one in the class of a Hugging Face model must be in one group "
+                f"of an optimizer: those of {name!r} are in several. One process has one group for "
+                "all. Write the weights alone (--weights-only)."
             )
         number_of[name] = len(number_of)
     by_key: dict[str, dict[str, Any]] = {}

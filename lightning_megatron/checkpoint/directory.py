@@ -192,16 +192,17 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     root = _readable(path)
     if not root.exists(HEADER):
         raise CheckpointMismatchError(
-            f"a sharded checkpoint must be a directory with {HEADER}: {os.fspath(path)!r} is not. One that was "
-            "interrupted while saving is never complete. Pass the directory that save_checkpoint wrote."
+            f"a sharded checkpoint must be a directory with {HEADER}: {os.fspath(path)!r} is not. "
+            "One that was interrupted while saving is never complete. Pass the directory that "
+            "save_checkpoint wrote."
         )
     header = Header.read(root)
     if header.folder == ".":
         return Checkpoint(os.fspath(path), header, root)
     if not _REMOTE.fullmatch(header.folder):
         raise CorruptDataError(
-            f"the files of a checkpoint must be in a folder that saving made: {root.name}/{HEADER} names "
-            f"{header.folder!r}. Others could be anywhere. Use another checkpoint."
+            f"the files of a checkpoint must be in a folder that saving made: {root.name}/{HEADER} "
+            f"names {header.folder!r}. Others could be anywhere. Use another checkpoint."
         )
     return Checkpoint(os.fspath(path), header, root.child(header.folder))
 
@@ -230,7 +231,9 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
     # Between the two renames of `publish`, the old checkpoint exists only under its hidden name.
     hidden = (_HIDDEN.fullmatch(name) for name in names)
     names |= {match["name"] for match in hidden if match is not None and match["kind"] == _REPLACED}
-    paths = (f"{inside.name.rstrip('/')}/{name}" for name in sorted(names) if not _HIDDEN.fullmatch(name))
+    paths = (
+        f"{inside.name.rstrip('/')}/{name}" for name in sorted(names) if not _HIDDEN.fullmatch(name)
+    )
     return [path for path in paths if is_sharded_checkpoint(path)]
 
 

@@ -56,11 +56,15 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
             continue
         for box, view in entry.placement.local_views(entry.tensor.detach()):
             if box.copy == 0:
-                piece = BoxToWrite(name, entry.placement.full_shape, box, view, entry.changes_in_forward)
+                piece = BoxToWrite(
+                    name, entry.placement.full_shape, box, view, entry.changes_in_forward
+                )
                 (own if entry.is_exclusive else shared[entry.placement.is_expert]).append(piece)
     for is_expert, pieces in shared.items():
         axis = mesh.copies(is_expert)
-        writers = assign_writers([prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size)
+        writers = assign_writers(
+            [prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size
+        )
         own += [piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank]
     return own
 

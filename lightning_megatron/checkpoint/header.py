@@ -62,7 +62,9 @@ class Header:
         """Write the header into a folder and flush it to disk."""
         fields = asdict(self)
         with writing(folder, name) as stream:
-            stream.write((json.dumps({**fields, "checksum": _sum_of(fields)}, indent=2) + "\n").encode())
+            stream.write(
+                (json.dumps({**fields, "checksum": _sum_of(fields)}, indent=2) + "\n").encode()
+            )
 
     @classmethod
     def read(cls, folder: Folder) -> Header:
@@ -85,9 +87,13 @@ class Header:
             raise _damaged(folder, f"its format is {written!r}")
         if written != FORMAT:
             raise UnsupportedError(
-                f"the checkpoint's format ({written}) must be this version's ({FORMAT}): {folder.name}. Its tensors "
-                "may mean something else. "
-                + ("Upgrade lightning-megatron." if written > FORMAT else "Load it with the version that saved it.")
+                f"the checkpoint's format ({written}) must be this version's ({FORMAT}): "
+                f"{folder.name}. Its tensors may mean something else. "
+                + (
+                    "Upgrade lightning-megatron."
+                    if written > FORMAT
+                    else "Load it with the version that saved it."
+                )
             )
         try:
             checksum = fields.pop("checksum")
@@ -118,7 +124,9 @@ def _record(name: str, record: Any) -> FileRecord:
     if type(found.size) is not int or found.size < 0:
         raise ValueError(f"the size of {name} must be a number of bytes: it is {found.size!r}")
     if type(found.checksum) is not str or not _CHECKSUM.fullmatch(found.checksum):
-        raise ValueError(f"the checksum of {name} must be eight hexadecimal digits: it is {found.checksum!r}")
+        raise ValueError(
+            f"the checksum of {name} must be eight hexadecimal digits: it is {found.checksum!r}"
+        )
     return found
 
 
@@ -128,6 +136,7 @@ def _sum_of(fields: Mapping[str, Any]) -> str:
 
 def _damaged(folder: Folder, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"a checkpoint must have a readable {HEADER}: {folder.name}/{HEADER} is not ({reason}). It names the layout "
-        "that saved the checkpoint and the files that belong to it. Use another checkpoint."
+        f"a checkpoint must have a readable {HEADER}: {folder.name}/{HEADER} is not ({reason}). It "
+        "names the layout that saved the checkpoint and the files that belong to it. Use another "
+        "checkpoint."
     )

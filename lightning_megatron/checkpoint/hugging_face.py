@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, ONE_PROCESS, Written, read_one_by_one
+from lightning_megatron.checkpoint.consolidate import (
+    HUGGING_FACE,
+    MODEL,
+    ONE_PROCESS,
+    Written,
+    read_one_by_one,
+)
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
 from lightning_megatron.checkpoint.own_code import OwnCodeModel
@@ -83,11 +89,17 @@ class SavedModel:
         family = family_of(record["architecture"])
         adapter = record.get("adapter")
         prefix = f"{MODEL}{name}." if name else MODEL
-        return cls(path, prefix, family, record["config"], None if adapter is None else Adapter(**adapter))
+        return cls(
+            path, prefix, family, record["config"], None if adapter is None else Adapter(**adapter)
+        )
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Read the full tensors of the adapter, by their names in the module tree of the model."""
-        return {} if self.adapter is None else dict(self._read(self.adapter.tensors_at_home(self._table)))
+        return (
+            {}
+            if self.adapter is None
+            else dict(self._read(self.adapter.tensors_at_home(self._table)))
+        )
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return the full tensors of the model with the adapter merged, by names of its class."""
@@ -103,7 +115,9 @@ class SavedModel:
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         stored = Stored.open(self.path)
-        name_of = {entry: self._name(entry) for entry in stored.tensors if entry.startswith(self.prefix)}
+        name_of = {
+            entry: self._name(entry) for entry in stored.tensors if entry.startswith(self.prefix)
+        }
         names = [entry for entry, name in name_of.items() if only is None or name in only]
         return ((name_of[entry], full) for entry, full in read_one_by_one(stored, names))
 
@@ -164,15 +178,25 @@ def export_model(
     saved = find_model(path, name, unsafe)
     if merge and (isinstance(saved, OwnCodeModel) or saved.adapter is None):
         raise UnsupportedError(
-            f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights are what was "
-            "trained. Leave merge out."
+            f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights "
+            "are what was trained. Leave merge out."
         )
     if isinstance(saved, OwnCodeModel):
         saved.export(out, max_file_bytes, dtype)
     elif saved.adapter is not None and not merge:
-        export_adapter(saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype)
+        export_adapter(
+            saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype
+        )
     else:
-        export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype, at_home=True)
+        export_folder(
+            saved.merged_tensors(),
+            saved.family,
+            saved.config,
+            out,
+            max_file_bytes,
+            dtype,
+            at_home=True,
+        )
 
 
 def import_model(
@@ -218,20 +242,24 @@ def _architecture(source: SafetensorsFolder) -> str:
     kind = source.config.get("model_type") or ""
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in (*classes, kind)):
         raise CheckpointMismatchError(
-            f"architectures of a configuration must be a list of names, and model_type a name: they are "
-            f"{shown(classes)} and {shown(kind)} in {source.path}. They say what the tensors mean. Correct config.json."
+            "architectures of a configuration must be a list of names, and model_type a name: they "
+            f"are {shown(classes)} and {shown(kind)} in {source.path}. They say what the tensors "
+            "mean. Correct config.json."
         )
     return next(iter(classes), kind)
 
 
-def _chosen(models: Mapping[str, Any], name: str | None, path: str | os.PathLike[str]) -> tuple[str, Any]:
+def _chosen(
+    models: Mapping[str, Any], name: str | None, path: str | os.PathLike[str]
+) -> tuple[str, Any]:
     known = ", ".join(repr(one) for one in models) or "none"
     if name is None and len(models) == 1:
         return next(iter(models.items()))
     if name is None or name not in models:
         what = "it has" if name is None else f"{name!r} is none of them:"
         raise CheckpointMismatchError(
-            f"a model that is exported must be one of Hugging Face's in the checkpoint: {os.fspath(path)}: {what} "
-            f"{known}. Others have no form there. Name one of those that are there."
+            "a model that is exported must be one of Hugging Face's in the checkpoint: "
+            f"{os.fspath(path)}: {what} {known}. Others have no form there. Name one of those that "
+            "are there."
         )
     return name, models[name]

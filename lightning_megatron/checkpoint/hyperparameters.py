@@ -11,7 +11,9 @@ from lightning_megatron.errors import CheckpointMismatchError
 
 
 def check_hyperparameters(
-    groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], index: int | None = None
+    groups: Iterable[Mapping[str, Any]],
+    saved: Iterable[Mapping[str, Any]],
+    index: int | None = None,
 ) -> None:
     """Check that saved hyperparameters have the types of the optimizer's current ones.
 
@@ -30,11 +32,12 @@ def check_hyperparameters(
         for key in taken.keys() & own.keys() - {"params", "param_names"}:
             if not _has_same_type(own[key], taken[key]):
                 raise CheckpointMismatchError(
-                    f"a hyperparameter in a checkpoint must have the type that the optimizer has: {key!r} of group "
-                    f"{number}{which} is {taken[key]!r} ({type(taken[key]).__name__}) there, and "
-                    f"{own[key]!r} ({type(own[key]).__name__}) in configure_optimizers. The optimizer would compute "
-                    "with a value that it has not checked. Restore configure_optimizers as it was, or load the "
-                    "weights alone."
+                    "a hyperparameter in a checkpoint must have the type that the optimizer has: "
+                    f"{key!r} of group {number}{which} is {taken[key]!r} "
+                    f"({type(taken[key]).__name__}) there, and {own[key]!r} "
+                    f"({type(own[key]).__name__}) in configure_optimizers. The optimizer would "
+                    "compute with a value that it has not checked. Restore configure_optimizers as "
+                    "it was, or load the weights alone."
                 )
 
 

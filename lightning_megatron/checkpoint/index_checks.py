@@ -64,7 +64,9 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
         if type(name) is not str:
             raise ValueError(f"{name!r} is no name of a tensor")
         if type(entry) is TensorStorageMetadata:
-            smallest |= {(name, offsets): size for offsets, size in _check_tensor(name, entry).items()}
+            smallest |= {
+                (name, offsets): size for offsets, size in _check_tensor(name, entry).items()
+            }
         elif type(entry) is BytesStorageMetadata:
             smallest[name, None] = 1
         else:
@@ -83,26 +85,38 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ..
     if type(properties) is not TensorProperties or not isinstance(properties.dtype, torch.dtype):
         raise ValueError(f"{name!r} has no dtype")
     if torch.empty(0, dtype=properties.dtype).is_quantized:
-        raise ValueError(f"{name!r} has the type {properties.dtype} of quantized tensors, which are never saved")
+        raise ValueError(
+            f"{name!r} has the type {properties.dtype} of quantized tensors, which are never saved"
+        )
     if properties.layout is not torch.strided:
         raise ValueError(f"{name!r} has the layout {properties.layout}, which is never saved")
-    if type(entry.chunks) is not list or not all(type(chunk) is ChunkStorageMetadata for chunk in entry.chunks):
+    if type(entry.chunks) is not list or not all(
+        type(chunk) is ChunkStorageMetadata for chunk in entry.chunks
+    ):
         raise ValueError(f"{name!r} has no list of pieces")
     boxes = [(_sizes(name, chunk.offsets), _sizes(name, chunk.sizes)) for chunk in entry.chunks]
     for offsets, sizes in boxes:
         if not len(offsets) == len(sizes) == len(shape) or any(
             start + size > full for start, size, full in zip(offsets, sizes, shape, strict=True)
         ):
-            raise ValueError(f"a piece of {name!r} at {offsets} of shape {sizes} is outside of {shape}")
+            raise ValueError(
+                f"a piece of {name!r} at {offsets} of shape {sizes} is outside of {shape}"
+            )
     count = sum(prod(sizes) for _, sizes in boxes)
     if count != prod(shape) or _overlap(boxes):
-        raise ValueError(f"the pieces of {name!r} do not have each of its {prod(shape)} elements once")
+        raise ValueError(
+            f"the pieces of {name!r} do not have each of its {prod(shape)} elements once"
+        )
     return {offsets: prod(sizes) * properties.dtype.itemsize for offsets, sizes in boxes}
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
     sizes = tuple(value) if isinstance(value, torch.Size) else None
-    if sizes is None or any(type(size) is not int or size < 0 for size in sizes) or prod(sizes) > _MOST_ELEMENTS:
+    if (
+        sizes is None
+        or any(type(size) is not int or size < 0 for size in sizes)
+        or prod(sizes) > _MOST_ELEMENTS
+    ):
         raise ValueError(f"{name!r} has sizes that no tensor has")
     return sizes
 
@@ -113,7 +127,9 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     if not filled or not filled[0][0]:
         return len(filled) > 1
     # Sweep along the dimension with the most cuts, where the fewest boxes are active at a time.
-    dim = max(range(len(filled[0][0])), key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
+    dim = max(
+        range(len(filled[0][0])), key=lambda dim: len({offsets[dim] for offsets, _ in filled})
+    )
     active: list[_Box] = []
     for box in sorted(filled, key=lambda box: box[0][dim]):
         active = [other for other in active if other[0][dim] + other[1][dim] > box[0][dim]]
@@ -125,7 +141,9 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
 
 def _intersect(one: _Box, other: _Box) -> bool:
     parts = zip(*one, *other, strict=True)
-    return all(start < start2 + size2 and start2 < start + size for start, size, start2, size2 in parts)
+    return all(
+        start < start2 + size2 and start2 < start + size for start, size, start2, size2 in parts
+    )
 
 
 def _key_of(key: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -145,9 +163,14 @@ def _check_places(
         if type(where) is not _StorageInfo or type(where.relative_path) is not str:
             raise ValueError(f"{name!r} has no place in a file")
         if where.relative_path not in ends:
-            raise ValueError(f"{name!r} must be in a file that the checkpoint lists: it is in {where.relative_path!r}")
+            raise ValueError(
+                f"{name!r} must be in a file that the checkpoint lists: it is in "
+                f"{where.relative_path!r}"
+            )
         if getattr(where, "transform_descriptors", None):
-            raise ValueError(f"{name!r} was changed on its way to the file, which is never done here")
+            raise ValueError(
+                f"{name!r} was changed on its way to the file, which is never done here"
+            )
     for (name, offsets), where in places.items():
         start = where.offset
         length = where.length
@@ -155,8 +178,8 @@ def _check_places(
             raise ValueError(f"{name!r} cannot be {length} bytes at {start}")
         if start != ends[where.relative_path]:
             raise ValueError(
-                f"{name!r} is said to be at byte {start} of {where.relative_path}, the one before it ends at "
-                f"{ends[where.relative_path]}"
+                f"{name!r} is said to be at byte {start} of {where.relative_path}, the one before "
+                f"it ends at {ends[where.relative_path]}"
             )
         ends[where.relative_path] += length
     _check_ends(ends, files)

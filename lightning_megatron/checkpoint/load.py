@@ -68,7 +68,9 @@ def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None
         CorruptDataError: If the file is damaged.
     """
     checkpoint = find_checkpoint(path)
-    values = _named_values(content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only)
+    values = _named_values(
+        content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only
+    )
     check_metadata(values, checkpoint.header, checkpoint.file(METADATA))
     return values
 
@@ -151,7 +153,9 @@ def copy_full_tensors(
     return found
 
 
-def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def read_full(
+    path: str | os.PathLike[str], names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
     """Read full tensors into the memory of this process.
 
     Args:
@@ -165,7 +169,9 @@ def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
     return Stored.open(path).read_full(names)
 
 
-def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_only: bool | None = None) -> RankState:
+def load_rank_state(
+    path: str | os.PathLike[str], mesh: ParallelMesh, weights_only: bool | None = None
+) -> RankState:
     """Read the per-rank values that were saved at this rank's coordinates in the layout.
 
     If the saved layout is smaller along an axis, a coordinate that it lacks becomes 0.
@@ -179,16 +185,21 @@ def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_on
     saved = checkpoint.header.layout
     now = mesh.layout
     coordinates = {
-        axis: index if index < getattr(saved, axis) else 0 for axis, index in now.coordinates(mesh.rank).items()
+        axis: index if index < getattr(saved, axis) else 0
+        for axis, index in now.coordinates(mesh.rank).items()
     }
     ranks = range(saved.rank_offset, saved.rank_offset + saved.world_size)
-    rank = next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
+    rank = (
+        next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
+    )
     values = load_rank_states(path, [rank], weights_only)[rank]
     return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp))
 
 
 def load_rank_states(
-    path: str | os.PathLike[str], ranks: Iterable[int] | None = None, weights_only: bool | None = None
+    path: str | os.PathLike[str],
+    ranks: Iterable[int] | None = None,
+    weights_only: bool | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Read the per-rank values of some or all ranks of the saved job.
 
@@ -204,20 +215,27 @@ def load_rank_states(
     planner = ShardLoadPlanner({}, entries.values())
     stored.read(planner)
     return {
-        rank: _named_values(planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only)
+        rank: _named_values(
+            planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only
+        )
         for rank, entry in entries.items()
     }
 
 
-def _all_expected(tensors: Mapping[str, Entry], expected: Mapping[str, Placement] | None) -> Mapping[str, Placement]:
-    return {name: entry.placement for name, entry in tensors.items()} if expected is None else expected
+def _all_expected(
+    tensors: Mapping[str, Entry], expected: Mapping[str, Placement] | None
+) -> Mapping[str, Placement]:
+    return (
+        {name: entry.placement for name, entry in tensors.items()} if expected is None else expected
+    )
 
 
 def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[str, Any]:
     found = from_bytes(content, what, weights_only)
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise CorruptDataError(
-            f"a file of a checkpoint must be as it was written: {what} holds a {type(found).__name__} in place of "
-            "named values. It is damaged. Use another checkpoint."
+            f"a file of a checkpoint must be as it was written: {what} holds a "
+            f"{type(found).__name__} in place of named values. It is damaged. Use another "
+            "checkpoint."
         )
     return found

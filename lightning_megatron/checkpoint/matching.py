@@ -67,20 +67,27 @@ def match(
         else:
             sources[name] = source
     everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.whole_cpu)
-    asked = set().union(*(one[0] for one in everyone)) | {source for one in everyone for source, _, _ in one[2]}
+    asked = set().union(*(one[0] for one in everyone)) | {
+        source for one in everyone for source, _, _ in one[2]
+    }
     all_missing = sorted({name for one in everyone for name in one[1]})
     all_shapes = sorted({entry for one in everyone for entry in one[2]})
     unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in asked)
     found = Match(sources, tuple(all_missing), tuple(unexpected))
-    complaints = [f"{name} is {was} in the checkpoint and {now} in the model" for name, was, now in all_shapes[:_SHOWN]]
-    complaints += [f"{len(all_shapes) - _SHOWN} more have other shapes"] if len(all_shapes) > _SHOWN else []
+    complaints = [
+        f"{name} is {was} in the checkpoint and {now} in the model"
+        for name, was, now in all_shapes[:_SHOWN]
+    ]
+    complaints += (
+        [f"{len(all_shapes) - _SHOWN} more have other shapes"] if len(all_shapes) > _SHOWN else []
+    )
     if strict:
         complaints += _listed("missing in the checkpoint", all_missing)
         complaints += _listed("unexpected in the checkpoint", unexpected)
     if complaints:
         raise CheckpointMismatchError(
-            f"the checkpoint's tensors must be the model's: {'; '.join(complaints)}. Weights would be left as they "
-            "are or dropped. Build the model with the configuration that was saved"
+            f"the checkpoint's tensors must be the model's: {'; '.join(complaints)}. Weights would "
+            "be left as they are or dropped. Build the model with the configuration that was saved"
             + ("." if all_shapes else ", or load with strict=False.")
         )
     return found

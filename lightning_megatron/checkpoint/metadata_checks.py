@@ -37,11 +37,17 @@ def _is_names(value: Any) -> bool:
 
 def _is_shape(value: Any) -> bool:
     # torch counts elements in 64 bits, and multiplies also the sizes next to a size of 0.
-    return isinstance(value, list) and all(map(_is_number, value)) and prod(size or 1 for size in value) < 1 << 59
+    return (
+        isinstance(value, list)
+        and all(map(_is_number, value))
+        and prod(size or 1 for size in value) < 1 << 59
+    )
 
 
 def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) and inner(one) for name, one in value.items())
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and inner(one) for name, one in value.items()
+    )
 
 
 def _is_loop(value: Any) -> bool:
@@ -56,7 +62,8 @@ def _is_loop(value: Any) -> bool:
         return False
     inner = parts | {"optimizer", "step", "zero_grad"}
     return all(
-        isinstance(one, Mapping) and _is_loop(one) if name in inner else _is_loop(one) for name, one in value.items()
+        isinstance(one, Mapping) and _is_loop(one) if name in inner else _is_loop(one)
+        for name, one in value.items()
     )
 
 
@@ -66,7 +73,10 @@ def _is_optimizer(value: Any) -> bool:
         and isinstance(value.get("groups"), list)
         and all(_is_mapping(group) for group in value["groups"])
         and all(_is_mapping(group.get("hyperparameters")) for group in value["groups"])
-        and all(_is_names(group.get("parameters")) and _is_names(group.get("states", [])) for group in value["groups"])
+        and all(
+            _is_names(group.get("parameters")) and _is_names(group.get("states", []))
+            for group in value["groups"]
+        )
         and _is_mapping(value.get("values"), _is_mapping)
     )
 
@@ -79,7 +89,9 @@ def _is_plain_optimizer(value: Any) -> bool:
     states = list(value["state"].values())
     if not isinstance(groups, list) or not all(_is_mapping(group) for group in groups):
         return False
-    if not all(isinstance(group.get("params"), list) for group in groups) or not all(map(_is_mapping, states)):
+    if not all(isinstance(group.get("params"), list) for group in groups) or not all(
+        map(_is_mapping, states)
+    ):
         return False
     numbers = [number for group in groups for number in group["params"]]
     if not all(map(_is_number, numbers)) or len(set(numbers)) < len(numbers):
@@ -97,7 +109,8 @@ def _is_one_process(value: Any) -> bool:
         and _is_mapping(value.get("empty", {}), _is_shape)
         and isinstance(value.get("numbering"), list)
         and all(
-            isinstance(one, str) or (isinstance(one, list) and all(map(_is_names, one))) for one in value["numbering"]
+            isinstance(one, str) or (isinstance(one, list) and all(map(_is_names, one)))
+            for one in value["numbering"]
         )
     )
 
@@ -124,12 +137,15 @@ def _is_own_code(value: Any) -> bool:
 _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "epoch": ("a whole number", _is_number),
     "global_step": ("a whole number", _is_number),
-    "loops": ("a mapping of loops with their counts", lambda v: _is_mapping(v, _is_mapping) and _is_loop(v)),
+    "loops": (
+        "a mapping of loops with their counts",
+        lambda v: _is_mapping(v, _is_mapping) and _is_loop(v),
+    ),
     "callbacks": ("a mapping", _is_mapping),
     "lr_schedulers": ("a list", lambda value: isinstance(value, list)),
     "optimizer_states": (
-        "a list of torch's states of optimizers, each with state and param_groups, in which a number stands once and "
-        "states of one name are all tensors or all plain values",
+        "a list of torch's states of optimizers, each with state and param_groups, in which a "
+        "number stands once and states of one name are all tensors or all plain values",
         lambda value: isinstance(value, list) and all(map(_is_plain_optimizer, value)),
     ),
     OPTIMIZERS: (
@@ -137,7 +153,10 @@ _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, list) and all(map(_is_optimizer, value)),
     ),
     ONE_PROCESS: ("a mapping with order, aliases, padded_rows and numbering", _is_one_process),
-    HUGGING_FACE: ("a mapping of models, each with architecture and config", lambda v: _is_mapping(v, _is_model)),
+    HUGGING_FACE: (
+        "a mapping of models, each with architecture and config",
+        lambda v: _is_mapping(v, _is_model),
+    ),
 }
 
 
@@ -198,21 +217,31 @@ def check_names(
     used = {aliases.get(name, name) for name in names}
     _same("the names of its state dict are not those of its tensors", known - used, where)
     if "empty" in one_process:
-        _same("its state dict has names without tensors", used - known - one_process["empty"].keys(), where)
+        _same(
+            "its state dict has names without tensors",
+            used - known - one_process["empty"].keys(),
+            where,
+        )
         wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
         _same("tensors without values have elements", wrong, where)
     _same("a name comes twice", _twice(names), where)
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
-        if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MOST_PADDING):
+        if shape is not None and (
+            not shape or not shape[0] <= rows <= 2 * shape[0] + _MOST_PADDING
+        ):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
     for optimizer, numbering in zip(optimizers, one_process["numbering"], strict=False):
         if not isinstance(numbering, str):
             groups = [group["parameters"] for group in optimizer["groups"]]
             if list(map(sorted, groups)) != list(map(sorted, numbering)):
-                raise _damaged(where, "the numbered parameters of an optimizer are not those of its groups")
+                raise _damaged(
+                    where, "the numbered parameters of an optimizer are not those of its groups"
+                )
     if len(optimizers) not in (0, len(one_process["numbering"])):
-        raise _damaged(where, f"{len(optimizers)} optimizers are numbered as {len(one_process['numbering'])}")
+        raise _damaged(
+            where, f"{len(optimizers)} optimizers are numbered as {len(one_process['numbering'])}"
+        )
     for index, optimizer in enumerate(optimizers):
         found: dict[str, dict[str, Any]] = {}
         for entry in (name for name in shapes if name.startswith(f"optimizer.{index}.state.")):
@@ -220,9 +249,17 @@ def check_names(
             found.setdefault(name, {})[key] = entry
         check_states(index, optimizer["groups"], found, where)
         known = {name for group in optimizer["groups"] for name in group["parameters"]}
-        _same("values are of no parameter of their optimizer", optimizer["values"].keys() - known, where)
+        _same(
+            "values are of no parameter of their optimizer",
+            optimizer["values"].keys() - known,
+            where,
+        )
     starts = (MODEL, CURRENT, *(f"optimizer.{index}.state." for index in range(len(optimizers))))
-    _same("nothing says what they are", (name for name in shapes if not name.startswith(starts)), where)
+    _same(
+        "nothing says what they are",
+        (name for name in shapes if not name.startswith(starts)),
+        where,
+    )
 
 
 def check_states(
@@ -259,6 +296,6 @@ def _same(what: str, names: Iterable[str], where: str) -> None:
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the values of a checkpoint must be as it was written: {where} is not: {reason}. What is loaded from it would "
-        "be wrong. Use another checkpoint."
+        f"the values of a checkpoint must be as it was written: {where} is not: {reason}. What is "
+        "loaded from it would be wrong. Use another checkpoint."
     )

@@ -32,7 +32,9 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
     for name in main.names:
         one = main.slices.get(name)
         if one is not None:
-            entries[f"{STATE_DICT}{name}"] = Entry(one.main.detach(), one.placement, one.is_exclusive)
+            entries[f"{STATE_DICT}{name}"] = Entry(
+                one.main.detach(), one.placement, one.is_exclusive
+            )
         elif name not in trained:
             entries[f"{STATE_DICT}{name}"] = Entry(main.parameter(name).detach(), main.spec(name))
     return entries | _buffers(module)
@@ -43,12 +45,18 @@ def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Place
 
     The names are those of ``model_tensors``. Slices of other data ranks are included.
     """
-    placements: dict[str, Placement] = {f"{STATE_DICT}{name}": main.spec(name) for name in main.names}
+    placements: dict[str, Placement] = {
+        f"{STATE_DICT}{name}": main.spec(name) for name in main.names
+    }
     return placements | {name: entry.placement for name, entry in _buffers(module).items()}
 
 
 def load_model(
-    path: str | os.PathLike[str], module: nn.Module, main: MainParameters, mesh: ParallelMesh, strict: bool = True
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    main: MainParameters,
+    mesh: ParallelMesh,
+    strict: bool = True,
 ) -> Match:
     """Load the main parameters, half-precision parameters and buffers of a model.
 

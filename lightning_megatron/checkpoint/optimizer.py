@@ -27,7 +27,9 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 _NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
-def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainParameters) -> dict[str, Entry]:
+def optimizer_tensors(
+    index: int, optimizer: torch.optim.Optimizer, main: MainParameters
+) -> dict[str, Entry]:
     """Return the entries of this rank's optimizer state.
 
     The name of an entry is ``optimizer.{index}.state.{parameter}.{key}``. A state tensor with the
@@ -46,12 +48,16 @@ def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainPa
         held = _held(main, name)
         for key, value in _state_of(optimizer, parameter).items():
             if held is not None and isinstance(value, Tensor):
-                placement = _placement(name, key, tuple(value.shape), tuple(parameter.shape), held[0])
+                placement = _placement(
+                    name, key, tuple(value.shape), tuple(parameter.shape), held[0]
+                )
                 entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held[1])
     return entries
 
 
-def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, mesh: ParallelMesh) -> dict[str, Any]:
+def optimizer_metadata(
+    optimizer: torch.optim.Optimizer, main: MainParameters, mesh: ParallelMesh
+) -> dict[str, Any]:
     """Collect the parts of an optimizer's state that are not tensors: groups and plain values.
 
     Args:
@@ -60,9 +66,9 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
         mesh: Mesh of this rank.
 
     Returns:
-        ``{"groups": [{"hyperparameters": {...}, "parameters": [names], "states": [keys of
-        tensors]}], "values": {name: {key: value}}}``, merged over the pipeline stages by group
-        index
+        ``{"groups": [...], "values": {name: {key: value}}}``, where a group is
+        ``{"hyperparameters": {...}, "parameters": [names], "states": [keys of tensors]}``,
+        merged over the pipeline stages by group index
 
     Raises:
         CheckpointMismatchError: If the optimizers of the stages have different numbers of groups.
@@ -72,7 +78,9 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
     groups: list[dict[str, Any]] = []
     values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
-        hyperparameters = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
+        hyperparameters = {
+            key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED
+        }
         untied = [name for name in names if main.spec(name).tied_to is None]
         states = {
             key
@@ -80,7 +88,9 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
             for key, value in _state_of(optimizer, parameter).items()
             if isinstance(value, Tensor)
         }
-        groups.append({"hyperparameters": hyperparameters, "parameters": untied, "states": sorted(states)})
+        groups.append(
+            {"hyperparameters": hyperparameters, "parameters": untied, "states": sorted(states)}
+        )
         for name, parameter in zip(names, group["params"], strict=True):
             state = _state_of(optimizer, parameter)
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -92,12 +102,19 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
     merged = [
         {
             "hyperparameters": groups[number]["hyperparameters"],
-            "parameters": [name for stage_groups, _ in stages for name in stage_groups[number]["parameters"]],
-            "states": sorted({key for stage_groups, _ in stages for key in stage_groups[number]["states"]}),
+            "parameters": [
+                name for stage_groups, _ in stages for name in stage_groups[number]["parameters"]
+            ],
+            "states": sorted(
+                {key for stage_groups, _ in stages for key in stage_groups[number]["states"]}
+            ),
         }
         for number in range(len(groups))
     ]
-    return {"groups": merged, "values": {name: plain for _, stage in stages for name, plain in stage.items()}}
+    return {
+        "groups": merged,
+        "values": {name: plain for _, stage in stages for name, plain in stage.items()},
+    }
 
 
 def load_optimizer(
@@ -129,7 +146,9 @@ def load_optimizer(
     names_of_groups = main.names_of(optimizer)
     original = _originals(names_of_groups, metadata["groups"], main)
     _check_groups(names_of_groups, metadata["groups"], original, mesh)
-    check_hyperparameters(optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index)
+    check_hyperparameters(
+        optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index
+    )
     saved = _saved_state(path, index)
     check_states(index, metadata["groups"], saved, os.fspath(path))
     expected = {
@@ -140,11 +159,15 @@ def load_optimizer(
     for name, parameter in _parameters_of(optimizer, main):
         # Remove state that the checkpoint lacks, such as that of a learning rate search: it must
         # not survive the restore.
-        kept = saved.get(original[name], {}).keys() | metadata["values"].get(original[name], {}).keys()
+        kept = (
+            saved.get(original[name], {}).keys() | metadata["values"].get(original[name], {}).keys()
+        )
         state = optimizer.state.pop(parameter, {})
         if remaining := {key: value for key, value in state.items() if key in kept}:
             optimizer.state[parameter] = remaining
-    entries = _create_state(index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh)
+    entries = _create_state(
+        index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh
+    )
     load_tensors(path, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):
         plain = metadata["values"].get(original[name], {})
@@ -158,7 +181,9 @@ def _prefix(index: int) -> str:
     return f"optimizer.{index}.state."
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer, main: MainParameters) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters_of(
+    optimizer: torch.optim.Optimizer, main: MainParameters
+) -> Iterator[tuple[str, nn.Parameter]]:
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
         yield from zip(names, group["params"], strict=True)
 
@@ -196,11 +221,14 @@ def _placement(
     if shape == part_shape:
         tied = replace(spec, tied_to=_tied_state(spec, key))
         return tied if spec is placement else replace(placement, spec=tied)  # type: ignore[arg-type]
-    if shape not in ((), (1,)) and (isinstance(placement, FlatSlice) or part_shape != spec.full_shape):
+    if shape not in ((), (1,)) and (
+        isinstance(placement, FlatSlice) or part_shape != spec.full_shape
+    ):
         raise UnsupportedError(
-            f"optimizer state must be shaped like its parameter or be a scalar to be saved: {key!r} of {name!r} has "
-            f"shape {shape}, this rank's part of the parameter {part_shape}, cut out of {spec.full_shape}. How such "
-            "state is cut is not known. Use an element-wise optimizer such as AdamW, or tp of 1 with "
+            "optimizer state must be shaped like its parameter or be a scalar to be saved: "
+            f"{key!r} of {name!r} has shape {shape}, this rank's part of the parameter "
+            f"{part_shape}, cut out of {spec.full_shape}. How such state is cut is not known. Use "
+            "an element-wise optimizer such as AdamW, or tp of 1 with "
             "optimizer_slices='parameters'."
         )
     # Data ranks with slices of the same parameter have equal scalars. The rank with the first
@@ -219,7 +247,9 @@ def _tied_state(spec: ShardSpec, key: str) -> str | None:
 
 
 def _originals(
-    names_of_groups: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]], main: MainParameters
+    names_of_groups: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+    main: MainParameters,
 ) -> dict[str, str]:
     """Return the name under which each parameter's state was saved.
 
@@ -248,9 +278,9 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
 def _check_same_groups(counts: Sequence[int]) -> None:
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
-            f"the optimizers of all pipeline stages must have equally many parameter groups: {list(counts)}. A "
-            "checkpoint merges them by number. Build the same groups on every stage in configure_optimizers, empty "
-            "ones included."
+            "the optimizers of all pipeline stages must have equally many parameter groups: "
+            f"{list(counts)}. A checkpoint merges them by number. Build the same groups on every "
+            "stage in configure_optimizers, empty ones included."
         )
 
 
@@ -268,9 +298,12 @@ def _check_groups(
         for name in names
         if saved.get(original[name]) != number
     ]
-    everyone = all_gather_objects((len(names_of_groups), moved, set(original.values())), mesh.whole_cpu)
+    everyone = all_gather_objects(
+        (len(names_of_groups), moved, set(original.values())), mesh.whole_cpu
+    )
     complaints = [
-        f"{len(groups)} groups were saved, the optimizer has {n}" for n in {e[0] for e in everyone} - {len(groups)}
+        f"{len(groups)} groups were saved, the optimizer has {n}"
+        for n in {e[0] for e in everyone} - {len(groups)}
     ]
     complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
     present = set().union(*(one[2] for one in everyone))
@@ -278,8 +311,9 @@ def _check_groups(
     complaints += [f"saved but in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:
         raise CheckpointMismatchError(
-            f"an optimizer must have the parameter groups that were saved: {'; '.join(complaints)}. Its state would "
-            "go to other parameters. Restore configure_optimizers as it was, or load the weights alone."
+            "an optimizer must have the parameter groups that were saved: "
+            f"{'; '.join(complaints)}. Its state would go to other parameters. Restore "
+            "configure_optimizers as it was, or load the weights alone."
         )
 
 
@@ -301,7 +335,11 @@ def _create_state(
     mesh: ParallelMesh,
 ) -> dict[str, Entry]:
     """Create the saved state tensors of every parameter or slice, and return them as entries."""
-    capturable = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
+    capturable = {
+        id(p): g.get("fused") or g.get("capturable")
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
     entries: dict[str, Entry] = {}
     complaints: list[str] = []
     for name, parameter in _parameters_of(optimizer, main):
@@ -325,15 +363,23 @@ def _create_state(
                 on_cpu = key == "step" and not capturable[id(parameter)]
                 # Moments saved in lower precision are restored in the parameter's precision; the
                 # next step converts them again if the option asks for it.
-                is_lower = is_like and one.dtype.is_floating_point and one.dtype.itemsize < parameter.dtype.itemsize
+                is_lower = (
+                    is_like
+                    and one.dtype.is_floating_point
+                    and one.dtype.itemsize < parameter.dtype.itemsize
+                )
                 dtype = parameter.dtype if is_lower else one.dtype
-                state[key] = torch.zeros(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+                state[key] = torch.zeros(
+                    shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
+                )
             entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
         if state:
             optimizer.state[parameter] = state
     # Data ranks have different parameters, so an error of one rank must reach all of them.
     # Otherwise they would wait in the next collective.
-    everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
+    everywhere = [
+        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
+    ]
     if everywhere:
         raise UnsupportedError(everywhere[0])
     return entries

@@ -64,22 +64,25 @@ class OwnCodeModel:
         adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
         if adapted:
             raise UnsupportedError(
-                f"a model that computes with its own code is written without an adapter: peft has wrapped layers of "
-                f"this {name} ({named(adapted)}). Files of the class have no such tensors. Call save_pretrained of the "
-                "PeftModel on all ranks, or let `lightning-megatron checkpoint consolidate` write a file for one "
-                "process."
+                "a model that computes with its own code is written without an adapter: peft has "
+                f"wrapped layers of this {name} ({named(adapted)}). Files of the class have no "
+                "such tensors. Call save_pretrained of the PeftModel on all ranks, or let "
+                "`lightning-megatron checkpoint consolidate` write a file for one process."
             )
         empty = {f"{MODEL}{one}": shape for one, shape in one_process.get("empty", {}).items()}
         missing = set(entries.values()) - Stored.open(path).tensors.keys() - empty.keys()
         if missing:
             raise CheckpointMismatchError(
-                f"the tensors must be those of the whole {name}: {named(missing)} missing in {os.fspath(path)}. "
-                "Hugging Face would draw them anew. Save a checkpoint with all weights."
+                f"the tensors must be those of the whole {name}: {named(missing)} missing in "
+                f"{os.fspath(path)}. Hugging Face would draw them anew. Save a checkpoint with all "
+                "weights."
             )
         form = FileFormat.of_class(name, config) if own["has_other_format"] else None
         return cls(path, name, config, entries, empty, form)
 
-    def export(self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None = None) -> None:
+    def export(
+        self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None = None
+    ) -> None:
         """Write the model as a folder that ``from_pretrained`` reads.
 
         Args:
@@ -93,7 +96,16 @@ class OwnCodeModel:
             name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
             for name, entry in self.entries.items()
         }
-        export_as_it_is(self.tensors(), shapes, self.form, self.config, self.architecture, out, max_file_bytes, dtype)
+        export_as_it_is(
+            self.tensors(),
+            shapes,
+            self.form,
+            self.config,
+            self.architecture,
+            out,
+            max_file_bytes,
+            dtype,
+        )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors of the model, one block after the other, by their names in it."""
@@ -102,7 +114,10 @@ class OwnCodeModel:
             if entry in name_of:
                 yield name_of.pop(entry), torch.empty(shape)
         entries = sorted(name_of, key=lambda entry: block(name_of[entry]))
-        yield from ((name_of[entry], full) for entry, full in read_one_by_one(Stored.open(self.path), entries))
+        yield from (
+            (name_of[entry], full)
+            for entry, full in read_one_by_one(Stored.open(self.path), entries)
+        )
 
     def gap(self, folder: str) -> float:
         """Return the largest difference between a folder's tensors and those of the checkpoint.
@@ -121,8 +136,8 @@ class OwnCodeModel:
         kind = getattr(library, self.architecture, None)
         if kind is None:
             raise UnsupportedError(
-                f"a folder is compared by the class of its model: {self.architecture!r} is not in transformers "
-                f"{library.__version__}. Leave --verify out."
+                f"a folder is compared by the class of its model: {self.architecture!r} is not in "
+                f"transformers {library.__version__}. Leave --verify out."
             )
         model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
         state = model.state_dict()

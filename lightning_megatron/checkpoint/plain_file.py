@@ -30,22 +30,28 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
     text = os.fspath(path)
     try:
         if "://" not in text:
-            found = torch.load(text, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(text))
+            found = torch.load(
+                text, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(text)
+            )
         else:
             with fsspec.open(text, "rb") as file:
                 found = torch.load(file, map_location="cpu", weights_only=safe)
     except pickle.UnpicklingError as error:
         # Only an archive of `torch.save` counts as a checkpoint with unsupported objects. Any other
         # file is more likely not a checkpoint, unless the error names a type.
-        signs = ("GLOBAL", "Unsupported") if "://" in text or zipfile.is_zipfile(text) else ("GLOBAL",)
-        lines = [line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)]
+        signs = (
+            ("GLOBAL", "Unsupported") if "://" in text or zipfile.is_zipfile(text) else ("GLOBAL",)
+        )
+        lines = [
+            line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)
+        ]
         if not safe or not lines:
             raise _damaged(text, error) from error
         raise UnsupportedError(
-            f"a checkpoint must hold nothing but tensors and plain values to be read safely: {text} holds more "
-            f"({lines[0]}). Reading other objects can run any code that the file names. If you trust the types, tell "
-            "torch.serialization.add_safe_globals([...]) of them before loading; if you trust the file, load it with "
-            "weights_only=False."
+            "a checkpoint must hold nothing but tensors and plain values to be read safely: "
+            f"{text} holds more ({lines[0]}). Reading other objects can run any code that the file "
+            "names. If you trust the types, tell torch.serialization.add_safe_globals([...]) of "
+            "them before loading; if you trust the file, load it with weights_only=False."
         ) from error
     except Exception as error:  # a manipulated pickle can raise anything
         if isinstance(error, OSError) and error.filename is not None:
@@ -53,8 +59,8 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
         raise _damaged(text, error) from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. It holds something "
-            "else. Load it in your module instead."
+            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. It "
+            "holds something else. Load it in your module instead."
         )
     check_values(found, text)
     return found
@@ -78,13 +84,15 @@ def verify_file(path: str | os.PathLike[str]) -> int:
     except Exception as error:  # a manipulated archive can raise anything
         raise _damaged(text, error) from error
     if wrong is not None:
-        raise _damaged(text, ValueError(f"the checksum of {wrong} inside is not that of its content"))
+        raise _damaged(
+            text, ValueError(f"the checksum of {wrong} inside is not that of its content")
+        )
     return os.path.getsize(text)
 
 
 def _damaged(path: str, error: Exception) -> CorruptDataError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return CorruptDataError(
-        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). It is damaged, cut off, or no "
-        "checkpoint. Use another one."
+        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). It is "
+        "damaged, cut off, or no checkpoint. Use another one."
     )

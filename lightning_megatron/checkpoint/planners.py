@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -53,14 +60,19 @@ class ShardSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, bytes]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+        super().__init__(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
         self._boxes = {(box.name, torch.Size(box.box.offsets)): box for box in boxes}
         self._objects = dict(objects)
 
     def create_local_plan(self) -> SavePlan:
         """Return the items that this rank writes."""
         items = [_write_item(box) for box in self._boxes.values()]
-        items += [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in self._objects]
+        items += [
+            WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+            for name in self._objects
+        ]
         self.plan = SavePlan(items)
         return self.plan
 
@@ -110,7 +122,10 @@ class ShardLoadPlanner(LoadPlanner):
         self.bytes_of: dict[str, io.BytesIO] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Store the metadata of the checkpoint."""
         self._metadata = metadata
@@ -123,7 +138,10 @@ class ShardLoadPlanner(LoadPlanner):
             saved = self._metadata.state_dict_metadata[wanted.source]
             assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is no tensor"
             boxes = wanted.placement.boxes()
-            chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                for box in boxes
+            ]
             items += [
                 # The storage index keeps the name of the entry. The destination index gets the
                 # local name, which `resolve_tensor` looks up.
@@ -153,7 +171,9 @@ class ShardLoadPlanner(LoadPlanner):
         index = read_item.dest_index
         assert index.offset is not None, f"the piece of {index.fqn} has no offset"
         view = self._views[index.fqn, index.offset]
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             view = view.narrow(dim, start, size)
         return view
 

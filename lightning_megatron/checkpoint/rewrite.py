@@ -22,7 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one, without_training
+from lightning_megatron.checkpoint.consolidate import (
+    MODEL,
+    Written,
+    read_one_by_one,
+    without_training,
+)
 from lightning_megatron.checkpoint.directory import place_of
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
@@ -71,10 +76,17 @@ def rewrite(
     metadata = load_metadata(path, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
         shapes = {name: one.shape for name, one in stored.tensors.items()}
-        check_names(metadata[ONE_PROCESS], metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
+        check_names(
+            metadata[ONE_PROCESS],
+            metadata.get(OPTIMIZERS, ()),
+            shapes,
+            stored.checkpoint.file(METADATA),
+        )
     names = [name for name in stored.tensors if not weights_only or name.startswith(MODEL)]
     ranks = {} if weights_only else load_rank_states(path, weights_only=not unsafe)
-    tensors = ((name, _converted(name, full, dtype)) for name, full in read_one_by_one(stored, names))
+    tensors = (
+        (name, _converted(name, full, dtype)) for name, full in read_one_by_one(stored, names)
+    )
     objects = {f"{RANK_STATE}{rank}": to_bytes(values) for rank, values in ranks.items()}
     kept = metadata if not weights_only else without_training(metadata)
     header = replace(stored.checkpoint.header, folder=".", torch=torch.__version__)
@@ -159,7 +171,9 @@ class _TensorFiles:
             torch.save(piece, buffer)
             self._append(MetadataIndex(name, offsets), buffer)
         properties = TensorProperties.create_from_tensor(full)
-        self._index.state_dict_metadata[name] = TensorStorageMetadata(properties, full.shape, chunks)
+        self._index.state_dict_metadata[name] = TensorStorageMetadata(
+            properties, full.shape, chunks
+        )
         self.num_bytes += full.element_size() * prod(full.shape)
 
     def add_object(self, name: str, data: bytes) -> None:
@@ -179,4 +193,7 @@ class _TensorFiles:
         """Write the tensor index and return the records of all files."""
         with writing(self._folder, TENSOR_INDEX) as stream:
             write_index(self._index, stream)
-        return {**{name: one.record for name, one in self._streams.items()}, TENSOR_INDEX: stream.record}
+        return {
+            **{name: one.record for name, one in self._streams.items()},
+            TENSOR_INDEX: stream.record,
+        }

@@ -115,7 +115,9 @@ class Save:
             writer = TensorFileWriter(folder, axis.rank, content.ready)
             self._write(content, writer, what)
             records = together(partial(self._finish, folder, content, writer.records), axis, what)
-            header = self._header(content, {name: one for rank in records for name, one in rank.items()})
+            header = self._header(
+                content, {name: one for rank in records for name, one in rank.items()}
+            )
             together(partial(self._first, partial(place.publish, self.token, header)), axis, what)
         except CheckpointSaveError:
             # All ranks raise together, so no rank is still writing into the folder.
@@ -137,16 +139,22 @@ class Save:
 
     def _write(self, content: Content, writer: TensorFileWriter, what: str) -> None:
         axis = self.mesh.checkpoint_cpu
-        planner = ShardSavePlanner(content.pieces, {f"{RANK_STATE}{self.mesh.world.rank}": content.rank_state})
+        planner = ShardSavePlanner(
+            content.pieces, {f"{RANK_STATE}{self.mesh.world.rank}": content.rank_state}
+        )
         if axis.size == 1:
             together(partial(run_alone, planner, writer), axis, what)
             return
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=axis.group)
         except CheckpointException as error:
-            raise failure(what, {rank: describe(e[0]) for rank, e in error.failures.items()}, axis.size) from error
+            raise failure(
+                what, {rank: describe(e[0]) for rank, e in error.failures.items()}, axis.size
+            ) from error
 
-    def _finish(self, folder: Folder, content: Content, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _finish(
+        self, folder: Folder, content: Content, records: dict[str, FileRecord]
+    ) -> dict[str, FileRecord]:
         """Write the metadata on the first rank, and verify the checksums of this rank's files."""
         if self.mesh.world.rank == 0:
             with writing(folder, METADATA) as stream:
@@ -156,15 +164,20 @@ class Save:
             found = read_record(folder, name)
             if found != written:
                 raise OSError(
-                    f"{folder.name}/{name} holds {found.size} bytes with checksum {found.checksum}, written were "
-                    f"{written.size} with {written.checksum}"
+                    f"{folder.name}/{name} holds {found.size} bytes with checksum "
+                    f"{found.checksum}, written were {written.size} with {written.checksum}"
                 )
         return records
 
     def _header(self, content: Content, records: dict[str, FileRecord]) -> Header:
         assert TENSOR_INDEX in records, "the first rank wrote the list of tensors"
         return Header(
-            self.mesh.layout, torch.__version__, records, content.global_step, content.epoch, round(time.time(), 3)
+            self.mesh.layout,
+            torch.__version__,
+            records,
+            content.global_step,
+            content.epoch,
+            round(time.time(), 3),
         )
 
     def _first(self, action: Callable[[], None]) -> None:

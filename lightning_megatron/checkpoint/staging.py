@@ -124,7 +124,9 @@ class HostCopies:
         for index in sorted(range(len(like)), key=lambda index: -padded[index]):
             fits = (one for one in self._buffers if one.memory.nbytes - one.used >= padded[index])
             buffer = next(fits, None) or self._grow(max(padded[index], min(left, _BUFFER)))
-            storage = buffer.memory.untyped_storage()[buffer.used : buffer.used + like[index].nbytes]
+            storage = buffer.memory.untyped_storage()[
+                buffer.used : buffer.used + like[index].nbytes
+            ]
             buffer.used += padded[index]
             left -= padded[index]
             host = torch.empty(0, dtype=like[index].dtype)

@@ -206,8 +206,9 @@ class RemoteFolder:
             system, root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
             raise UnsupportedError(
-                f"a URL must be of a kind that fsspec can open: {self.url!r} is not ({error}). Without its package "
-                "nothing is read or written there. Install that, or correct the beginning of the URL."
+                f"a URL must be of a kind that fsspec can open: {self.url!r} is not ({error}). "
+                "Without its package nothing is read or written there. Install that, or correct "
+                "the beginning of the URL."
             ) from error
         return system, root
 
@@ -293,7 +294,9 @@ def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
         error = stream.error if stream is not None and stream.error is not None else caught
         if not isinstance(error, OSError) or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, error.filename or f"{folder.name}/{name}") from caught
+        raise OSError(
+            error.errno, error.strerror, error.filename or f"{folder.name}/{name}"
+        ) from caught
 
 
 def read_record(folder: Folder, name: str) -> FileRecord:

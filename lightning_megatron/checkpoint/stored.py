@@ -103,10 +103,13 @@ class Stored:
         if absent:
             raise CheckpointMismatchError(
                 f"tensors to read must be in the checkpoint: {', '.join(absent[:10])} are not in "
-                f"{self.checkpoint.path!r}. It has {', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
+                f"{self.checkpoint.path!r}. It has "
+                f"{', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
             )
         full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
-        wanted = {name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()}
+        wanted = {
+            name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()
+        }
         self.read(ShardLoadPlanner(wanted))
         return full
 
@@ -128,12 +131,22 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
     if found != wanted:
-        raise damaged(checkpoint, name, f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}")
+        raise damaged(
+            checkpoint,
+            name,
+            f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}",
+        )
     return content
 
 
 def _check_ranks(index: Metadata, world_size: int) -> None:
     """Check that the index has the values of all saved ranks, or of none if it has weights only."""
-    found = {name for name, entry in index.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)}
-    if found and (len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}):
+    found = {
+        name
+        for name, entry in index.state_dict_metadata.items()
+        if not isinstance(entry, TensorStorageMetadata)
+    }
+    if found and (
+        len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
+    ):
         raise ValueError(f"it has values of {len(found)} ranks, the header says {world_size}")

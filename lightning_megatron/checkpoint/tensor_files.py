@@ -69,7 +69,9 @@ class TensorFileWriter(StorageWriter):
                     else:
                         torch.save(_alone(data), stream)  # type: ignore[arg-type]
                     length = stream.tell() - start
-                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                    results.append(
+                        WriteResult(item.index, length, _StorageInfo(name, start, length))
+                    )
             self.records[name] = stream.record
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -101,11 +103,14 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
     by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
     for item in plan.items:
         where = index.storage_data.get(item.storage_index)
-        if not isinstance(where, _StorageInfo) or where.relative_path not in checkpoint.header.files:
+        if (
+            not isinstance(where, _StorageInfo)
+            or where.relative_path not in checkpoint.header.files
+        ):
             raise CorruptDataError(
-                f"every piece of a tensor must be in a file that {checkpoint.path} lists: {item.storage_index.fqn} "
-                f"is in {getattr(where, 'relative_path', None)!r}. Its list of tensors is of another checkpoint. Use "
-                "another one."
+                f"every piece of a tensor must be in a file that {checkpoint.path} lists: "
+                f"{item.storage_index.fqn} is in {getattr(where, 'relative_path', None)!r}. Its "
+                "list of tensors is of another checkpoint. Use another one."
             )
         by_file.setdefault(where.relative_path, []).append((where, item))
     for name, items in sorted(by_file.items()):
@@ -132,8 +137,8 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
     """Return the error for a damaged file of a checkpoint."""
     return CorruptDataError(
-        f"a file of a checkpoint must be as it was written: {checkpoint.file(name)} is not: {reason}. What is loaded "
-        "from it would be wrong. Use another checkpoint."
+        f"a file of a checkpoint must be as it was written: {checkpoint.file(name)} is not: "
+        f"{reason}. What is loaded from it would be wrong. Use another checkpoint."
     )
 
 
@@ -162,26 +167,40 @@ def _read_file(
             _copy(checkpoint, name, last[1], item, planner)
 
 
-def _stored_tensor(checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: Piece) -> Tensor:
+def _stored_tensor(
+    checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: Piece
+) -> Tensor:
     """Read one piece and check its shape and dtype against the tensor index."""
     file.seek(where.offset)
     try:
-        tensor = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+        tensor = torch.load(
+            io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True
+        )
     except Exception as error:  # a manipulated pickle can raise anything
         raise damaged(checkpoint, name, f"no tensor can be read at byte {where.offset}") from error
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        raise damaged(checkpoint, name, f"there is a {type(tensor).__name__} and no tensor at byte {where.offset}")
+    if (
+        type(tensor) is not Tensor
+        or tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+    ):
+        raise damaged(
+            checkpoint,
+            name,
+            f"there is a {type(tensor).__name__} and no tensor at byte {where.offset}",
+        )
     if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
         raise damaged(
             checkpoint,
             name,
-            f"the tensor at byte {where.offset} has the shape {tuple(tensor.shape)} and the type {tensor.dtype}, its "
-            f"list says {piece.shape} and {piece.dtype}",
+            f"the tensor at byte {where.offset} has the shape {tuple(tensor.shape)} and the type "
+            f"{tensor.dtype}, its list says {piece.shape} and {piece.dtype}",
         )
     return tensor
 
 
-def _copy(checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+def _copy(
+    checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, planner: LoadPlanner
+) -> None:
     """Copy the part of a stored piece that an item requests into the local tensor."""
     target = planner.resolve_tensor(item).detach()
     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -189,7 +208,9 @@ def _copy(checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, pla
     try:
         target.copy_(stored)
     except NotImplementedError as error:
-        raise damaged(checkpoint, name, f"{item.storage_index.fqn} has the type {stored.dtype}") from error
+        raise damaged(
+            checkpoint, name, f"{item.storage_index.fqn} has the type {stored.dtype}"
+        ) from error
 
 
 def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:

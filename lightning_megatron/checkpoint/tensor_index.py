@@ -13,7 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_megatron.checkpoint.storage import HashingStream
 
 _METADATA_CLASSES = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *(
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+    ),
     *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
 )
 
@@ -35,9 +42,15 @@ class _IndexUnpickler(pickle.Unpickler):
             return torch.Size
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout_named
-        if module == "torch" and "." not in name and isinstance(found := getattr(torch, name, None), torch.dtype):
+        if (
+            module == "torch"
+            and "." not in name
+            and isinstance(found := getattr(torch, name, None), torch.dtype)
+        ):
             return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a list of tensors")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which has no place in a list of tensors"
+        )
 
 
 def read_index(file: IO[bytes]) -> Metadata:

@@ -28,7 +28,9 @@ class Caught:
     def __enter__(self) -> Caught:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
         if error is not None and not isinstance(error, self._kind):
             return False
         self.error = error
@@ -53,7 +55,9 @@ def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
     result: T | None = None
     with Caught(BaseException) as caught:
         result = action()
-    outcomes = all_gather_objects((result, None if caught.error is None else describe(caught.error)), axis)
+    outcomes = all_gather_objects(
+        (result, None if caught.error is None else describe(caught.error)), axis
+    )
     if caught.error is not None and not isinstance(caught.error, Exception):
         raise caught.error
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
@@ -67,9 +71,10 @@ def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSav
     shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_SHOWN])
     more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
     return CheckpointSaveError(
-        f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of {num_ranks} rank(s): "
-        f"{shown}{more}. Without it the checkpoint could not be loaded, so what was written of it was removed; earlier "
-        "checkpoints are as they were. Make room there, or save to another folder."
+        f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of "
+        f"{num_ranks} rank(s): {shown}{more}. Without it the checkpoint could not be loaded, so "
+        "what was written of it was removed; earlier checkpoints are as they were. Make room "
+        "there, or save to another folder."
     )
 
 

@@ -15,7 +15,15 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _SHOWN = 5
 #: Errors of torch when it lists the types in data that ``torch.save`` did not write.
-_UNREADABLE = (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError)
+_UNREADABLE = (
+    RuntimeError,
+    pickle.UnpicklingError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 
 
 def to_bytes(value: Any) -> bytes:
@@ -40,19 +48,22 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
         CorruptDataError: If the data are damaged.
     """
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False)
+        return torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False
+        )
     except Exception as error:  # a manipulated pickle can raise anything
         types = [] if weights_only is False else _unsafe_types(data)
         if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
             raise UnsupportedError(
-                f"a checkpoint must hold nothing but tensors and plain values to be read safely: {what} holds "
-                f"{', '.join(types[:_SHOWN]) or _first_line(error)}. Reading other objects can run any code that the "
-                "file names. If you trust the types, tell torch.serialization.add_safe_globals([...]) of them before "
-                "loading; if you trust the file, load it with weights_only=False."
+                "a checkpoint must hold nothing but tensors and plain values to be read safely: "
+                f"{what} holds {', '.join(types[:_SHOWN]) or _first_line(error)}. Reading other "
+                "objects can run any code that the file names. If you trust the types, tell "
+                "torch.serialization.add_safe_globals([...]) of them before loading; if you trust "
+                "the file, load it with weights_only=False."
             ) from error
         raise CorruptDataError(
-            f"a file of a checkpoint must be as it was written: {what} cannot be read ({_first_line(error)}). It is "
-            "damaged. Use another checkpoint."
+            f"a file of a checkpoint must be as it was written: {what} cannot be read "
+            f"({_first_line(error)}). It is damaged. Use another checkpoint."
         ) from error
 
 
@@ -65,7 +76,9 @@ def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
     """
     if _is_safe(data):
         return []
-    return [f"{key} ({', '.join(types[:_SHOWN]) or 'an object'})" for key, types in _search(values, "")]
+    return [
+        f"{key} ({', '.join(types[:_SHOWN]) or 'an object'})" for key, types in _search(values, "")
+    ]
 
 
 def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
@@ -99,4 +112,6 @@ def _unsafe_types(data: bytes) -> list[str]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return next((line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
+    return next(
+        (line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0]
+    )

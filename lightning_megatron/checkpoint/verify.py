@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 _ALONE = MeshAxis("alone")
 
 
-def verify_checkpoint(path: str | os.PathLike[str], deep: bool = True, mesh: ParallelMesh | None = None) -> None:
+def verify_checkpoint(
+    path: str | os.PathLike[str], deep: bool = True, mesh: ParallelMesh | None = None
+) -> None:
     """Check that every file of a checkpoint is intact.
 
     Args:
@@ -43,7 +45,9 @@ def verify_checkpoint(path: str | os.PathLike[str], deep: bool = True, mesh: Par
         raise error
 
 
-def find_newest(folder: str | os.PathLike[str], whole: bool = True, mesh: ParallelMesh | None = None) -> str | None:
+def find_newest(
+    folder: str | os.PathLike[str], whole: bool = True, mesh: ParallelMesh | None = None
+) -> str | None:
     """Return the path of the newest intact checkpoint directly in a folder.
 
     Checkpoints are ordered by global step, then epoch, then time. A damaged checkpoint is skipped
@@ -92,7 +96,9 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
         if name not in checkpoint.header.files:
             raise damaged(checkpoint, name, "the header does not list it")
     # Sort by size, so that all ranks read about the same number of bytes.
-    files = sorted(checkpoint.header.files, key=lambda name: (-checkpoint.header.files[name].size, name))
+    files = sorted(
+        checkpoint.header.files, key=lambda name: (-checkpoint.header.files[name].size, name)
+    )
     for name in files[axis.rank :: axis.size]:
         check_size(checkpoint, name)
         if deep:
@@ -103,7 +109,9 @@ def _check_content(checkpoint: Checkpoint, name: str) -> None:
     wanted = checkpoint.header.files[name]
     found = read_record(checkpoint.folder, name)
     if found != wanted:
-        raise damaged(checkpoint, name, f"its checksum is {found.checksum}, {wanted.checksum} was written")
+        raise damaged(
+            checkpoint, name, f"its checksum is {found.checksum}, {wanted.checksum} was written"
+        )
 
 
 def _agree(check: Callable[[], None], axis: MeshAxis) -> Exception | None:
@@ -115,7 +123,7 @@ def _agree(check: Callable[[], None], axis: MeshAxis) -> Exception | None:
         failure = error
     except OSError as error:
         failure = CorruptDataError(
-            f"every file of a checkpoint must be readable: {type(error).__name__}: {error}. What is in it is not "
-            "known. Use another checkpoint, or repair the file system."
+            f"every file of a checkpoint must be readable: {type(error).__name__}: {error}. What "
+            "is in it is not known. Use another checkpoint, or repair the file system."
         )
     return next((one for one in all_gather_objects(failure, axis) if one is not None), None)

@@ -179,7 +179,9 @@ class CheckpointWriter:
     def _change(self, change: _Change) -> None:
         if self._running is not None:
             self._foreseen[_key(change.path)] = change.target is not None
-        if self._mesh.world.rank == 0 and not (self._running is not None and self._running.also_make(change)):
+        if self._mesh.world.rank == 0 and not (
+            self._running is not None and self._running.also_make(change)
+        ):
             change.make()
 
     def _settle(self) -> None:
@@ -195,8 +197,9 @@ class CheckpointWriter:
             if key not in self._warned_keys:
                 self._warned_keys.add(key)
                 logger.warning(
-                    "the checkpoint holds what loading refuses unless it is told otherwise: %s. Save plain values and "
-                    "tensors, or load with torch.serialization.add_safe_globals([...]) or weights_only=False.",
+                    "the checkpoint holds what loading refuses unless it is told otherwise: %s. "
+                    "Save plain values and tensors, or load with "
+                    "torch.serialization.add_safe_globals([...]) or weights_only=False.",
                     key,
                 )
 
@@ -217,7 +220,9 @@ class _Change:
                 link_checkpoint(self.path, self.target)
         if caught.error is not None:
             what = "removed" if self.target is None else f"linked to {os.fspath(self.target)}"
-            logger.warning("%s could not be %s: %s", os.fspath(self.path), what, describe(caught.error))
+            logger.warning(
+                "%s could not be %s: %s", os.fspath(self.path), what, describe(caught.error)
+            )
 
 
 @dataclass
@@ -275,9 +280,9 @@ class _Background:
         self.failure = caught.error
         if caught.error is not None and not isinstance(caught.error, CheckpointSaveError):
             self.failure = CheckpointSaveError(
-                f"all ranks must take part in a save: this one lost the others while saving "
-                f"{os.fspath(self.save.path)} ({describe(caught.error)}). The checkpoint is not complete, earlier ones "
-                "are as they were. Look for the rank that failed first."
+                "all ranks must take part in a save: this one lost the others while saving "
+                f"{os.fspath(self.save.path)} ({describe(caught.error)}). The checkpoint is not "
+                "complete, earlier ones are as they were. Look for the rank that failed first."
             )
             self.failure.__cause__ = caught.error
         self._make_changes()
@@ -296,7 +301,9 @@ class _Background:
 
     def _keep(self, change: _Change) -> None:
         logger.warning(
-            "%s is kept as it is, because the save of %s failed", os.fspath(change.path), os.fspath(self.save.path)
+            "%s is kept as it is, because the save of %s failed",
+            os.fspath(change.path),
+            os.fspath(self.save.path),
         )
 
     def _agree_on_end(self) -> None:

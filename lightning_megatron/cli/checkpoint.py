@@ -12,21 +12,31 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint import load_metadata, read_header, saved_tensors, verify_checkpoint
+from lightning_megatron.checkpoint import (
+    load_metadata,
+    read_header,
+    saved_tensors,
+    verify_checkpoint,
+)
 from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, Written, consolidate
 from lightning_megatron.checkpoint.plain_file import read_file, verify_file
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 #: Exit status for a damaged checkpoint; unusable arguments exit with 2.
 DAMAGED = 1
 
 EXAMPLE = """examples:
   lightning-megatron checkpoint show runs/last.ckpt
   lightning-megatron checkpoint verify runs/last.ckpt
-  lightning-megatron checkpoint consolidate runs/last.ckpt plain.ckpt     one file, for ddp or one device
-  lightning-megatron checkpoint reshard runs/last.ckpt weights --weights-only --dtype bfloat16 --files 4"""
+  lightning-megatron checkpoint consolidate runs/last.ckpt plain.ckpt  one file, for ddp
+  lightning-megatron checkpoint reshard runs/last.ckpt weights --weights-only --dtype bfloat16"""
 
 
 def main(args: Sequence[str]) -> None:
@@ -48,7 +58,9 @@ def main(args: Sequence[str]) -> None:
     except UnsupportedError as error:
         if "weights_only=False" not in str(error):
             raise
-        raise UnsupportedError(f"{error} Instead of weights_only=False this command takes --unsafe.") from error
+        raise UnsupportedError(
+            f"{error} Instead of weights_only=False this command takes --unsafe."
+        ) from error
 
 
 def checkpoint_parser() -> argparse.ArgumentParser:
@@ -61,33 +73,54 @@ def checkpoint_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="show|verify|consolidate|reshard")
     show = _add(commands, "show", run_show, "print layout, step, tensors, optimizers and files")
-    show.add_argument("--all", action="store_true", help="list the tensors of the optimizers one by one as well")
-    _add(commands, "verify", run_verify, "compare every file with its checksum; ends with 1 if one is damaged")
+    show.add_argument(
+        "--all", action="store_true", help="list the tensors of the optimizers one by one as well"
+    )
+    _add(
+        commands,
+        "verify",
+        run_verify,
+        "compare every file with its checksum; ends with 1 if one is damaged",
+    )
     one_file = _add(
         commands,
         "consolidate",
         run_consolidate,
-        "write one plain file that Trainer(strategy='auto') or 'ddp' continues from, and load_from_checkpoint reads",
+        (
+            "write one plain file that Trainer(strategy='auto') or 'ddp' continues from, and "
+            "load_from_checkpoint reads"
+        ),
     )
     one_file.add_argument("out", metavar="OUT.ckpt", type=Path, help="the file to write")
     again = _add(
         commands,
         "reshard",
         run_reshard,
-        "write the checkpoint again, with another number of files, without what only training needs, or in another "
-        "dtype. Not needed to load it under another layout: every layout loads every checkpoint",
+        "write the checkpoint again, with another number of files, without what only training "
+        "needs, or in another dtype. Not needed to load it under another layout: every layout "
+        "loads every checkpoint",
     )
     again.add_argument("out", metavar="OUT", help="the directory or URL to write")
-    again.add_argument("--files", type=_at_least_one, default=1, metavar="N", help="files of tensors (default: 1)")
+    again.add_argument(
+        "--files", type=_at_least_one, default=1, metavar="N", help="files of tensors (default: 1)"
+    )
     for command in (one_file, again):
-        command.add_argument("--weights-only", action="store_true", help="leave out what a training needs to continue")
         command.add_argument(
-            "--dtype", choices=DTYPES, help="of the weights; reshard takes it with --weights-only alone"
+            "--weights-only",
+            action="store_true",
+            help="leave out what a training needs to continue",
+        )
+        command.add_argument(
+            "--dtype",
+            choices=DTYPES,
+            help="of the weights; reshard takes it with --weights-only alone",
         )
         command.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     for command in (show, one_file, again):
         command.add_argument(
-            "--unsafe", action="store_true", help="unpickle objects of any type, which runs code that the file names"
+            "--unsafe",
+            action="store_true",
+            help="unpickle objects of any type, which runs code that the file names",
         )
     return parser
 
@@ -125,13 +158,16 @@ def run_reshard(options: argparse.Namespace) -> None:
     _check_sharded(options.path)
     if options.dtype is not None and not options.weights_only:
         raise UnsupportedError(
-            f"--dtype {options.dtype} needs --weights-only, because a training that continues needs the weights as "
-            "its optimizer left them. Add --weights-only, or leave --dtype out."
+            f"--dtype {options.dtype} needs --weights-only, because a training that continues "
+            "needs the weights as its optimizer left them. Add --weights-only, or leave --dtype "
+            "out."
         )
     if "://" not in options.out:
         _check_new(Path(options.out), options.overwrite)
     dtype = None if options.dtype is None else DTYPES[options.dtype]
-    written = rewrite(options.path, options.out, options.files, options.weights_only, dtype, options.unsafe)
+    written = rewrite(
+        options.path, options.out, options.files, options.weights_only, dtype, options.unsafe
+    )
     print(_summary(options.out, written, options.weights_only))
 
 
@@ -143,12 +179,25 @@ def _describe(options: argparse.Namespace) -> list[str]:
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.saved_at))
     lines = [
         f"{options.path}",
-        f"step {header.global_step:,}, epoch {header.epoch}, saved {saved_at} with torch {header.torch}",
-        f"saved by {_plural(layout.world_size, 'rank')} = {sizes}" + (f", vpp {layout.vpp}" if layout.vpp > 1 else ""),
+        (
+            f"step {header.global_step:,}, epoch {header.epoch}, saved {saved_at} with torch "
+            f"{header.torch}"
+        ),
+        f"saved by {_plural(layout.world_size, 'rank')} = {sizes}"
+        + (f", vpp {layout.vpp}" if layout.vpp > 1 else ""),
     ]
-    weights = {name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)}
-    rows = [(name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one))) for name, one in weights.items()]
-    lines += ["", *_table(("model", "shape", "dtype", "size"), rows), _total(weights.values(), "tensor")]
+    weights = {
+        name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)
+    }
+    rows = [
+        (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
+        for name, one in weights.items()
+    ]
+    lines += [
+        "",
+        *_table(("model", "shape", "dtype", "size"), rows),
+        _total(weights.values(), "tensor"),
+    ]
     states = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
     lines += _describe_optimizers(options, states)
     files = [(name, _size(one.size), one.checksum) for name, one in header.files.items()]
@@ -174,7 +223,10 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
             (str(index), str(len(group["parameters"])), _hyperparameters(group["hyperparameters"]))
             for index, group in enumerate(optimizer["groups"])
         ]
-        lines += ["", *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups)]
+        lines += [
+            "",
+            *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups),
+        ]
         by_key: dict[str, list[Any]] = {}
         for name, one in own.items():
             by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(one)
@@ -187,31 +239,47 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
             )
             for key, found in by_key.items()
         ]
-        lines += ["", *_table(("state", "tensors", "dtype", "size"), rows), _total(own.values(), "tensor")]
+        lines += [
+            "",
+            *_table(("state", "tensors", "dtype", "size"), rows),
+            _total(own.values(), "tensor"),
+        ]
     return lines
 
 
 def _describe_file(options: argparse.Namespace) -> list[str]:
     found = read_file(options.path, weights_only=not options.unsafe)
-    tensors = {name: value for name, value in found["state_dict"].items() if isinstance(value, torch.Tensor)}
-    rows = [(name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one))) for name, one in tensors.items()]
+    tensors = {
+        name: value
+        for name, value in found["state_dict"].items()
+        if isinstance(value, torch.Tensor)
+    }
+    rows = [
+        (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
+        for name, one in tensors.items()
+    ]
     optimizers = found.get("optimizer_states", ())
     return [
         f"{options.path}: a file of another strategy, {_size(Path(options.path).stat().st_size)}",
-        f"step {found.get('global_step', 0):,}, epoch {found.get('epoch', 0)}, "
-        f"saved with Lightning {found.get('pytorch-lightning_version', '?')}",
+        f"step {found.get('global_step', 0):,}, epoch {found.get('epoch', 0)}, saved with "
+        f"Lightning {found.get('pytorch-lightning_version', '?')}",
         "",
         *_table(("model", "shape", "dtype", "size"), rows),
         _total(tensors.values(), "tensor"),
         "",
-        f"{_plural(len(optimizers), 'optimizer')}: " + ", ".join(_plural(len(o["state"]), "state") for o in optimizers)
+        f"{_plural(len(optimizers), 'optimizer')}: "
+        + ", ".join(_plural(len(o["state"]), "state") for o in optimizers)
         if optimizers
         else "no optimizer: saved with weights only",
     ]
 
 
-def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
+def _add(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], None], summary: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=f"{summary}.".capitalize()
+    )
     parser.add_argument("path", metavar="PATH", help="a checkpoint")
     parser.set_defaults(run=run, name=name)
     return parser
@@ -220,24 +288,31 @@ def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], None], su
 def _check_sharded(path: str) -> None:
     if Path(path).is_file():
         raise CheckpointMismatchError(
-            f"what is converted must be a directory that this library saved: {path} is one plain file already, or no "
-            "checkpoint. Every layout loads plain files as they are. Use it where the result would be used."
+            f"what is converted must be a directory that this library saved: {path} is one plain "
+            "file already, or no checkpoint. Every layout loads plain files as they are. Use it "
+            "where the result would be used."
         )
 
 
 def _check_new(out: Path, overwrite: bool) -> None:
     if not out.absolute().parent.is_dir():
-        raise CheckpointMismatchError(f"the folder of the result must exist: {out.parent}. Create it first.")
+        raise CheckpointMismatchError(
+            f"the folder of the result must exist: {out.parent}. Create it first."
+        )
     if out.exists() and not overwrite:
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {out}. It would be replaced. Use another name, or --overwrite."
+            f"the result must not exist yet: {out}. It would be replaced. Use another name, or "
+            "--overwrite."
         )
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [tuple(titles), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
     return [lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint
-from lightning_megatron.checkpoint.hugging_face import SavedModel, export_model, find_model, import_model
+from lightning_megatron.checkpoint.hugging_face import (
+    SavedModel,
+    export_model,
+    find_model,
+    import_model,
+)
 from lightning_megatron.checkpoint.own_code import OwnCodeModel
 from lightning_megatron.cli.checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
@@ -23,13 +28,20 @@ from lightning_megatron.swap import parallelize
 
 EXAMPLE = """examples:
   lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
-  lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate, test and predict
-  lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards
+  lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate and test
+  lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens
   lightning-megatron convert runs/last.ckpt exported --tokenizer path/to/folder"""
 
 #: Files of a Hugging Face folder that checkpoints do not store, copied by ``--tokenizer``.
 _COPIED_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "chat_template*",
+    ),
     *("generation_config.json", "spiece.model"),
 )
 #: Number of tokens that ``--verify`` runs through both models.
@@ -53,20 +65,28 @@ def main(args: Sequence[str]) -> None:
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if Path(options.out).exists():
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {options.out}. It would be replaced or mixed with. Use another name."
+            f"the result must not exist yet: {options.out}. It would be replaced or mixed with. "
+            "Use another name."
         )
     is_export = is_sharded_checkpoint(options.source)
     _check_options(options, is_export)
     if is_export:
         limit = options.max_file_bytes
-        export_model(options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge)
+        export_model(
+            options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge
+        )
         for file in _copied_files(options.tokenizer):
             shutil.copy(file, options.out)
     else:
         import_model(options.source, options.out, options.name or "model", dtype)
-    print(f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of {options.source}")
+    print(
+        f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of "
+        f"{options.source}"
+    )
     if options.verify:
-        checkpoint, folder = (options.source, options.out) if is_export else (options.out, options.source)
+        checkpoint, folder = (
+            (options.source, options.out) if is_export else (options.out, options.source)
+        )
         saved = find_model(checkpoint, options.name, options.unsafe)
         if isinstance(saved, OwnCodeModel):
             what = "tensors"
@@ -77,8 +97,9 @@ def main(args: Sequence[str]) -> None:
         print(f"{what} differ by {gap:.1e} of the largest")
         if gap > _TOLERANCE:
             raise UnsupportedError(
-                f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the largest, more than "
-                f"{_TOLERANCE:.0e}. One is of another model, or was rounded by --dtype. Do not use {options.out}."
+                f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the "
+                f"largest, more than {_TOLERANCE:.0e}. One is of another model, or was rounded by "
+                f"--dtype. Do not use {options.out}."
             )
 
 
@@ -87,21 +108,22 @@ def _check_options(options: argparse.Namespace, is_export: bool) -> None:
     for name in ("merge", "tokenizer"):
         if getattr(options, name) and not is_export:
             raise UnsupportedError(
-                f"--{name} is for what becomes a Hugging Face folder: {options.source} is one already. A checkpoint of "
-                f"it has no adapter and no tokenizer. Leave --{name} out."
+                f"--{name} is for what becomes a Hugging Face folder: {options.source} is one "
+                f"already. A checkpoint of it has no adapter and no tokenizer. Leave --{name} out."
             )
     if options.tokenizer and not _copied_files(options.tokenizer):
         raise CheckpointMismatchError(
-            f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has none. They would be "
-            f"missing beside the weights. Use the folder that the model came from."
+            f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has "
+            "none. They would be missing beside the weights. Use the folder that the model came "
+            "from."
         )
     if not (is_export and options.verify) or options.merge:
         return
     saved = find_model(options.source, options.name, options.unsafe)
     if isinstance(saved, SavedModel) and saved.adapter:
         raise UnsupportedError(
-            "results are compared of whole models: --verify was given, and an adapter alone would be written. It has "
-            "none without its base. Add --merge, or leave --verify out."
+            "results are compared of whole models: --verify was given, and an adapter alone would "
+            "be written. It has none without its base. Add --merge, or leave --verify out."
         )
 
 
@@ -121,14 +143,42 @@ def convert_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="a checkpoint of this library, or a local Hugging Face folder")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="a checkpoint of this library, or a local Hugging Face folder",
+    )
     add("out", metavar="OUT", help="the folder or checkpoint to write")
-    add("--name", help="attribute of the LightningModule that holds the model (default: the only one, or model)")
+    add(
+        "--name",
+        help=(
+            "attribute of the LightningModule that holds the model (default: the only one, or "
+            "model)"
+        ),
+    )
     add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
-    add("--max-file-bytes", type=int, default=5 * 10**9, metavar="N", help="size of a file (default: 5e9)")
-    add("--tokenizer", metavar="FOLDER", help="copy the files of the tokenizer, and of generation, from this folder")
-    add("--merge", action="store_true", help="write the model with its adapter merged, not the adapter alone")
-    add("--verify", action="store_true", help="compare the results of both afterwards (needs transformers)")
+    add(
+        "--max-file-bytes",
+        type=int,
+        default=5 * 10**9,
+        metavar="N",
+        help="size of a file (default: 5e9)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="copy the files of the tokenizer, and of generation, from this folder",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="write the model with its adapter merged, not the adapter alone",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="compare the results of both afterwards (needs transformers)",
+    )
     add("--unsafe", action="store_true", help="unpickle objects of any type from the checkpoint")
     return parser
 
@@ -145,7 +195,9 @@ def compare(saved: SavedModel, folder: str) -> float:
         Difference in float32, relative to the largest result.
     """
     library: Any = import_extra("transformers", "hf")
-    theirs = getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
+    theirs = (
+        getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
+    )
     root = nn.ModuleDict({"model": deepcopy(theirs)})
     parallelize(root, ParallelMesh.single())
     ours: Any = root["model"]
@@ -156,7 +208,9 @@ def compare(saved: SavedModel, folder: str) -> float:
             tensor[: full[key].shape[0]] = full[key]
     config = saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)
-    tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
+    )
     found, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
     return float((found - expected).abs().max() / expected.abs().max())
 

@@ -35,7 +35,16 @@ INK = "#1f2933"
 SOFT_INK = "#616e7c"
 NODE_FILL = "#f5f7fa"
 NODE_EDGE = "#cbd2d9"
-FEW_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#bbbbbb")
+FEW_COLOURS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#ee8866",
+    "#bbbbbb",
+)
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,16 @@ class NodeMap:
         node, slot = divmod(rank, self.gpus_per_node)
         row, column = divmod(slot, self.squares_across)
         left, top = self.node_corner(node)
-        return left + NODE_PADDING + column * (SQUARE + GAP), top + NODE_TITLE + row * (SQUARE + GAP)
+        return left + NODE_PADDING + column * (SQUARE + GAP), top + NODE_TITLE + row * (
+            SQUARE + GAP
+        )
 
 
 def draw_layout(
-    layout: ParallelLayout, path: str | Path, gpus_per_node: int = GPUS_PER_NODE, experts: bool = False
+    layout: ParallelLayout,
+    path: str | Path,
+    gpus_per_node: int = GPUS_PER_NODE,
+    experts: bool = False,
 ) -> None:
     """Draw the rank map of a layout into an image file.
 
@@ -140,7 +154,9 @@ def draw_layout(
     figures = import_extra("matplotlib.figure", "plot")
     patches = import_extra("matplotlib.patches", "plot")
     node_map = NodeMap(
-        layout.world_size, layout.rank_offset, min(gpus_per_node, layout.world_size + layout.rank_offset)
+        layout.world_size,
+        layout.rank_offset,
+        min(gpus_per_node, layout.world_size + layout.rank_offset),
     )
     rows = _panel_rows(layout, experts)
     panel_width, panel_height = node_map.size
@@ -171,11 +187,18 @@ def _panel_rows(layout: ParallelLayout, experts: bool) -> list[tuple[str, list[P
     def row(title: str, groups: dict[str, list[list[int]]]) -> tuple[str, list[Panel]]:
         sizes = " x ".join(f"{axis} {len(found[0])}" for axis, found in groups.items())
         panels = [Panel(axis, found) for axis, found in groups.items() if len(found[0]) > 1]
-        return f"{title}: {sizes}", panels or [Panel(axis, found) for axis, found in groups.items()][:1]
+        return f"{title}: {sizes}", panels or [
+            Panel(axis, found) for axis, found in groups.items()
+        ][:1]
 
     rows = [row("Dense grid", {axis: layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")})]
     if experts:
-        rows.append(row("Expert grid", {axis: layout.expert_groups(axis) for axis in ("etp", "ep", "edp", "pp")}))
+        rows.append(
+            row(
+                "Expert grid",
+                {axis: layout.expert_groups(axis) for axis in ("etp", "ep", "edp", "pp")},
+            )
+        )
     return rows
 
 
@@ -186,16 +209,27 @@ def _draw_header(axes: Any, layout: ParallelLayout) -> None:
     axes.text(MARGIN, 0.62, note, size=9.5, color=SOFT_INK, va="center")
 
 
-def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap, left: float, top: float) -> None:
+def _draw_panel(
+    axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap, left: float, top: float
+) -> None:
     width, height = node_map.node_size
     for node in node_map.nodes:
         x, y = node_map.node_corner(node)
         corner = (left + x, top + y)
         style = "round,pad=0,rounding_size=0.08"
         axes.add_patch(
-            patches.FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=NODE_FILL, edgecolor=NODE_EDGE)
+            patches.FancyBboxPatch(
+                corner, width, height, boxstyle=style, facecolor=NODE_FILL, edgecolor=NODE_EDGE
+            )
         )
-        axes.text(left + x + NODE_PADDING, top + y + 0.13, f"node {node}", size=7.5, color=SOFT_INK, va="center")
+        axes.text(
+            left + x + NODE_PADDING,
+            top + y + 0.13,
+            f"node {node}",
+            size=7.5,
+            color=SOFT_INK,
+            va="center",
+        )
     colours = _colours(len(panel.groups))
     for index, group in enumerate(panel.groups):
         ink = _ink_on(colours[index])
@@ -204,18 +238,34 @@ def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap,
             corner = (left + x, top + y)
             style = "round,pad=0,rounding_size=0.05"
             axes.add_patch(
-                patches.FancyBboxPatch(corner, SQUARE, SQUARE, boxstyle=style, facecolor=colours[index], linewidth=0)
+                patches.FancyBboxPatch(
+                    corner, SQUARE, SQUARE, boxstyle=style, facecolor=colours[index], linewidth=0
+                )
             )
             middle = left + x + SQUARE / 2
-            axes.text(middle, top + y + 0.18, str(rank), size=9.5, weight="bold", color=ink, ha="center", va="center")
-            axes.text(middle, top + y + 0.35, str(index), size=6.5, color=ink, ha="center", va="center")
+            axes.text(
+                middle,
+                top + y + 0.18,
+                str(rank),
+                size=9.5,
+                weight="bold",
+                color=ink,
+                ha="center",
+                va="center",
+            )
+            axes.text(
+                middle, top + y + 0.35, str(index), size=6.5, color=ink, ha="center", va="center"
+            )
 
 
 def _colours(number: int) -> list[str]:
     if number <= len(FEW_COLOURS):
         return list(FEW_COLOURS[:number])
     # Hues around the whole circle; neighbours also differ in lightness.
-    rgb = [colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55) for index in range(number)]
+    rgb = [
+        colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55)
+        for index in range(number)
+    ]
     return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in rgb]
 
 

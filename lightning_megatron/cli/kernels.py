@@ -29,9 +29,9 @@ from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant,
 EXAMPLE = """examples:
   lightning-megatron kernels build --jobs 4
   lightning-megatron kernels show
-  lightning-megatron kernels show --rows 32768 --groups 32 --n 1536 --k 2048     what would run for a shape, and why
+  lightning-megatron kernels show --rows 32768 --groups 32 --n 1536 --k 2048   what would run
   lightning-megatron kernels check
-  lightning-megatron kernels wheel --out dist     for machines without a compiler: pip install dist/*.whl"""
+  lightning-megatron kernels wheel --out dist     for machines without a compiler"""
 
 
 def main(args: Sequence[str]) -> None:
@@ -57,34 +57,62 @@ def kernels_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="build|show|check|wheel")
-    build = commands.add_parser("build", help="compile the kernels, which takes minutes, and keep the library")
+    build = commands.add_parser(
+        "build", help="compile the kernels, which takes minutes, and keep the library"
+    )
     build.add_argument(
         "--arch",
         choices=(ARCHITECTURE, NEVER_RUN),
         default=ARCHITECTURE,
-        help=f"{NEVER_RUN} compiles kernels that have never been run and are never selected (default: {ARCHITECTURE})",
+        help=(
+            f"{NEVER_RUN} compiles kernels that have never been run and are never selected "
+            f"(default: {ARCHITECTURE})"
+        ),
     )
     build.set_defaults(run=run_build)
-    wheel = commands.add_parser("wheel", help="pack the library for machines without compilers, built first if need be")
-    wheel.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist)")
+    wheel = commands.add_parser(
+        "wheel", help="pack the library for machines without compilers, built first if need be"
+    )
+    wheel.add_argument(
+        "--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist)"
+    )
     wheel.set_defaults(run=run_wheel)
     for command in (build, wheel):
         command.add_argument(
-            "--jobs", type=_at_least_one, default=1, metavar="N", help="files compiled at once (default: 1)"
+            "--jobs",
+            type=_at_least_one,
+            default=1,
+            metavar="N",
+            help="files compiled at once (default: 1)",
         )
-    show = commands.add_parser("show", help="print compilers, library and variants, or the choice for a shape")
-    for name, what in {"rows": "rows of all groups", "groups": "groups", "n": "output", "k": "input features"}.items():
+    show = commands.add_parser(
+        "show", help="print compilers, library and variants, or the choice for a shape"
+    )
+    for name, what in {
+        "rows": "rows of all groups",
+        "groups": "groups",
+        "n": "output",
+        "k": "input features",
+    }.items():
         show.add_argument(f"--{name}", type=_at_least_one, metavar="N", help=f"of a shape: {what}")
     show.set_defaults(run=run_show)
-    check = commands.add_parser("check", help="load the library and say whether this GPU can run it")
+    check = commands.add_parser(
+        "check", help="load the library and say whether this GPU can run it"
+    )
     check.set_defaults(run=run_check)
     for command in (build, wheel, show):
         home = os.environ.get("CUDA_HOME")
         default = Path(home) if home else None
-        command.add_argument("--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)")
-        command.add_argument("--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)")
+        command.add_argument(
+            "--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)"
+        )
+        command.add_argument(
+            "--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)"
+        )
     for command in (build, wheel, show, check):
-        command.add_argument("--cache", type=Path, default=default_cache(), help="where libraries are kept")
+        command.add_argument(
+            "--cache", type=Path, default=default_cache(), help="where libraries are kept"
+        )
     return parser
 
 
@@ -92,11 +120,15 @@ def run_build(options: argparse.Namespace) -> None:
     """Build the library of the current sources unless the cache has it."""
     sources = read_sources(architecture=options.arch)
     built = _build(options, sources)
-    print(f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with {_versions(built)}")
+    print(
+        f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with "
+        f"{_versions(built)}"
+    )
     if options.arch == NEVER_RUN:
         print(
-            f"Its kernels for {NEVER_RUN} were compiled and have never been run, so no choice takes them. To try one, "
-            f"load it with torch.ops.load_library and name a variant: {', '.join(sources.variants)}"
+            f"Its kernels for {NEVER_RUN} were compiled and have never been run, so no choice "
+            "takes them. To try one, load it with torch.ops.load_library and name a variant: "
+            f"{', '.join(sources.variants)}"
         )
 
 
@@ -106,7 +138,10 @@ def run_wheel(options: argparse.Namespace) -> None:
     library = find_library(options.cache, sources) or _build(options, sources)
     path = build_wheel(options.out, library, sources, version("lightning-megatron"))
     print(f"{path}: {_megabytes(path)}, holds {library.path} ({_versions(library)})")
-    print("Where lightning-megatron has the same sources, install it with: pip install --no-deps " + str(path))
+    print(
+        "Where lightning-megatron has the same sources, install it with: pip install --no-deps "
+        + str(path)
+    )
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -117,8 +152,8 @@ def run_show(options: argparse.Namespace) -> None:
         return
     if any(size is not None for size in shape):
         raise UnsupportedError(
-            "a shape has four sizes: some of --rows, --groups, --n and --k are missing. The rule reads all. "
-            "Give all four, or none."
+            "a shape has four sizes: some of --rows, --groups, --n and --k are missing. The rule "
+            "reads all. Give all four, or none."
         )
     print("\n".join(_describe_installation(options)))
 
@@ -133,7 +168,9 @@ def run_check(options: argparse.Namespace) -> None:
     sources = read_sources()
     library = find_library(options.cache, sources)
     if library is None:
-        raise UnsupportedError(f"the kernels must be built first: {why_no_library(options.cache, sources)}.")
+        raise UnsupportedError(
+            f"the kernels must be built first: {why_no_library(options.cache, sources)}."
+        )
     load_library(library.path)
     print(f"{library.path}: loaded, {torch.ops.lm_kernels.grouped_gemm.default._schema}")
     why = why_not_runnable()
@@ -154,7 +191,9 @@ def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
             lines.append(f"  {'SwiGLU apart':<{width}}  {apart}")
             continue
         choice = choose_variant(which, rows, groups, n, k)
-        lines.append(f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}")
+        lines.append(
+            f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}"
+        )
     return lines
 
 

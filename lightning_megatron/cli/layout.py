@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Print which ranks form which group, before any process starts."
 EXAMPLE = """example:
-  lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --gpus-per-node 8 --png map.png"""
+  lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
 
 DENSE_GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
 EXPERT_GROUPS = ("etp", "ep", "edp")
@@ -62,7 +62,9 @@ def run_layout(options: argparse.Namespace) -> None:
     )
     experts = layout.has_experts or options.etp is not None
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-    print(describe_layout(layout, experts=experts, gpus_per_node=options.gpus_per_node, width=width))
+    print(
+        describe_layout(layout, experts=experts, gpus_per_node=options.gpus_per_node, width=width)
+    )
     if options.png is not None:
         gpus_per_node = options.gpus_per_node or GPUS_PER_NODE
         draw_layout(layout, options.png, gpus_per_node=gpus_per_node, experts=experts)
@@ -70,7 +72,10 @@ def run_layout(options: argparse.Namespace) -> None:
 
 
 def describe_layout(
-    layout: ParallelLayout, experts: bool = False, gpus_per_node: int | None = None, width: int = 100
+    layout: ParallelLayout,
+    experts: bool = False,
+    gpus_per_node: int | None = None,
+    width: int = 100,
 ) -> str:
     """Return the text that the subcommand prints.
 
@@ -83,9 +88,14 @@ def describe_layout(
     lines = [_header(layout, experts)]
     if gpus_per_node is not None:
         num_nodes = len({rank // gpus_per_node for rank in _ranks(layout)})
-        lines.append(f"nodes of {gpus_per_node} ranks: {num_nodes}; * marks a group that crosses nodes")
+        lines.append(
+            f"nodes of {gpus_per_node} ranks: {num_nodes}; * marks a group that crosses nodes"
+        )
     dense = [(name, layout.groups(name)) for name in DENSE_GROUPS]
-    dense += [("embedding", layout.embedding_groups()), ("position embedding", layout.position_embedding_groups())]
+    dense += [
+        ("embedding", layout.embedding_groups()),
+        ("position embedding", layout.position_embedding_groups()),
+    ]
     lines += ["", *_table("dense grid", dense, gpus_per_node, width)]
     if experts:
         expert = [(name, layout.expert_groups(name)) for name in EXPERT_GROUPS]
@@ -97,14 +107,22 @@ def _header(layout: ParallelLayout, experts: bool) -> str:
     start = f"world size {layout.world_size} "
     lines = [f"{start}= tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"]
     if experts:
-        lines.append(f"{'':{len(start)}}= etp {layout.etp} x ep {layout.ep} x edp {layout.edp} x pp {layout.pp}")
+        lines.append(
+            f"{'':{len(start)}}= etp {layout.etp} x ep {layout.ep} x edp {layout.edp} x pp "
+            f"{layout.pp}"
+        )
     lines.append(f"order {layout.order}, fastest axis first")
     if layout.vpp > 1:
-        lines.append(f"virtual stages: {layout.vpp} chunks on each of {layout.pp} stages = {layout.vpp * layout.pp}")
+        lines.append(
+            f"virtual stages: {layout.vpp} chunks on each of {layout.pp} stages = "
+            f"{layout.vpp * layout.pp}"
+        )
     return "\n".join(lines)
 
 
-def _table(title: str, rows: Iterable[tuple[str, list[list[int]]]], gpus_per_node: int | None, width: int) -> list[str]:
+def _table(
+    title: str, rows: Iterable[tuple[str, list[list[int]]]], gpus_per_node: int | None, width: int
+) -> list[str]:
     columns = ["groups", "size", *(["in a node"] if gpus_per_node else []), "ranks"]
     margin = max(len("position embedding"), len(title)) + 2
     lines = [title.ljust(margin) + "  ".join(columns)]
@@ -115,7 +133,10 @@ def _table(title: str, rows: Iterable[tuple[str, list[list[int]]]], gpus_per_nod
         if gpus_per_node:
             cells.append(_share(inside).ljust(len("in a node")))
         start = name.ljust(margin) + "  ".join(cells) + "  "
-        words = [_bracketed(group, stays, width - len(start)) for group, stays in zip(groups, inside, strict=True)]
+        words = [
+            _bracketed(group, stays, width - len(start))
+            for group, stays in zip(groups, inside, strict=True)
+        ]
         lines += _wrapped(start, words, width)
     return lines
 
@@ -157,7 +178,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks")
+    add(
+        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
+    )
     add("--tp", type=int, default=1, metavar="N", help="tensor parallel size")
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N", help="context parallel size")
@@ -165,9 +188,27 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep", type=int, default=1, metavar="N", help="expert parallel size")
     add("--etp", type=int, metavar="N", help="tensor parallel size of each expert (default: tp)")
     add("--order", default=DEFAULT_ORDER, help="axes, fastest first (default: %(default)s)")
-    add("--rank-offset", "--rank_offset", type=int, default=0, metavar="N", help="global rank of the first rank")
-    add("--gpus-per-node", "--gpus_per_node", type=_at_least_one, metavar="N", help="mark groups that cross nodes")
-    add("--png", type=_picture_path, metavar="FILE", help="draw the rank map into this .png, .svg or .pdf file")
+    add(
+        "--rank-offset",
+        "--rank_offset",
+        type=int,
+        default=0,
+        metavar="N",
+        help="global rank of the first rank",
+    )
+    add(
+        "--gpus-per-node",
+        "--gpus_per_node",
+        type=_at_least_one,
+        metavar="N",
+        help="mark groups that cross nodes",
+    )
+    add(
+        "--png",
+        type=_picture_path,
+        metavar="FILE",
+        help="draw the rank map into this .png, .svg or .pdf file",
+    )
 
 
 def _at_least_one(text: str) -> int:

@@ -44,11 +44,21 @@ COMMANDS = {
     "validate": Command(TRAINER, "run the validation set: validate -c CONFIG --ckpt_path PATH"),
     "test": Command(TRAINER, "run the test set"),
     "predict": Command(TRAINER, "run the model on data without labels"),
-    "layout": Command("lightning_megatron.cli.layout", "print and draw which ranks form which group"),
-    "checkpoint": Command("lightning_megatron.cli.checkpoint", "show, verify, consolidate or reshard a checkpoint"),
-    "convert": Command("lightning_megatron.cli.convert", "turn checkpoints into Hugging Face folders, and back"),
-    "preprocess": Command("lightning_megatron.cli.preprocess", "turn text or JSON lines into token files"),
-    "kernels": Command("lightning_megatron.cli.kernels", "build, show and check the bundled CUDA kernels"),
+    "layout": Command(
+        "lightning_megatron.cli.layout", "print and draw which ranks form which group"
+    ),
+    "checkpoint": Command(
+        "lightning_megatron.cli.checkpoint", "show, verify, consolidate or reshard a checkpoint"
+    ),
+    "convert": Command(
+        "lightning_megatron.cli.convert", "turn checkpoints into Hugging Face folders, and back"
+    ),
+    "preprocess": Command(
+        "lightning_megatron.cli.preprocess", "turn text or JSON lines into token files"
+    ),
+    "kernels": Command(
+        "lightning_megatron.cli.kernels", "build, show and check the bundled CUDA kernels"
+    ),
 }
 
 
@@ -59,11 +69,16 @@ def help_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron",
         usage="lightning-megatron [--help] [--version] COMMAND ...",
-        description="Train Transformers in tensor, sequence, pipeline and data parallel with Lightning.",
-        epilog="\n".join(["commands:", *lines, "", "Options of a command: lightning-megatron COMMAND --help"]),
+        description="Train Transformers in tensor, sequence, pipeline and data parallel with "
+        "Lightning.",
+        epilog="\n".join(
+            ["commands:", *lines, "", "Options of a command: lightning-megatron COMMAND --help"]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-megatron')}")
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('lightning-megatron')}"
+    )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
 

@@ -29,26 +29,46 @@ def preprocess_parser() -> argparse.ArgumentParser:
     """Build the parser of the subcommand's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron preprocess",
-        description="Tokenize JSON lines (.jsonl, .json, .ndjson) or plain text, packed (.gz) or not, into PREFIX.bin, "
+        description="Tokenize JSON lines (.jsonl, .json, .ndjson) or plain text, packed (.gz) or "
+        "not, into PREFIX.bin, "
         "PREFIX.idx (Megatron's format) and PREFIX.json (which tokenizer, how much text).",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", metavar="PATH", help="files, directories or globs, read sorted by name")
-    source.add_argument("--speeches", choices=PARTS, help="the State of the Union corpus instead (extra `text`)")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin and .idx")
-    parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes, gpt2, a tokenizer.json or a directory (default: %(default)s)"
+    source.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, directories or globs, read sorted by name",
     )
-    parser.add_argument("--json-key", default="text", help="key of the text in JSON lines (default: %(default)s)")
+    source.add_argument(
+        "--speeches", choices=PARTS, help="the State of the Union corpus instead (extra `text`)"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="path without .bin and .idx"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="bytes, gpt2, a tokenizer.json or a directory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json-key", default="text", help="key of the text in JSON lines (default: %(default)s)"
+    )
     parser.add_argument(
         "--document",
         choices=("file", "line", "paragraph"),
         default="file",
         help="what one document of plain text is (default: %(default)s)",
     )
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--eod-token", metavar="TEXT", help="end-of-document token, if not one of the usual ones")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: %(default)s)")
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    parser.add_argument(
+        "--eod-token", metavar="TEXT", help="end-of-document token, if not one of the usual ones"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=default_workers(), help="processes (default: %(default)s)"
+    )
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     return parser
 
@@ -59,9 +79,13 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.tokenizer, arguments.eod_token)
         write_documents(arguments.output, load_speeches(arguments.speeches), tokenizer)
         corpus = TokenFile(arguments.output)
-        print(f"{arguments.output}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens")
+        print(
+            f"{arguments.output}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"
+        )
         return
-    options = EncodingOptions(arguments.tokenizer, arguments.json_key, arguments.append_eod, arguments.eod_token)
+    options = EncodingOptions(
+        arguments.tokenizer, arguments.json_key, arguments.append_eod, arguments.eod_token
+    )
     report = preprocess(
         arguments.input,
         arguments.output,
@@ -72,7 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     seconds = max(report.seconds, 1e-9)
     print(
-        f"{arguments.output}: {report.num_documents:,} documents, {report.num_tokens:,} tokens from "
-        f"{report.num_bytes / 1e6:,.1f} MB of text in {report.seconds:,.1f} s "
-        f"({report.num_documents / seconds:,.0f} documents/s, {report.num_bytes / seconds / 1e6:,.1f} MB/s)"
+        f"{arguments.output}: {report.num_documents:,} documents, {report.num_tokens:,} tokens "
+        f"from {report.num_bytes / 1e6:,.1f} MB of text in {report.seconds:,.1f} s "
+        f"({report.num_documents / seconds:,.0f} documents/s, "
+        f"{report.num_bytes / seconds / 1e6:,.1f} MB/s)"
     )

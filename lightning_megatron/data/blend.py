@@ -37,7 +37,9 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
         UnsupportedError: If a weight is negative or not finite, or all are zero.
     """
     if not weights or any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
-        raise UnsupportedError(f"weights of a blend must be finite, not negative and not all zero: {list(weights)}.")
+        raise UnsupportedError(
+            f"weights of a blend must be finite, not negative and not all zero: {list(weights)}."
+        )
     fractions = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     shares = [int(fraction * scale) for fraction in fractions]
@@ -56,7 +58,9 @@ def occurrences(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArra
 
 def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.int16]:
     if len(shares) > np.iinfo(np.int16).max:
-        raise UnsupportedError(f"a blend has at most {np.iinfo(np.int16).max} datasets: {len(shares)} were given.")
+        raise UnsupportedError(
+            f"a blend has at most {np.iinfo(np.int16).max} datasets: {len(shares)} were given."
+        )
     total = sum(shares)
     choices = np.empty(size, dtype=np.int16)
     counts = [0] * len(shares)
@@ -65,7 +69,9 @@ def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.i
         due = max(step, 1)
         # How far a dataset is behind is share * due / total - count, here times total to stay in
         # integers. `max` returns the first of equal items: the lowest index wins ties.
-        best = max(open_datasets, key=lambda dataset: shares[dataset] * due - counts[dataset] * total)  # noqa: B023
+        best = max(
+            open_datasets, key=lambda dataset: shares[dataset] * due - counts[dataset] * total
+        )  # noqa: B023
         choices[step] = best
         counts[best] += 1
         if counts[best] == limits[best]:

@@ -20,7 +20,9 @@ SETTLING_NS = 2_000_000_000
 log = logging.getLogger(__name__)
 
 
-def check_once(memory: Path, files: Sequence[Path], check: Callable[[], None], in_charge: bool = True) -> None:
+def check_once(
+    memory: Path, files: Sequence[Path], check: Callable[[], None], in_charge: bool = True
+) -> None:
     """Call ``check`` unless its result for these files is stored; raise a stored error again.
 
     Files count as unchanged while their sizes and times stay the same. Of several processes that
@@ -49,7 +51,10 @@ def check_once(memory: Path, files: Sequence[Path], check: Callable[[], None], i
     except OSError as error:
         if in_charge:
             log.warning(
-                "The result of the checksum comparison cannot be stored in %s (%s): every run reads them again.",
+                (
+                    "The result of the checksum comparison cannot be stored in %s (%s): every run "
+                    "reads them again."
+                ),
                 memory,
                 error,
             )
@@ -65,7 +70,9 @@ def _key_of(files: Sequence[Path]) -> str | None:
     newest = max(max(state.st_mtime_ns, state.st_ctime_ns) for _, state in states)
     if time.time_ns() - newest < SETTLING_NS:
         return None
-    return cache_key({"files": [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states]})
+    return cache_key(
+        {"files": [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in states]}
+    )
 
 
 def _check_and_remember(record: Path, check: Callable[[], None]) -> None:
@@ -79,7 +86,9 @@ def _check_and_remember(record: Path, check: Callable[[], None]) -> None:
         partial.write_text(json.dumps({"fault": None if fault is None else str(fault)}))
         os.replace(partial, record)
     except OSError as error:
-        log.warning("%s cannot be written (%s): the next process reads the files again.", record, error)
+        log.warning(
+            "%s cannot be written (%s): the next process reads the files again.", record, error
+        )
     if fault is not None:
         raise fault
 
@@ -94,7 +103,11 @@ def _recall(record: Path) -> bool:
         content = read_json(record, "It is written again.")
     except CorruptDataError:
         return False
-    if not isinstance(content, dict) or set(content) != {"fault"} or not isinstance(content["fault"], str | None):
+    if (
+        not isinstance(content, dict)
+        or set(content) != {"fault"}
+        or not isinstance(content["fault"], str | None)
+    ):
         return False
     if content["fault"] is not None:
         raise CorruptDataError(content["fault"])

@@ -28,5 +28,7 @@ def crc32_of(path: Path) -> str:
             while count := file.readinto(chunk):
                 value = zlib.crc32(chunk[:count], value)
     except OSError as error:
-        raise CorruptDataError(f"{path} cannot be read: {error.strerror or error}. Copy it again.") from error
+        raise CorruptDataError(
+            f"{path} cannot be read: {error.strerror or error}. Copy it again."
+        ) from error
     return f"{value:08x}"

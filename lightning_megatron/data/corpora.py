@@ -29,13 +29,15 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
     for corpus in corpora:
         if tokenizer is not None:
             corpus.check_tokenizer(tokenizer)
-        fingerprint = None if corpus.description is None else corpus.description.tokenizer_fingerprint
+        fingerprint = (
+            None if corpus.description is None else corpus.description.tokenizer_fingerprint
+        )
         if fingerprint is not None:
             fingerprints[fingerprint] = corpus.prefix
     if len(fingerprints) > 1:
         raise CorruptDataError(
-            f"corpora that are mixed must share a tokenizer: {' and '.join(fingerprints.values())} do not. "
-            f"Write them again with one tokenizer."
+            f"corpora that are mixed must share a tokenizer: {' and '.join(fingerprints.values())} "
+            "do not. Write them again with one tokenizer."
         )
 
 
@@ -80,7 +82,9 @@ def check_split(weights: str, order: str) -> None:
             are zero.
     """
     if len(weights.split(",")) > 3:
-        raise UnsupportedError(f"split weights are those of train, val and test, three at most: {weights[:80]!r}.")
+        raise UnsupportedError(
+            f"split weights are those of train, val and test, three at most: {weights[:80]!r}."
+        )
     # Splitting zero documents runs the checks of the weights without a corpus.
     if order == "megatron":
         split_as_megatron(0, weights)

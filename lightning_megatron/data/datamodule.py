@@ -27,7 +27,14 @@ from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.settings import Count, Elements, Index, NotNegative, Range, settled_arguments
+from lightning_megatron.plan.settings import (
+    Count,
+    Elements,
+    Index,
+    NotNegative,
+    Range,
+    settled_arguments,
+)
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
@@ -99,11 +106,17 @@ class TokenDataModule(LightningDataModule):
         given = settled_arguments(TokenDataModule.__init__, locals())
         super().__init__()
         if not (train or val or test or corpus):
-            raise UnsupportedError("no data are named: give prefixes of token files, or corpus 'speeches'.")
+            raise UnsupportedError(
+                "no data are named: give prefixes of token files, or corpus 'speeches'."
+            )
         if corpus is not None and (train or val or test or split):
-            raise UnsupportedError(f"corpus {corpus!r} brings its own parts: leave train, val, test and split out.")
+            raise UnsupportedError(
+                f"corpus {corpus!r} brings its own parts: leave train, val, test and split out."
+            )
         if split is not None and (val or test or train is None):
-            raise UnsupportedError("split divides `train` into all parts: give train, and leave val and test out.")
+            raise UnsupportedError(
+                "split divides `train` into all parts: give train, and leave val and test out."
+            )
         if split is not None:
             check_split(given["split"], given["order"])
         self.prefixes: dict[Part, list[str]] = {
@@ -174,7 +187,11 @@ class TokenDataModule(LightningDataModule):
         """Open and check the corpora of a stage, so that faults raise before the first step."""
         self._train_loader = None
         self._locate()
-        parts: dict[str | None, tuple[Part, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        parts: dict[str | None, tuple[Part, ...]] = {
+            "fit": ("train", "val"),
+            "validate": ("val",),
+            "test": ("test",),
+        }
         for part in parts.get(stage, PARTS):
             self._corpora(part)
 
@@ -242,11 +259,14 @@ class TokenDataModule(LightningDataModule):
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
         # Megatron-Core ignores the weight of a single corpus unless it splits the corpus.
         weights = None if len(self.prefixes["train"]) == 1 and self.split is None else self.weights
-        samples = blend_samples(self._corpora("train"), weights, self._options(self.order), num_samples)
+        samples = blend_samples(
+            self._corpora("train"), weights, self._options(self.order), num_samples
+        )
         if state and state["order"] != samples.order_key:
             rank_zero_warn(
-                "The checkpoint was written with other training data (corpus, split, weights, tokenizer, seq_length, "
-                "seed or order), so its position does not apply: training starts at the beginning of the new data."
+                "The checkpoint was written with other training data (corpus, split, weights, "
+                "tokenizer, seq_length, seed or order), so its position does not apply: training "
+                "starts at the beginning of the new data."
             )
             return self._build_train_loader()
         sampler = TokenBatchSampler(
@@ -261,7 +281,11 @@ class TokenDataModule(LightningDataModule):
         if state:
             sampler.load_state_dict(state)
             trainer: Any = self.trainer
-            if trainer is not None and not by_steps and state["global_batch_size"] != sampler.global_batch_size:
+            if (
+                trainer is not None
+                and not by_steps
+                and state["global_batch_size"] != sampler.global_batch_size
+            ):
                 # Later epochs have another length than this one, which mixes batches of two sizes.
                 trainer.reload_dataloaders_every_n_epochs = 1
         elif self.trainer is not None and not by_steps:
@@ -269,7 +293,11 @@ class TokenDataModule(LightningDataModule):
         return self._loader(samples, sampler)
 
     def _stops_by_steps(self) -> bool:
-        return self.trainer is not None and self.trainer.max_steps != -1 and self.trainer.max_epochs == -1
+        return (
+            self.trainer is not None
+            and self.trainer.max_steps != -1
+            and self.trainer.max_epochs == -1
+        )
 
     def _num_step_samples(self, dp_size: int, state: Mapping[str, Any]) -> int:
         trainer = self.trainer
@@ -278,7 +306,10 @@ class TokenDataModule(LightningDataModule):
             # The first epoch was used up: the order of the next one depends on the same size.
             return state["num_samples"]
         steps = max(trainer.max_steps - state.get("steps", 0), 1)
-        return state.get("consumed", 0) + steps * trainer.accumulate_grad_batches * self.batch_size * dp_size
+        return (
+            state.get("consumed", 0)
+            + steps * trainer.accumulate_grad_batches * self.batch_size * dp_size
+        )
 
     def _num_finished(self) -> int:
         return 0 if self.trainer is None else self._progress().total.processed
@@ -292,25 +323,31 @@ class TokenDataModule(LightningDataModule):
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
 
     def _evaluation_loader(self, part: Part) -> TokenLoader | list:
-        corpora = [(corpus, documents) for corpus, documents in self._corpora(part) if documents is None or documents]
+        corpora = [
+            (corpus, documents)
+            for corpus, documents in self._corpora(part)
+            if documents is None or documents
+        ]
         if not corpora and self.split is not None and has_share(self.split, PARTS.index(part)):
             raise UnsupportedError(
-                f"split {self.split!r} leaves no document of {', '.join(self.prefixes['train'])} for {part}: there are "
-                f"too few. Give {part} a larger weight, or a weight of 0."
+                f"split {self.split!r} leaves no document of {', '.join(self.prefixes['train'])} "
+                f"for {part}: there are too few. Give {part} a larger weight, or a weight of 0."
             )
         if not corpora:
             return []
         # Fixed seed: `limit_val_batches` then compares runs on the same text.
         samples = blend_samples(corpora, None, replace(self._options("spread"), seed=0))
         dp_rank, dp_size = self._data_parallel()
-        sampler = TokenBatchSampler(len(samples), self.batch_size, dp_rank, dp_size, drop_last=False)
+        sampler = TokenBatchSampler(
+            len(samples), self.batch_size, dp_rank, dp_size, drop_last=False
+        )
         return self._loader(samples, sampler)
 
     def _loader(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
         if self.mask_after_eod and self.eod is None:
             raise UnsupportedError(
-                "mask_after_eod needs a token that ends documents: the tokenizer names none. Leave mask_after_eod out, "
-                "or use a tokenizer that has one."
+                "mask_after_eod needs a token that ends documents: the tokenizer names none. Leave "
+                "mask_after_eod out, or use a tokenizer that has one."
             )
         batches = WindowBatches(samples, self.eod if self.mask_after_eod else None)
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
@@ -377,8 +414,8 @@ class TokenDataModule(LightningDataModule):
         known = self.tokenizer or self._description()
         if known is None:
             raise UnsupportedError(
-                f"{name} is not known: {self._all_prefixes()[0]} does not say which tokenizer wrote it. "
-                f"Name the tokenizer."
+                f"{name} is not known: {self._all_prefixes()[0]} does not say which tokenizer "
+                "wrote it. Name the tokenizer."
             )
         return getattr(known, name)
 

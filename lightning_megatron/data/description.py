@@ -18,8 +18,8 @@ from lightning_megatron.strict_json import MAX_BYTES, parse_json, read_regular_f
 FORMAT = "lightning_megatron.corpus"
 VERSION = 2
 REMEDY = (
-    "Write the corpus again with `lightning-megatron preprocess`, or move this file away: the tokens are then read "
-    "without knowing their tokenizer and their checksum."
+    "Write the corpus again with `lightning-megatron preprocess`, or move this file away: the "
+    "tokens are then read without knowing their tokenizer and their checksum."
 )
 CHECKSUMS = ("bin_crc32", "idx_sha256", "fields_crc32")
 log = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class CorpusDescription:
 
     def checksum_of_fields(self) -> str:
         """Return the CRC-32 of all fields except ``fields_crc32``."""
-        content = json.dumps(dataclasses.asdict(dataclasses.replace(self, fields_crc32=None)), sort_keys=True)
+        content = json.dumps(
+            dataclasses.asdict(dataclasses.replace(self, fields_crc32=None)), sort_keys=True
+        )
         return f"{zlib.crc32(content.encode()):08x}"
 
 
@@ -103,7 +105,9 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
     if os.path.lexists(path) and not _is_replaceable(path):
         if description.tokenizer is None and _is_foreign(path):
             return
-        raise CorruptDataError(f"{path} exists and is no corpus description. Move it away or choose another output.")
+        raise CorruptDataError(
+            f"{path} exists and is no corpus description. Move it away or choose another output."
+        )
     content = content_of(description)
     check_fields(content, str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -131,7 +135,11 @@ def _is_foreign(path: Path) -> bool:
             value = parse_json(text, str(path), REMEDY)
         except CorruptDataError:
             continue
-        return isinstance(value, dict) and bool(value) and not {"format", "version", *FIELDS} & set(value)
+        return (
+            isinstance(value, dict)
+            and bool(value)
+            and not {"format", "version", *FIELDS} & set(value)
+        )
     return False
 
 
@@ -151,22 +159,30 @@ def check_fields(content: Any, source: str) -> dict[str, Any]:
         CorruptDataError: If a field is missing, unknown, of another type or out of its range.
     """
     if not isinstance(content, dict):
-        raise CorruptDataError(f"{source} must hold one JSON object: it holds {_shown(content)}. {REMEDY}")
+        raise CorruptDataError(
+            f"{source} must hold one JSON object: it holds {_shown(content)}. {REMEDY}"
+        )
     if content.get("format") != FORMAT:
-        raise CorruptDataError(f"{source}: format must be {FORMAT!r}: it is {_shown(content.get('format'))}. {REMEDY}")
+        raise CorruptDataError(
+            f"{source}: format must be {FORMAT!r}: it is {_shown(content.get('format'))}. {REMEDY}"
+        )
     version = content.get("version")
     if type(version) is not int or version not in (1, VERSION):
-        raise CorruptDataError(f"{source}: version must be 1 or {VERSION}: it is {_shown(version)}. {REMEDY}")
+        raise CorruptDataError(
+            f"{source}: version must be 1 or {VERSION}: it is {_shown(version)}. {REMEDY}"
+        )
     expected = {"format", "version", *FIELDS} - (set(CHECKSUMS) if version == 1 else set())
     if set(content) != expected:
         missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
         raise CorruptDataError(
-            f"{source}: version {version} has the fields {', '.join(sorted(expected))}: missing are {missing}, unknown "
-            f"are {_shown(unknown)}. {REMEDY}"
+            f"{source}: version {version} has the fields {', '.join(sorted(expected))}: missing "
+            f"are {missing}, unknown are {_shown(unknown)}. {REMEDY}"
         )
     for name, (rule, holds) in _rules(content, version).items():
         if not holds(content[name]):
-            raise CorruptDataError(f"{source}: {name} must be {rule}: it is {_shown(content[name])}. {REMEDY}")
+            raise CorruptDataError(
+                f"{source}: {name} must be {rule}: it is {_shown(content[name])}. {REMEDY}"
+            )
     return content
 
 
@@ -182,13 +198,20 @@ def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callab
         "vocab_size": _integer(1, 2**31) if known else unknown,
         "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)) if known else unknown,
         **{count: _integer(0, 2**63 - 1) for count in ("num_documents", "num_tokens", "num_bytes")},
-        **({} if version == 1 else {name: _digits(64 if "sha256" in name else 8) for name in CHECKSUMS}),
+        **(
+            {}
+            if version == 1
+            else {name: _digits(64 if "sha256" in name else 8) for name in CHECKSUMS}
+        ),
     }
 
 
 def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:
     # `type` instead of `isinstance`: in Python True is an int and 1.0 equals 1.
-    return f"a whole number in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high
+    return (
+        f"a whole number in [{low}, {high}]",
+        lambda value: type(value) is int and low <= value <= high,
+    )
 
 
 def _digits(count: int) -> tuple[str, Callable[[Any], bool]]:

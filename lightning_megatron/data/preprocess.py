@@ -102,11 +102,17 @@ def preprocess(
                 writer.add_document(encoded.tokens[start : start + length], num_bytes=text_bytes)
                 start += length
             bar.update(encoded.num_read)
-            bar.set_postfix_str(f"{writer.num_documents / (time.perf_counter() - started):.0f} documents/s")
-    return PreprocessReport(writer.num_documents, writer.num_tokens, writer.num_bytes, time.perf_counter() - started)
+            bar.set_postfix_str(
+                f"{writer.num_documents / (time.perf_counter() - started):.0f} documents/s"
+            )
+    return PreprocessReport(
+        writer.num_documents, writer.num_tokens, writer.num_bytes, time.perf_counter() - started
+    )
 
 
-def _encode_all(chunks: Iterator[RawChunk], options: EncodingOptions, workers: int) -> Iterator[_Encoded]:
+def _encode_all(
+    chunks: Iterator[RawChunk], options: EncodingOptions, workers: int
+) -> Iterator[_Encoded]:
     if workers <= 1:
         for chunk in chunks:
             yield _encode(chunk, options)
@@ -134,7 +140,9 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     pieces = [tokenizer.encode(text) for text in texts]
     pieces = [piece + end if piece else piece for piece in pieces]
     lengths = [len(piece) for piece in pieces]
-    tokens = np.fromiter((token for piece in pieces for token in piece), dtype=np.int64, count=sum(lengths))
+    tokens = np.fromiter(
+        (token for piece in pieces for token in piece), dtype=np.int64, count=sum(lengths)
+    )
     return _Encoded(tokens, lengths, [len(text.encode("utf-8")) for text in texts], chunk.num_bytes)
 
 
@@ -143,8 +151,8 @@ def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(
-            f"the tokenizer {options.tokenizer!r} names no end-of-document token that is known. Name it with "
-            f"--eod-token, or leave --append-eod out."
+            f"the tokenizer {options.tokenizer!r} names no end-of-document token that is known. "
+            "Name it with --eod-token, or leave --append-eod out."
         )
     return tokenizer
 

@@ -55,8 +55,8 @@ class TokenBatchSampler:
     ) -> None:
         if batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ParallelPlanError(
-                f"a batch holds at least one sample and dp_rank lies in [0, dp_size): batch_size {batch_size}, dp_rank "
-                f"{dp_rank}, dp_size {dp_size}."
+                "a batch holds at least one sample and dp_rank lies in [0, dp_size): batch_size "
+                f"{batch_size}, dp_rank {dp_rank}, dp_size {dp_size}."
             )
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -72,9 +72,9 @@ class TokenBatchSampler:
         self._finished_before: int | None = None
         if drop_last and num_samples < self.global_batch_size:
             raise ParallelPlanError(
-                f"one global batch needs batch_size x dp samples: {batch_size} x {dp_size} = {self.global_batch_size}, "
-                f"but there are {num_samples}. Use a smaller batch_size, fewer data-parallel ranks, a shorter "
-                f"seq_length or more text."
+                f"one global batch needs batch_size x dp samples: {batch_size} x {dp_size} = "
+                f"{self.global_batch_size}, but there are {num_samples}. Use a smaller batch_size, "
+                "fewer data-parallel ranks, a shorter seq_length or more text."
             )
 
     @property
@@ -90,7 +90,9 @@ class TokenBatchSampler:
     def num_left(self) -> int:
         """Number of batches from ``consumed`` to the end of the epoch."""
         left = max(self.num_samples - self.consumed, 0)
-        return left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
+        return (
+            left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator runs up to here at the request of the first batch, after a checkpoint has
@@ -100,7 +102,9 @@ class TokenBatchSampler:
         for number in range(self.num_left):
             start = self.consumed + number * self.global_batch_size
             size = min(self.global_batch_size, self.num_samples - start)
-            first, stop = (start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
+            first, stop = (
+                start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1)
+            )
             batch = list(range(first, stop)) if order is None else order[first:stop].tolist()
             yield batch + [-1] * (-(-size // self.dp_size) - len(batch))
 
@@ -159,18 +163,20 @@ def check_position(state: Mapping[str, Any]) -> None:
     missing = [name for name in (*REQUIRED, "order") if name not in state]
     if missing:
         raise CheckpointMismatchError(
-            f"the position in the data of a checkpoint must have {', '.join((*REQUIRED, 'order'))}: {missing} are "
-            f"missing. Resume with the data module that the checkpoint was written with."
+            "the position in the data of a checkpoint must have "
+            f"{', '.join((*REQUIRED, 'order'))}: {missing} are missing. Resume with the data "
+            "module that the checkpoint was written with."
         )
     for name in (*REQUIRED, *OPTIONAL):
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**63:
             raise CheckpointMismatchError(
-                f"{name} in the position in the data of a checkpoint must be a whole number from 0 on: it is "
-                f"{ascii(value)[:80]}. Use another checkpoint."
+                f"{name} in the position in the data of a checkpoint must be a whole number from 0 "
+                f"on: it is {ascii(value)[:80]}. Use another checkpoint."
             )
     if state["consumed"] > state["num_samples"] or not isinstance(state["order"], str):
         raise CheckpointMismatchError(
             f"the position in the data of a checkpoint contradicts itself: {state['consumed']} of "
-            f"{state['num_samples']} samples, in the order {ascii(state['order'])[:80]}. Use another checkpoint."
+            f"{state['num_samples']} samples, in the order {ascii(state['order'])[:80]}. Use "
+            "another checkpoint."
         )

@@ -81,13 +81,21 @@ class SampleOptions:
         if self.seq_length < 1:
             raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
-            raise UnsupportedError(f"the seed of data must lie in [0, 2^32): {self.seed}. numpy takes no other.")
+            raise UnsupportedError(
+                f"the seed of data must lie in [0, 2^32): {self.seed}. numpy takes no other."
+            )
         if self.order not in get_args(Order):
-            raise UnsupportedError(f"order must be one of {', '.join(get_args(Order))}: {self.order!r}.")
+            raise UnsupportedError(
+                f"order must be one of {', '.join(get_args(Order))}: {self.order!r}."
+            )
 
     def bounds(self, corpus: TokenFile) -> npt.NDArray[np.int64]:
         """Return the first token of each document or sequence, and the total number of tokens."""
-        return corpus.starts if self.by_sequence or self.order == "megatron" else corpus.document_starts
+        return (
+            corpus.starts
+            if self.by_sequence or self.order == "megatron"
+            else corpus.document_starts
+        )
 
 
 class GPTSamples:
@@ -113,7 +121,9 @@ class GPTSamples:
         whole: bool = False,
     ) -> None:
         if num_samples is not None and num_samples < 1:
-            raise UnsupportedError(f"num_samples must be at least 1: {num_samples}. Leave it out for one pass.")
+            raise UnsupportedError(
+                f"num_samples must be at least 1: {num_samples}. Leave it out for one pass."
+            )
         self.corpus = corpus
         self.options = options
         self.seq_length = options.seq_length
@@ -124,9 +134,10 @@ class GPTSamples:
         needed = 2 if options.order in ONCE or num_samples is not None else self.seq_length + 1
         if self.num_tokens < needed:
             raise CorruptDataError(
-                f"{corpus.prefix} has {self.num_tokens} tokens in documents [{self.documents.start}, "
-                f"{self.documents.stop}); one window of seq_length {self.seq_length} needs {needed}. Use a shorter "
-                f"seq_length, a larger corpus or another split."
+                f"{corpus.prefix} has {self.num_tokens} tokens in documents "
+                f"[{self.documents.start}, {self.documents.stop}); one window of seq_length "
+                f"{self.seq_length} needs {needed}. Use a shorter seq_length, a larger corpus or "
+                "another split."
             )
         self._num_samples = num_samples
         self.index = self._index(num_samples)
@@ -170,8 +181,9 @@ class GPTSamples:
         high = int(tokens.max())
         if low < 0 or (limit is not None and high >= limit):
             raise CorruptDataError(
-                f"token ids must lie in the vocabulary of {limit} tokens: sample {index} of {self.corpus.prefix} holds "
-                f"{low} to {high}. The corpus was written with another tokenizer: use that one."
+                f"token ids must lie in the vocabulary of {limit} tokens: sample {index} of "
+                f"{self.corpus.prefix} holds {low} to {high}. The corpus was written with another "
+                "tokenizer: use that one."
             )
 
     def _fields(self) -> dict[str, object]:
@@ -199,7 +211,9 @@ class GPTSamples:
             return WindowIndex(**build())
         fields = {**self._fields(), "num_samples": num_samples}
         return WindowIndex(
-            **load_or_build(Path(self.options.cache_dir), fields, build, ("documents", "starts", "shuffle"))
+            **load_or_build(
+                Path(self.options.cache_dir), fields, build, ("documents", "starts", "shuffle")
+            )
         )
 
     def _build(self, num_samples: int | None) -> WindowIndex:
@@ -225,7 +239,9 @@ class BlendedSamples:
             ``order_key``.
     """
 
-    def __init__(self, parts: Sequence[Samples], choices: npt.NDArray[np.int16], mixture: str) -> None:
+    def __init__(
+        self, parts: Sequence[Samples], choices: npt.NDArray[np.int16], mixture: str
+    ) -> None:
         self._mixture = mixture
         self.parts = tuple(parts)
         self.seq_length = parts[0].seq_length
@@ -243,7 +259,9 @@ class BlendedSamples:
     @property
     def order_key(self) -> str:
         """Hash of the parts' order keys and the mixture."""
-        return cache_key({"parts": [part.order_key for part in self.parts], "mixture": self._mixture})
+        return cache_key(
+            {"parts": [part.order_key for part in self.parts], "mixture": self._mixture}
+        )
 
 
 def blend_samples(
@@ -270,12 +288,16 @@ def blend_samples(
     if len(corpora) == 1 and (weights is None or options.order != "megatron"):
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
     if weights is not None and len(weights) != len(corpora):
-        raise UnsupportedError(f"a blend needs one weight per corpus: {len(weights)} weights, {len(corpora)} corpora.")
+        raise UnsupportedError(
+            f"a blend needs one weight per corpus: {len(weights)} weights, {len(corpora)} corpora."
+        )
     if options.order == "megatron":
         return _blend_as_megatron(corpora, weights, options, num_samples)
     if num_samples is None and (weights is None or options.order in ONCE):
         parts = [GPTSamples(corpus, options, documents) for corpus, documents in corpora]
-        return BlendedSamples(parts, blend_exhaustively([len(part) for part in parts]), "exhaustive")
+        return BlendedSamples(
+            parts, blend_exhaustively([len(part) for part in parts]), "exhaustive"
+        )
     sizes = _one_pass(corpora, options)
     shares = sizes if weights is None else weights
     size = sum(sizes) if num_samples is None else num_samples
@@ -321,21 +343,27 @@ def _blend_as_megatron(
     else:
         size = num_samples if weights is not None else min(num_samples, sum(sizes))
         choose = lambda: blend_as_megatron(shares, size)  # noqa: E731
-    fields = {"megatron": [str(share) for share in shares], "size": size, "exhaustive": num_samples is None}
+    fields = {
+        "megatron": [str(share) for share in shares],
+        "size": size,
+        "exhaustive": num_samples is None,
+    }
     choices = _cached(fields, choose, options.cache_dir)
     drawn = np.bincount(choices, minlength=count).tolist()
     for (corpus, _), wanted, available in zip(corpora, drawn, sizes, strict=True):
         if wanted > available:
             raise UnsupportedError(
-                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, of which it builds {available}: "
-                f"Megatron-Core refuses such a blend, too. Ask for fewer or more samples, change the weights, or use "
-                f"order 'passes'."
+                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, of which it "
+                f"builds {available}: Megatron-Core refuses such a blend, too. Ask for fewer or "
+                "more samples, change the weights, or use order 'passes'."
             )
     mixture = "exhaustive" if num_samples is None else ",".join(map(str, shares))
     return BlendedSamples(parts, choices, f"megatron {mixture}")
 
 
-def _one_pass(corpora: Sequence[tuple[TokenFile, range | None]], options: SampleOptions) -> list[int]:
+def _one_pass(
+    corpora: Sequence[tuple[TokenFile, range | None]], options: SampleOptions
+) -> list[int]:
     """Return the number of windows of one pass over each corpus."""
     counts = []
     for corpus, documents in corpora:
@@ -350,4 +378,6 @@ def _cached(
 ) -> npt.NDArray[np.int16]:
     if cache_dir is None:
         return choose()
-    return load_or_build(Path(cache_dir), fields, lambda: {"choices": choose()}, ["choices"])["choices"]
+    return load_or_build(Path(cache_dir), fields, lambda: {"choices": choose()}, ["choices"])[
+        "choices"
+    ]

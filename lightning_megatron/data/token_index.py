@@ -47,7 +47,9 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
-def write_index(file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documents: Sequence[int]) -> None:
+def write_index(
+    file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documents: Sequence[int]
+) -> None:
     """Write the index of sequences that are stored without gaps.
 
     Args:
@@ -65,7 +67,9 @@ def write_index(file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documen
     file.write(np.asarray(documents, dtype="<i8").tobytes())
 
 
-def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def read_index(
+    path: Path,
+) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Memory-map an ``.idx`` file.
 
     Returns:
@@ -80,32 +84,42 @@ def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray
         found = path.stat().st_size
     except (ValueError, OSError) as error:
         # Python raises ValueError for a path with a null byte.
-        reason = error if isinstance(error, CorruptDataError) else f"{str(path)!r} cannot be read: {error}"
+        reason = (
+            error
+            if isinstance(error, CorruptDataError)
+            else f"{str(path)!r} cannot be read: {error}"
+        )
         raise CorruptDataError(
-            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx, and an interrupted "
-            f"`lightning-megatron preprocess` leaves no .idx: run it again."
+            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx, and "
+            "an interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
         ) from error
     if len(header) < HEADER.size:
         raise CorruptDataError(
-            f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}. {REMEDY}"
+            f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}. "
+            f"{REMEDY}"
         )
     magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if magic != MAGIC:
-        raise CorruptDataError(f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}. {REMEDY}")
+        raise CorruptDataError(
+            f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}. {REMEDY}"
+        )
     if version != 1:
-        raise CorruptDataError(f"{path} has version {version}; only version 1 can be read. {REMEDY}")
+        raise CorruptDataError(
+            f"{path} has version {version}; only version 1 can be read. {REMEDY}"
+        )
     if code not in TOKEN_DTYPES:
         known = ", ".join(f"{code} ({dtype})" for code, dtype in TOKEN_DTYPES.items())
         raise CorruptDataError(
-            f"{path} names token type {code}; token ids are whole numbers, of type {known}. {REMEDY}"
+            f"{path} names token type {code}; token ids are whole numbers, of type {known}. "
+            f"{REMEDY}"
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     # Multimodal corpora append one byte per sequence. Text does not need it.
     if found not in (expected, expected + num_sequences):
         state = "truncated" if found < expected else "too long"
         raise CorruptDataError(
-            f"{path} is {state}: {expected} bytes expected for {num_sequences} sequences and {num_entries} document "
-            f"entries, {found} found. {REMEDY}"
+            f"{path} is {state}: {expected} bytes expected for {num_sequences} sequences and "
+            f"{num_entries} document entries, {found} found. {REMEDY}"
         )
     content = map_file(path, np.dtype(np.uint8))
     after = HEADER.size + 4 * num_sequences
@@ -136,19 +150,22 @@ def check_index(
     """
     index = idx_path(prefix)
     if len(lengths) and int(lengths.min()) < 0:
-        raise CorruptDataError(f"{index} is damaged: a sequence has {int(lengths.min())} tokens. {REMEDY}")
+        raise CorruptDataError(
+            f"{index} is damaged: a sequence has {int(lengths.min())} tokens. {REMEDY}"
+        )
     ends = np.cumsum(lengths, dtype=np.int64)
     wrong = np.flatnonzero((ends - lengths) * dtype.itemsize != offsets)
     if len(wrong):
         raise CorruptDataError(
-            f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths. {REMEDY}"
+            f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths. "
+            f"{REMEDY}"
         )
     whole = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
     if not whole or documents[-1] != len(lengths):
         last = documents[-1] if len(documents) else "nothing"
         raise CorruptDataError(
-            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; they end in {last}. "
-            f"{REMEDY}"
+            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; "
+            f"they end in {last}. {REMEDY}"
         )
     expected = int(ends[-1]) * dtype.itemsize if len(ends) else 0
     path = bin_path(prefix)
@@ -156,14 +173,16 @@ def check_index(
         state = path.stat()
     except OSError as error:
         raise CorruptDataError(
-            f"{path} is missing: {index.name} describes {expected} bytes ({error.strerror or error}). {REMEDY}"
+            f"{path} is missing: {index.name} describes {expected} bytes "
+            f"({error.strerror or error}). {REMEDY}"
         ) from error
     if not stat.S_ISREG(state.st_mode):
         raise CorruptDataError(f"{path} is not a regular file. {REMEDY}")
     if state.st_size != expected:
         kind = "truncated" if state.st_size < expected else "too long"
         raise CorruptDataError(
-            f"{path} is {kind}: {index.name} describes {expected} bytes, {state.st_size} found. {REMEDY}"
+            f"{path} is {kind}: {index.name} describes {expected} bytes, {state.st_size} found. "
+            f"{REMEDY}"
         )
 
 

@@ -88,7 +88,9 @@ class FileTokenizer:
         found = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
         self.eod: int | None = next((token for token in found if token is not None), None)
         if eod and self.eod is None:
-            raise UnsupportedError(f"the end-of-document token {eod!r} is not in the vocabulary of {name}.")
+            raise UnsupportedError(
+                f"the end-of-document token {eod!r} is not in the vocabulary of {name}."
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
@@ -130,13 +132,18 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         backend.no_padding()
         backend.no_truncation()
         return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
-    vocab = next((path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), None)
-    merges = next((path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()), None)
+    vocab = next(
+        (path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), None
+    )
+    merges = next(
+        (path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()), None
+    )
     if vocab is not None and merges is not None:
         return _load_pair(os.fspath(spec), vocab, merges, eod)
     raise UnsupportedError(
-        f"there is no tokenizer {os.fspath(spec)!r}. Use 'bytes', 'gpt2', the path of a tokenizer.json, or a directory "
-        f"with a tokenizer.json, or with vocab.json (or encoder.json) and merges.txt (or vocab.bpe)."
+        f"there is no tokenizer {os.fspath(spec)!r}. Use 'bytes', 'gpt2', the path of a "
+        "tokenizer.json, or a directory with a tokenizer.json, or with vocab.json (or "
+        "encoder.json) and merges.txt (or vocab.bpe)."
     )
 
 

@@ -55,7 +55,9 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
 
 
-def window_starts(lengths: npt.ArrayLike, documents: npt.ArrayLike, seq_length: int, count: int) -> Integers:
+def window_starts(
+    lengths: npt.ArrayLike, documents: npt.ArrayLike, seq_length: int, count: int
+) -> Integers:
     """Return the start of each window.
 
     Args:
@@ -90,7 +92,9 @@ def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> In
     return order
 
 
-def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, final_apart: bool) -> Integers:
+def shuffle_documents(
+    count: int, epochs: int, random: np.random.RandomState, final_apart: bool
+) -> Integers:
     """Shuffle the documents of all epochs together; ``final_apart`` shuffles the last separately.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
@@ -103,7 +107,9 @@ def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, fi
     return order
 
 
-def index_once(lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None = None) -> WindowIndex:
+def index_once(
+    lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None = None
+) -> WindowIndex:
     """Index every token once, with documents in their order.
 
     Args:
@@ -113,11 +119,17 @@ def index_once(lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None
     """
     documents = np.arange(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length, drop_last=False)
-    shuffle = np.zeros(0, np.int64) if seed is None else np.random.RandomState([seed, 0, 3]).permutation(count)
+    shuffle = (
+        np.zeros(0, np.int64)
+        if seed is None
+        else np.random.RandomState([seed, 0, 3]).permutation(count)
+    )
     return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), shuffle)
 
 
-def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
+def index_as_megatron(
+    lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int
+) -> WindowIndex:
     """Index as many epochs as ``num_samples`` windows need, in the order of Megatron-Core.
 
     The order depends on ``num_samples``: all epochs except a short final one are shuffled together.
@@ -129,11 +141,15 @@ def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_sampl
     epochs = num_epochs(tokens, seq_length, num_samples)
     before_final = num_windows((epochs - 1) * tokens, seq_length)
     # Shuffle the final epoch separately if less than 0.8 of it is used.
-    final_apart = epochs > 1 and num_samples - before_final < 8 * num_windows(tokens, seq_length) // 10
+    final_apart = (
+        epochs > 1 and num_samples - before_final < 8 * num_windows(tokens, seq_length) // 10
+    )
     documents = shuffle_documents(len(lengths), epochs, random, final_apart)
     count = num_windows(epochs * tokens, seq_length)
     starts = window_starts(lengths, documents, seq_length, count)
-    return WindowIndex(documents, starts, shuffle_windows(before_final if final_apart else count, count, random))
+    return WindowIndex(
+        documents, starts, shuffle_windows(before_final if final_apart else count, count, random)
+    )
 
 
 def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -> WindowIndex:
@@ -144,7 +160,9 @@ def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -
     return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), shuffle)
 
 
-def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
+def index_passes(
+    lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int
+) -> WindowIndex:
     """Index several passes, each shuffled separately: more samples extend the order of fewer.
 
     A window belongs to the pass in which it starts and is shuffled with the windows of that pass.
@@ -155,7 +173,10 @@ def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: i
     firsts = [-(-number * tokens // seq_length) for number in range(num_passes + 1)]
     # The last window may reach into documents of further passes.
     covered = firsts[-1] * seq_length // tokens + 1
-    documents = [np.random.RandomState([seed, number, 0]).permutation(len(lengths)) for number in range(covered)]
+    documents = [
+        np.random.RandomState([seed, number, 0]).permutation(len(lengths))
+        for number in range(covered)
+    ]
     order = np.concatenate(documents)
     shuffles = [
         start + np.random.RandomState([seed, number, 1]).permutation(stop - start)
@@ -176,10 +197,13 @@ def split_range(count: int, weights: str) -> tuple[range, ...]:
     """
     parts = [part.strip() for part in weights.split(",")]
     # Bound the digits: a huge power of ten would take hours to compute.
-    if not all(re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII) for part in parts):
+    if not all(
+        re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII)
+        for part in parts
+    ):
         raise UnsupportedError(
-            f"split weights must be decimal numbers, not negative, separated by commas, such as '980,15,5': "
-            f"{weights[:80]!r}."
+            "split weights must be decimal numbers, not negative, separated by commas, such as "
+            f"'980,15,5': {weights[:80]!r}."
         )
     shares = [Fraction(part) for part in parts]
     if sum(shares) == 0:

@@ -12,7 +12,10 @@ from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
-from lightning_megatron.experts.transport.choose_transport import DispatcherChoice, choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import (
+    DispatcherChoice,
+    choose_dispatcher,
+)
 from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -89,7 +92,9 @@ class MixtureOfExperts(nn.Module):
         self.statistics = RouterStatistics(config, mesh.device)
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
-        self._built: tuple[tuple[ParallelMesh, Transport], DispatcherChoice, SegmentList] | None = None
+        self._built: tuple[tuple[ParallelMesh, Transport], DispatcherChoice, SegmentList] | None = (
+            None
+        )
 
     @property
     def choice(self) -> DispatcherChoice:
@@ -110,7 +115,11 @@ class MixtureOfExperts(nn.Module):
 
         They are rebuilt if a later run has set another mesh or transport.
         """
-        if self._built is None or self._built[0][0] is not self.mesh or self._built[0][1] != self.transport:
+        if (
+            self._built is None
+            or self._built[0][0] is not self.mesh
+            or self._built[0][1] != self.transport
+        ):
             sizes = self.config.num_experts, self.config.top_k
             has_shared = self.shared is not None
             choice = choose_dispatcher(*sizes, self.mesh, self.transport, has_shared=has_shared)
@@ -121,7 +130,9 @@ class MixtureOfExperts(nn.Module):
     def _list_segments(self, is_static: bool) -> SegmentList:
         found = [
             Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "chosen")),
-            Segment("send", self._send, ("tokens", "probabilities", "chosen"), ("sent",), is_static),
+            Segment(
+                "send", self._send, ("tokens", "probabilities", "chosen"), ("sent",), is_static
+            ),
         ]
         if self.shared is not None:
             # Between send and receive, it overlaps with the transport of tokens, and its backward
@@ -130,7 +141,9 @@ class MixtureOfExperts(nn.Module):
         found += [
             Segment("receive", self._receive, ("sent",), ("dispatched",), is_static),
             Segment("experts", self._compute, ("dispatched",), ("rows",), is_static),
-            Segment("combine", self._combine, ("rows", "dispatched", "hidden"), ("output",), is_static),
+            Segment(
+                "combine", self._combine, ("rows", "dispatched", "hidden"), ("output",), is_static
+            ),
         ]
         if self.shared is not None:
             found.append(Segment("join", torch.add, ("output", "shared"), ("output",)))
@@ -143,7 +156,11 @@ class MixtureOfExperts(nn.Module):
             self.statistics.add_(routing)
         probabilities = routing.losses.attach_to(routing.probabilities, self.loss_weight.value)
         tokens = hidden.flatten(0, 1)
-        return self._own_share(tokens), self._own_share(probabilities), self._own_share(routing.experts, fill=-1)
+        return (
+            self._own_share(tokens),
+            self._own_share(probabilities),
+            self._own_share(routing.experts, fill=-1),
+        )
 
     def _send(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Sent:
         return self.choice.dispatcher.send(tokens, probabilities, chosen)
@@ -153,12 +170,18 @@ class MixtureOfExperts(nn.Module):
 
     def _compute(self, dispatched: Dispatched) -> Tensor:
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends
-        return recomputed(self.experts, *arguments) if self.recomputes_experts else self.experts(*arguments)
+        return (
+            recomputed(self.experts, *arguments)
+            if self.recomputes_experts
+            else self.experts(*arguments)
+        )
 
     def _combine(self, rows: Tensor, dispatched: Dispatched, hidden: Tensor) -> Tensor:
         output = self.choice.dispatcher.combine(rows, dispatched)
         if self._is_shared_out:
-            output = gather_from_axis(output, self.mesh.tp, dim=0)[: hidden.shape[0] * hidden.shape[1]]
+            output = gather_from_axis(output, self.mesh.tp, dim=0)[
+                : hidden.shape[0] * hidden.shape[1]
+            ]
         return output.view(hidden.shape)
 
     @property

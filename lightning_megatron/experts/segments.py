@@ -83,7 +83,8 @@ class SegmentList:
             known.update(segment.writes)
         if self.output not in known:
             raise ValueError(
-                f"a segment must write the output {self.output!r}: they write {sorted(known)}. Name one of these."
+                f"a segment must write the output {self.output!r}: they write {sorted(known)}. "
+                "Name one of these."
             )
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:

@@ -59,7 +59,12 @@ class SharedExpert(MLP):
         if has_gate:
             # Under sequence parallelism each rank applies the gate to its own tokens only.
             self.gate = ReplicatedLinear(
-                hidden_size, 1, mesh, partial=mesh.sequence_parallel, bias=False, initializer=initializer
+                hidden_size,
+                1,
+                mesh,
+                partial=mesh.sequence_parallel,
+                bias=False,
+                initializer=initializer,
             )
 
     def forward(self, hidden: Tensor) -> Tensor:

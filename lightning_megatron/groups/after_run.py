@@ -39,7 +39,9 @@ def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
     if world.group is None or _is_registered(world.group):
         yield world
         return
-    number = check_same_in_store(default_store(), world.ranks[world.rank], world.ranks, {}, _PATIENCE)
+    number = check_same_in_store(
+        default_store(), world.ranks[world.rank], world.ranks, {}, _PATIENCE
+    )
     is_part = world.size != dist.get_world_size()
     with groups_of_part(world.ranks[0], number) if is_part else nullcontext():
         group = dist.new_group(list(world.ranks), backend="gloo")

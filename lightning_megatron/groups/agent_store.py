@@ -14,7 +14,9 @@ from lightning_megatron.errors import RankMismatchError
 _POLL_SECONDS = 0.02
 
 
-def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool) -> dist.Store:
+def open_store(
+    address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool
+) -> dist.Store:
     """Return the store that all ranks of the job share.
 
     If a process group exists, it is the store of that group.
@@ -45,7 +47,9 @@ def default_store() -> dist.Store:
     return store
 
 
-def join_agent_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def join_agent_store(
+    address: str, port: int, rank: int, size: int, timeout: timedelta
+) -> dist.Store:
     """Return a store that only the ranks of this attempt use.
 
     When torchrun restarts the ranks, its store survives. A rank that starts early would find the
@@ -104,7 +108,9 @@ def _answer(asking: dist.Store, size: int, deadline: float) -> str:
     while (arrived := asking.add(f"{name}/arrived", 0)) < size - 1:
         for rank in range(1, size):
             # The word may be that of a dead rank. Its successor overwrites it and is answered, too.
-            if asking.check([f"ask/{rank}"]) and (word := asking.get(f"ask/{rank}")) != answered.get(rank):
+            if asking.check([f"ask/{rank}"]) and (
+                word := asking.get(f"ask/{rank}")
+            ) != answered.get(rank):
                 asking.set(f"answer/{word.decode()}", name)
                 answered[rank] = word
         _wait(deadline, f"{size - 1 - arrived} of {size} ranks")

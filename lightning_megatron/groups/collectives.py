@@ -22,7 +22,12 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
 
 
 def copy_to_axis(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -77,7 +82,9 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
     return x if axis.group is None else _Conjugate.apply(x, axis, _scattered_sum, _gathered, dim)
 
 
-def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis) -> Tensor:
+def exchange_rows(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
+) -> Tensor:
     """Send rows to every rank of the axis, and join the rows that they send to this rank.
 
     Backward sends the gradients the opposite way.
@@ -97,7 +104,9 @@ class _RowExchange(torch.autograd.Function):
     """All-to-all in forward, and the reverse all-to-all in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis
+    ) -> Tensor:
         ctx.sizes = (sends, receives)
         ctx.axis = axis
         return _exchanged(x, sends, receives, axis)
@@ -108,7 +117,9 @@ class _RowExchange(torch.autograd.Function):
         return _exchanged(grads[0], receives, sends, ctx.axis), None, None, None
 
 
-def _exchanged(x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis) -> Tensor:
+def _exchanged(
+    x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis
+) -> Tensor:
     result = x.new_empty((sum(receives), *x.shape[1:]))
     axis.note("all_to_all")
     dist.all_to_all_single(result, x.contiguous(), list(receives), list(sends), group=axis.group)
@@ -134,7 +145,9 @@ class _Conjugate(torch.autograd.Function):
     """Collective in forward and its conjugate in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: MeshAxis, forward: Any, backward: Any, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axis: MeshAxis, forward: Any, backward: Any, dim: int
+    ) -> Tensor:
         ctx.axis = axis
         ctx.forward_collective = forward
         ctx.backward_collective = backward
@@ -151,7 +164,10 @@ class _Conjugate(torch.autograd.Function):
         # A gradient is complete if backward sums it over all ranks, or gathers the parts of a
         # tensor that forward has split.
         is_whole = backward is _summed or (backward is _gathered and forward is _split)
-        return Border((not is_whole,), takes_parts=is_whole or backward is _scattered_sum or forward is _scattered_sum)
+        return Border(
+            (not is_whole,),
+            takes_parts=is_whole or backward is _scattered_sum or forward is _scattered_sum,
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

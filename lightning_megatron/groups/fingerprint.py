@@ -41,7 +41,9 @@ def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
         raise RankMismatchError(complaint)
 
 
-def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta) -> int:
+def check_same_in_store(
+    store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta
+) -> int:
     """Check that named values are equal on ranks that have no process group yet.
 
     The first rank reads the values of all ranks and sends the result to each of them.
@@ -70,16 +72,23 @@ def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fiel
     own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
         waiting = _Waiting(everything, rank, ranks, patience)
-        found = [json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks]
+        found = [
+            json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks
+        ]
         hosts = [host for host, _ in found]
         one_host = len(set(hosts)) == 1
-        names = [f"rank {r}" + ("" if one_host else f" on {host}") for r, host in zip(ranks, hosts, strict=True)]
+        names = [
+            f"rank {r}" + ("" if one_host else f" on {host}")
+            for r, host in zip(ranks, hosts, strict=True)
+        ]
         complaint = _complaint([values for _, values in found], names)
         for other in ranks:
             own.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
             _wait_for_readers(own, ranks, number)
-    result = _Waiting(everything, rank, ranks, patience).read(own, f"result/{rank}/{number}", ranks[:1])
+    result = _Waiting(everything, rank, ranks, patience).read(
+        own, f"result/{rank}/{number}", ranks[:1]
+    )
     everything.set(f"open/{rank}", "[]")
     if result:
         own.set(f"read/{rank}/{number}", "")
@@ -97,7 +106,9 @@ class _Waiting:
         patience: Time to wait.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], patience: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Sequence[int], patience: timedelta
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ends = [ranks[0], ranks[-1]]
@@ -171,7 +182,9 @@ def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
         ]
     if not complaints:
         return None
-    shown = "; ".join(complaints[:8]) + (f"; and {len(complaints) - 8} more" if len(complaints) > 8 else "")
+    shown = "; ".join(complaints[:8]) + (
+        f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
+    )
     return (
         f"all ranks must be started with the same configuration, versions and data: {shown}. A job "
         "whose ranks disagree hangs or trains something else. Start every rank with the same "

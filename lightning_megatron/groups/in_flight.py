@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.pending import Pending, start_all_gather, start_exchange_rows, start_reduce_scatter
+from lightning_megatron.groups.pending import (
+    Pending,
+    start_all_gather,
+    start_exchange_rows,
+    start_reduce_scatter,
+)
 
 #: Function that starts a collective; it returns the tensor for the result, and the collective to
 #: wait for.
@@ -30,7 +35,9 @@ class InFlight:
         backward: Start of the collective for the gradient of the result.
     """
 
-    def __init__(self, x: Tensor, forward: Start | None = None, backward: Start | None = None) -> None:
+    def __init__(
+        self, x: Tensor, forward: Start | None = None, backward: Start | None = None
+    ) -> None:
         self._backward = backward
         self._pending = Pending()
         self._returning: tuple[Tensor, Pending] | None = None
@@ -66,7 +73,9 @@ def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
     return InFlight(x, gather, scatter)
 
 
-def start_row_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis) -> InFlight:
+def start_row_exchange(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
+) -> InFlight:
     """Start :func:`groups.collectives.exchange_rows`.
 
     Shapes: x ``(sum(sends), ...)``; result ``(sum(receives), ...)``.
@@ -98,7 +107,9 @@ class _Departure(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # `grads` is the gradient before its collective, which _Arrival.backward passes on only
         # because autograd checks its shape. The gradient of `x` is the result of that collective.
-        assert ctx.flight._returning is not None, "_Arrival.backward has started the gradient's collective"
+        assert ctx.flight._returning is not None, (
+            "_Arrival.backward has started the gradient's collective"
+        )
         gradient, pending = ctx.flight._returning
         ctx.flight._returning = None
         pending.wait()

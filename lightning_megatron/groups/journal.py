@@ -35,7 +35,9 @@ class Journal:
         self.counts: dict[str, int] = {}
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
 
-    def note(self, kind: str, axis: str, ranks: tuple[int, ...]) -> tuple[str, str, int, tuple[int, ...]]:
+    def note(
+        self, kind: str, axis: str, ranks: tuple[int, ...]
+    ) -> tuple[str, str, int, tuple[int, ...]]:
         """Count a collective just before it starts, and return the argument of :meth:`again`."""
         # A plain tuple, because this runs before every collective and must take less than a
         # microsecond.

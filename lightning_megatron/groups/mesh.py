@@ -17,7 +17,12 @@ from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
-from lightning_megatron.groups.nccl_options import GROUP_NAMES, NcclOptions, read_nccl_options, torch_options
+from lightning_megatron.groups.nccl_options import (
+    GROUP_NAMES,
+    NcclOptions,
+    read_nccl_options,
+    torch_options,
+)
 from lightning_megatron.groups.part_of_world import groups_of_part
 from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
@@ -25,7 +30,10 @@ from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 
 #: Default time that a collective may wait for a rank, by the device of its tensors.
-DEFAULT_TIMEOUTS = {"cpu": default_pg_timeout, "cuda": default_pg_nccl_timeout or default_pg_timeout}
+DEFAULT_TIMEOUTS = {
+    "cpu": default_pg_timeout,
+    "cuda": default_pg_nccl_timeout or default_pg_timeout,
+}
 #: Time that the ranks wait for each other in a save; one may have much more to write, to a slow
 #: disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
@@ -164,7 +172,12 @@ class ParallelMesh:
         where = layout.coordinates(builder.rank)
         experts = layout.expert_coordinates(builder.rank)
         random = RandomStreams(
-            seed, tp=where["tp"], cp=where["cp"], ep=experts["ep"], etp=experts["etp"], device=device
+            seed,
+            tp=where["tp"],
+            cp=where["cp"],
+            ep=experts["ep"],
+            etp=experts["etp"],
+            device=device,
         )
         return cls(
             layout,
@@ -193,7 +206,8 @@ class ParallelMesh:
         """
         if name not in GROUP_NAMES:
             raise ParallelPlanError(
-                f"name must be an axis of the mesh with a group: {name!r} is none. Use {', '.join(GROUP_NAMES)}."
+                f"name must be an axis of the mesh with a group: {name!r} is none. Use "
+                f"{', '.join(GROUP_NAMES)}."
             )
         twin: MeshAxis = getattr(self, f"{name}_cpu")
         return twin
@@ -239,7 +253,10 @@ class _Builder:
         self.timeout = timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         given = read_nccl_options(options)
-        self.options = {name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})} for name in GROUP_NAMES}
+        self.options = {
+            name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})}
+            for name in GROUP_NAMES
+        }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
         self.is_part = False
@@ -298,7 +315,11 @@ class _Builder:
         """
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
-            fields = {**asdict(self.layout), "sequence_parallel": sequence_parallel, "options": repr(self.options)}
+            fields = {
+                **asdict(self.layout),
+                "sequence_parallel": sequence_parallel,
+                "options": repr(self.options),
+            }
             fields["lightning-megatron sources"] = own_sources()
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
             return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
@@ -344,7 +365,9 @@ class _Builder:
         found = self._cache[key]
         return MeshAxis(name, found.ranks, found.rank, found.group, self.journal)
 
-    def _create(self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]) -> MeshAxis:
+    def _create(
+        self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
+    ) -> MeshAxis:
         # A rank outside every group, such as a middle stage and the embedding group, gets a group
         # of one rank.
         mine = MeshAxis("", (self.rank,), 0, None)
@@ -357,7 +380,9 @@ class _Builder:
                 self.created.append(group)
         return mine
 
-    def _new_group(self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]
+    ) -> dist.ProcessGroup:
         if backend != "nccl":
             return dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
         return dist.new_group(

@@ -14,7 +14,20 @@ from lightning_megatron.plan.settings import Count, Index, Range, settled, shown
 from lightning_megatron.strict_json import read_start
 
 #: Axes with a process group.
-GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
+GROUP_NAMES = (
+    "world",
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "data",
+    "model",
+    "embedding",
+    "position_embedding",
+    "etp",
+    "ep",
+    "edp",
+)
 #: Names of the same axes in Megatron-LM's files.
 _MEGATRON_NAMES = {
     "mp": "model",
@@ -96,10 +109,14 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
         ParallelPlanError: For a setting that the installed NCCL does not support.
     """
     values = dict(settings)
-    result = dist.ProcessGroupNCCL.Options(is_high_priority_stream=values.pop("high_priority", False))
+    result = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=values.pop("high_priority", False)
+    )
     for name, value in values.items():
         if not hasattr(result.config, name):
-            known = sorted(one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one))
+            known = sorted(
+                one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one)
+            )
             raise ParallelPlanError(
                 f"nccl_options must be settings that the installed NCCL has: {name!r} needs a "
                 f"newer one. Use {', '.join(known)}."
@@ -124,14 +141,18 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
         setting = _MEGATRON_SETTINGS.get(name, name)
         if setting not in _SETTINGS:
             raise ParallelPlanError(
-                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is none. Use {', '.join(_SETTINGS)}."
+                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is none. Use "
+                f"{', '.join(_SETTINGS)}."
             )
         if setting in found:
-            raise ParallelPlanError(f"nccl_options[{axis!r}] must give {setting} once: {name} is the same.")
+            raise ParallelPlanError(
+                f"nccl_options[{axis!r}] must give {setting} once: {name} is the same."
+            )
         found[setting] = settled(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
     if found.get("min_ctas", 0) > found.get("max_ctas", found.get("min_ctas", 0)):
         raise ParallelPlanError(
-            f"min_ctas ({found['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas ({found['max_ctas']})."
+            f"min_ctas ({found['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas "
+            f"({found['max_ctas']})."
         )
     return found
 
@@ -141,7 +162,9 @@ def _read(path: str) -> Mapping[Any, Any]:
     try:
         content = read_start(Path(path), _MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ParallelPlanError(f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more.")
+            raise ParallelPlanError(
+                f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more."
+            )
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         found = yaml.safe_load(content)
     except ParallelPlanError:
@@ -162,7 +185,9 @@ def _check_keys(node: yaml.Node | None, path: str) -> None:
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     for key in keys:
         if keys.count(key) > 1:
-            raise ParallelPlanError(f"{path!r} must name every axis and setting once: {shown(key)} is there twice.")
+            raise ParallelPlanError(
+                f"{path!r} must name every axis and setting once: {shown(key)} is there twice."
+            )
     for _, value in node.value:
         if isinstance(value, yaml.MappingNode):
             _check_keys(value, path)

@@ -39,7 +39,9 @@ class Notices:
 
         def read_all() -> dict[str, str]:
             if self._store.check(list(names)):
-                return dict(zip(names, map(bytes.decode, self._store.multi_get(list(names))), strict=True))
+                return dict(
+                    zip(names, map(bytes.decode, self._store.multi_get(list(names))), strict=True)
+                )
             present = [name for name in names if self._store.check([name])]
             return {name: self._store.get(name).decode() for name in present}
 

@@ -52,11 +52,18 @@ def exchange(
 
     Communication: one batched send/receive over the axis's group.
     """
-    operations = [dist.P2POp(dist.isend, tensor, axis.ranks[peer], group=axis.group) for tensor, peer in sends]
-    operations += [dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group) for buffer, peer in receives]
+    operations = [
+        dist.P2POp(dist.isend, tensor, axis.ranks[peer], group=axis.group) for tensor, peer in sends
+    ]
+    operations += [
+        dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group)
+        for buffer, peer in receives
+    ]
     if not operations:
         return PendingExchange()
     peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
     call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
     works = dist.batch_isend_irecv(operations)
-    return PendingExchange(works, [op.tensor for op in operations], lambda: axis.journal.again(call))
+    return PendingExchange(
+        works, [op.tensor for op in operations], lambda: axis.journal.again(call)
+    )

@@ -33,7 +33,9 @@ class PeerRegion:
     memory: Tensor
     pointers: Tensor | None = None
     _handle: Any = field(default=None, repr=False)
-    _views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+    _views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(
+        default_factory=dict, repr=False
+    )
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a part of this rank's buffer as a tensor; the view is cached.
@@ -74,7 +76,9 @@ class PeerMemory:
         self._kept: list[PeerRegion] = []
         self._verdict: tuple[str | None] | None = None
 
-    def why_not(self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None) -> str | None:
+    def why_not(
+        self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None
+    ) -> str | None:
         """Return why the ranks of a group cannot write into each other's memory; None if they can.
 
         The answer is the same on all ranks.
@@ -90,7 +94,9 @@ class PeerMemory:
             return f"ranks are on {device.type}"
         assert group is not None, "GPUs share memory only within a process group"
         if self._verdict is None:
-            reason = _first_reason(missing or _reason(), group) or _first_reason(self._try(group, device), group)
+            reason = _first_reason(missing or _reason(), group) or _first_reason(
+                self._try(group, device), group
+            )
             self._verdict = (reason,)
         return self._verdict[0]
 
@@ -101,7 +107,9 @@ class PeerMemory:
             return f"torch's symmetric memory fails ({str(error).splitlines()[0]})"
         return None
 
-    def reserve(self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device) -> PeerRegion:
+    def reserve(
+        self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device
+    ) -> PeerRegion:
         """Return the region with at least the given size, which must be equal on all ranks.
 
         Raises:

@@ -112,7 +112,9 @@ def start_exchange_rows(
         out.copy_(x)
         return Pending()
     noted = _note("all_to_all", axis)
-    work = dist.all_to_all_single(out, x, list(receives), list(sends), group=axis.group, async_op=True)
+    work = dist.all_to_all_single(
+        out, x, list(receives), list(sends), group=axis.group, async_op=True
+    )
     return Pending(work, keep=(out, x), noted=noted)
 
 

@@ -17,7 +17,9 @@ from lightning_megatron.groups.collectives import all_gather_sequence, reduce_sc
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def gathered_product(x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool) -> tuple[Tensor | None, Tensor]:
+def gathered_product(
+    x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool
+) -> tuple[Tensor | None, Tensor]:
     """Join the axis's tensors along the first dimension and multiply them by a matrix.
 
     The second result equals ``full @ matrix``, where ``full`` is the joined tensor.
@@ -38,7 +40,9 @@ def gathered_product(x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool) -
         assert axis.group is not None, "an axis of one rank is not pipelined"
         axis.note("gathered_product")
         name = axis.group.group_name
-        full, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, name, return_A=keep)
+        full, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x.contiguous(), [matrix], 0, name, return_A=keep
+        )
         return full, product
     full = all_gather_sequence(x, axis)
     return full, full @ matrix
@@ -54,7 +58,9 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
         assert axis.group is not None, "an axis of one rank is not pipelined"
         axis.note("scattered_product")
         name = axis.group.group_name
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, name)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x.contiguous(), matrix, "sum", 0, name
+        )
     return reduce_scatter_sequence(x @ matrix, axis)
 
 
@@ -65,4 +71,10 @@ def release_workspace(axis: MeshAxis) -> None:
 
 
 def _is_pipelined(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:
-    return axis.pipelines_products and axis.size > 1 and x.is_cuda and x.dtype in _HALF and matrix.dtype == x.dtype
+    return (
+        axis.pipelines_products
+        and axis.size > 1
+        and x.is_cuda
+        and x.dtype in _HALF
+        and matrix.dtype == x.dtype
+    )

@@ -68,7 +68,14 @@ class RandomStreams:
     """
 
     def __init__(
-        self, seed: int, *, tp: int = 0, cp: int = 0, ep: int = 0, etp: int = 0, device: str | torch.device = "cpu"
+        self,
+        seed: int,
+        *,
+        tp: int = 0,
+        cp: int = 0,
+        ep: int = 0,
+        etp: int = 0,
+        device: str | torch.device = "cpu",
     ):
         self.seed = seed
         self.device = torch.device(device)
@@ -130,7 +137,9 @@ class RandomStreams:
                 other substreams.
         """
         if name not in self._coordinates:
-            raise ValueError(f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}.")
+            raise ValueError(
+                f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}."
+            )
         outside = self._get_state()
         try:
             if (name, purpose) in self._states:

@@ -70,7 +70,9 @@ class ShardSpec:
     @property
     def is_whole(self) -> bool:
         """Return whether this rank has the full tensor."""
-        return len(self.ranges) == 1 and self.local_extent == (self.full_shape[self.dim] if self.full_shape else 1)
+        return len(self.ranges) == 1 and self.local_extent == (
+            self.full_shape[self.dim] if self.full_shape else 1
+        )
 
     def tied(self, name: str) -> ShardSpec:
         """Return the same placement for the last-stage copy of the parameter ``name``."""
@@ -84,8 +86,12 @@ class ShardSpec:
         local_start = 0
         for piece in self.ranges:
             if piece.size:
-                offsets = tuple(piece.start if d == self.dim else 0 for d in range(len(self.full_shape)))
-                sizes = tuple(piece.size if d == self.dim else n for d, n in enumerate(self.full_shape))
+                offsets = tuple(
+                    piece.start if d == self.dim else 0 for d in range(len(self.full_shape))
+                )
+                sizes = tuple(
+                    piece.size if d == self.dim else n for d, n in enumerate(self.full_shape)
+                )
                 boxes.append(Box(offsets, sizes, local_start, piece.copy))
             local_start += piece.size
         return boxes
@@ -97,7 +103,10 @@ class ShardSpec:
         """
         if not self.full_shape:
             return [(self.boxes()[0], local)]
-        return [(box, local.narrow(self.dim, box.local_start, box.sizes[self.dim])) for box in self.boxes()]
+        return [
+            (box, local.narrow(self.dim, box.local_start, box.sizes[self.dim]))
+            for box in self.boxes()
+        ]
 
     def shard(self, full: Tensor, local_size: int | None = None) -> Tensor:
         """Return this rank's part of the full tensor; padding rows are zero.
@@ -111,7 +120,9 @@ class ShardSpec:
             ValueError: If ``full`` has another shape.
         """
         if tuple(full.shape) != self.full_shape:
-            raise ValueError(f"the full tensor must have shape {self.full_shape}: {tuple(full.shape)}.")
+            raise ValueError(
+                f"the full tensor must have shape {self.full_shape}: {tuple(full.shape)}."
+            )
         if not self.full_shape:
             return full.clone()
         shape = list(self.full_shape)
@@ -166,7 +177,8 @@ class FlatSlice:
         full = self.spec.full_shape
         dim = self.spec.dim
         fits = len(self.local_shape) == len(full) and all(
-            size >= self.spec.local_extent if d == dim else size == full[d] for d, size in enumerate(self.local_shape)
+            size >= self.spec.local_extent if d == dim else size == full[d]
+            for d, size in enumerate(self.local_shape)
         )
         if not fits:
             raise ValueError(
@@ -219,10 +231,14 @@ class FlatSlice:
             ValueError: If ``flat`` has another shape.
         """
         if tuple(flat.shape) != (self.size,):
-            raise ValueError(f"a flat slice must be one dimension of {self.size} elements: {tuple(flat.shape)}.")
+            raise ValueError(
+                f"a flat slice must be one dimension of {self.size} elements: {tuple(flat.shape)}."
+            )
         views = []
         for box, outer, first in self._pieces():
-            rows = flat.narrow(0, outer.start - self.start, outer.stop - outer.start).view(outer.sizes)
+            rows = flat.narrow(0, outer.start - self.start, outer.stop - outer.start).view(
+                outer.sizes
+            )
             if box.sizes:
                 rows = rows.narrow(self.spec.dim, first, box.sizes[self.spec.dim])
             views.append((box, rows))

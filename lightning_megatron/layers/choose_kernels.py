@@ -21,7 +21,8 @@ class KernelChoice:
     """The kernels that a device uses, with the reason for the choice.
 
     Args:
-        kernels: The module ``lightning_megatron.kernels.triton``; None means the operators of torch.
+        kernels: The module ``lightning_megatron.kernels.triton``; None means the operators of
+            torch.
         reason: Reason for the choice, for the log.
     """
 

@@ -148,9 +148,8 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
     initializer = getattr(parameter, _ATTRIBUTE, None)
     if initializer is None:
         raise ValueError(
-            f"parameter {name!r} has no initializer. "
-            "Only layers of this package have initializers. "
-            "Create it on a real device and fill it yourself."
+            f"parameter {name!r} has no initializer. Only layers of this package have "
+            "initializers. Create it on a real device and fill it yourself."
         )
     spec = shard_spec_of(parameter)
     # The padding of a padded shard stays zero.

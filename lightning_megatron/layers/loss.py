@@ -87,9 +87,9 @@ def check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None = None) -> 
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
-            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. "
-            "The vocabulary has no such row. "
-            "Check that the tokenizer of the data is the one of the model."
+            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The "
+            "vocabulary has no such row. Check that the tokenizer of the data is the one of the "
+            "model."
         )
 
 
@@ -227,9 +227,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError(
-                "the backward pass of the loss ran twice: "
-                "its first run wrote the gradient over the logits. "
-                "Compute the loss again before each backward pass."
+                "the backward pass of the loss ran twice: its first run wrote the gradient over "
+                "the logits. Compute the loss again before each backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: _Terms = ctx.terms

@@ -20,15 +20,72 @@ if TYPE_CHECKING:
 
 #: Attributes and methods that need only a shape and a dtype.
 _OF_FORMS = frozenset(
-    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "itemsize", "nbytes"}
-    | {"is_cuda", "is_cpu", "is_mps", "is_xla", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn"}
-    | {"is_quantized", "is_nested", "retains_grad", "output_nr", "names", "size", "dim", "ndimension", "numel"}
-    | {"nelement", "stride", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_neg"}
-    | {"is_contiguous", "__len__", "storage_offset", "is_inference", "is_conj", "__hash__", "requires_grad_"}
-)  # fmt: skip
+    {
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+        "itemsize",
+        "nbytes",
+    }
+    | {
+        "is_cuda",
+        "is_cpu",
+        "is_mps",
+        "is_xla",
+        "is_xpu",
+        "is_meta",
+        "is_sparse",
+        "is_sparse_csr",
+        "is_mkldnn",
+    }
+    | {
+        "is_quantized",
+        "is_nested",
+        "retains_grad",
+        "output_nr",
+        "names",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+    }
+    | {
+        "nelement",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "element_size",
+        "get_device",
+        "is_neg",
+    }
+    | {
+        "is_contiguous",
+        "__len__",
+        "storage_offset",
+        "is_inference",
+        "is_conj",
+        "__hash__",
+        "requires_grad_",
+    }
+)
 #: Functions that create a tensor and read only the shape and dtype of their first argument.
 _OF_SHAPES = frozenset(
-    {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    }
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 )
 _HERE = Path(__file__).parents[1]
@@ -73,7 +130,9 @@ class AbsentTensor(Tensor):
     ) -> AbsentTensor:
         """Return a placeholder with the shape, dtype and device of a form."""
         device = owner.mesh.device if form.is_meta else form.device
-        result: AbsentTensor = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
+        result: AbsentTensor = Tensor._make_wrapper_subclass(
+            cls, form.shape, dtype=form.dtype, device=device
+        )
         result.owner = owner
         result.title = name
         result.point = point
@@ -138,7 +197,11 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
@@ -147,7 +210,11 @@ class AbsentTensor(Tensor):
                 return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
-        absent = [leaf for leaf, value in zip(leaves, values, strict=True) if value is None and leaf is not None]
+        absent = [
+            leaf
+            for leaf, value in zip(leaves, values, strict=True)
+            if value is None and leaf is not None
+        ]
         if not absent:
             args, kwargs = pytree.tree_unflatten(values, structure)
             return func(*args, **kwargs)
@@ -155,7 +222,9 @@ class AbsentTensor(Tensor):
         for leaf in absent:
             leaf.check_unwritten()
         if name in _OF_SHAPES and isinstance(args[0], AbsentTensor) and len(absent) == 1:
-            shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(
+                args[0].shape
+            )
             return func(shaped, *args[1:], **kwargs)
         if _writes(name, kwargs):
             first._refuse(f"{name} writes it into a tensor in place")
@@ -163,12 +232,18 @@ class AbsentTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         leaves = pytree.tree_leaves((args, dict(kwargs or {})))
         next(leaf for leaf in leaves if isinstance(leaf, AbsentTensor))._refuse(f"{func} reads it")
 
-    def _derived(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _derived(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         try:
             form = self.owner.forms.of_call(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
@@ -181,7 +256,10 @@ class AbsentTensor(Tensor):
             if name == "__format__":
                 self._refuse("it is printed")
         recipe = Recipe(func, args, kwargs, form.is_random)
-        return filled(form, lambda leaf, n: AbsentTensor.of(leaf, self.owner, self.title, recipe=recipe, leaf=n))
+        return filled(
+            form,
+            lambda leaf, n: AbsentTensor.of(leaf, self.owner, self.title, recipe=recipe, leaf=n),
+        )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Return a description that names the tensor."""
@@ -214,7 +292,11 @@ class Recipe:
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_random: bool
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        is_random: bool,
     ) -> None:
         self.function = function
         self.args = args
@@ -239,7 +321,10 @@ class Recipe:
         if self._result is None:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
             values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
-            if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
+            if any(
+                value is None and leaf is not None
+                for value, leaf in zip(values, leaves, strict=True)
+            ):
                 return None
             if self.is_random:
                 refuse(wanted, f"random numbers were drawn for it ({_name_of(self.function)})")
@@ -256,7 +341,9 @@ def filled(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
         form: Form of the result.
         absent: Function from the form and the index of a tensor to its placeholder.
     """
-    leaves = [absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)]
+    leaves = [
+        absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)
+    ]
     return pytree.tree_unflatten(leaves, form.structure)
 
 
@@ -289,7 +376,11 @@ def line_of_user() -> str:
     """Return the innermost line of the call stack outside of this package and torch."""
     for frame, number in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
-        if _HERE not in path.parents and _TORCH not in path.parents and path.name != "contextlib.py":
+        if (
+            _HERE not in path.parents
+            and _TORCH not in path.parents
+            and path.name != "contextlib.py"
+        ):
             summary = traceback.extract_stack(frame, limit=1)[0]
             return f"{path}:{number} in {frame.f_code.co_name}: {summary.line}"
     return "in code without a file"
@@ -304,7 +395,11 @@ def _name_of(func: Any) -> str:
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    if kwargs.get("out") is not None or kwargs.get("inplace") is True or name in ("__setitem__", "__setattr__"):
+    if (
+        kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+        or name in ("__setitem__", "__setattr__")
+    ):
         return True
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")

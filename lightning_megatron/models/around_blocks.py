@@ -37,7 +37,9 @@ class Elsewhere(nn.Module):
         is_list = cls is Elsewhere and hasattr(type(source), "__iter__")
         return super().__new__(ElsewhereList if is_list else cls)
 
-    def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = "") -> None:
+    def __init__(
+        self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = ""
+    ) -> None:
         super().__init__()
         self.name = name
         self.is_before = is_before
@@ -207,7 +209,9 @@ class HeldModule:
         blocks: List of staged blocks.
     """
 
-    def __init__(self, parent: nn.Module, key: str, stand_in: Elsewhere, blocks: StagedBlocks) -> None:
+    def __init__(
+        self, parent: nn.Module, key: str, stand_in: Elsewhere, blocks: StagedBlocks
+    ) -> None:
         self._parent = parent
         self._key = key
         self._stand_in = stand_in
@@ -247,7 +251,8 @@ class HeldModule:
     def _settle(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         why = f"{self._stand_in.name!r} reads it"
         found: tuple[Any, Any] = pytree.tree_map(
-            lambda leaf: leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf, (args, kwargs)
+            lambda leaf: leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf,
+            (args, kwargs),
         )
         return found
 
@@ -269,7 +274,9 @@ class LooseParameter:
         is_held: Whether this rank is on the first stage.
     """
 
-    def __init__(self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_held: bool) -> None:
+    def __init__(
+        self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_held: bool
+    ) -> None:
         self._owner = owner
         self._key = key
         self._blocks = blocks
@@ -315,7 +322,11 @@ class LooseParameter:
 
 def follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply a conversion's dtype change to the meta tensors of a module, which stay on meta."""
-    module._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor)
+    module._apply(
+        lambda tensor: (
+            tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor
+        )
+    )
 
 
 def twin_of(module: nn.Module) -> nn.Module:
@@ -324,7 +335,9 @@ def twin_of(module: nn.Module) -> nn.Module:
     for part in module.modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and id(tensor) not in memo and key in part._parameters:
-                memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+                memo[id(tensor)] = nn.Parameter(
+                    torch.empty_like(tensor, device="meta"), tensor.requires_grad
+                )
             elif tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_like(tensor, device="meta")
         if hasattr(part, "config"):

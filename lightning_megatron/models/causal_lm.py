@@ -39,14 +39,18 @@ class CausalLM(TokenModule):
         ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
-    def __init__(self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any) -> None:
+    def __init__(
+        self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any
+    ) -> None:
         given = settled_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
         # `given` has the configuration as a GPTConfig; checkpoints, with plain values only, give a
         # mapping.
         self.config: GPTConfig = given["config"]
         self.label_smoothing: float = given["label_smoothing"]
-        self.save_hyperparameters({"config": asdict(self.config), "label_smoothing": self.label_smoothing})
+        self.save_hyperparameters(
+            {"config": asdict(self.config), "label_smoothing": self.label_smoothing}
+        )
         self.model: GPT | None = None
 
     @property
@@ -59,7 +63,9 @@ class CausalLM(TokenModule):
         if self.model is None:
             self.model = GPT(self.config, mesh=self._mesh(), seed=torch.initial_seed())
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0
+    ) -> Tensor:
         """Return the loss of each token, or the logits if there are no labels.
 
         Shapes: tokens and labels ``(B, S)``; losses ``(B, S)``; logits ``(B, S, V)``.
@@ -68,7 +74,9 @@ class CausalLM(TokenModule):
         return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=IGNORED)
 
     @override
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
+    def training_step(
+        self, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> Tensor | dict[str, Tensor]:
         if self.device_mesh is None:
             # MegatronStrategy advances the random streams; under other strategies this module does.
             assert self.model is not None, "configure_model builds the model before its first use"
@@ -81,7 +89,9 @@ class CausalLM(TokenModule):
         return self(batch["tokens"], batch.get("labels"))
 
     @override
-    def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
+    def mean_loss(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+    ) -> Tensor:
         smoothing = self.label_smoothing if is_trained else 0.0
         return self(batch["tokens"], batch["labels"], smoothing).sum() / num_tokens.clamp(min=1)
 

@@ -16,7 +16,14 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
-from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, settle
+from lightning_megatron.plan.settings import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    Probability,
+    settle,
+)
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
@@ -199,7 +206,9 @@ class GPTConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer; None means no window (tokens)."""
-        return self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
+        return (
+            self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
+        )
 
     def has_experts_in(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts instead of an MLP."""

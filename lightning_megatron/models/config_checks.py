@@ -23,7 +23,13 @@ def check_config(config: GPTConfig) -> None:
     """
     padding = config.padding_id
     rule = f"lie in [0, {config.vocab_size}) or be None"
-    _require(padding is None or 0 <= padding < config.vocab_size, "padding_id", padding, rule, "it is a token")
+    _require(
+        padding is None or 0 <= padding < config.vocab_size,
+        "padding_id",
+        padding,
+        rule,
+        "it is a token",
+    )
     _check_heads(config)
     _check_rotary(config)
     _check_combinations(config)
@@ -45,7 +51,8 @@ def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None
     check_expert_axes(layout, experts)
     if layout.cp > 1:
         raise UnsupportedError(
-            f"cp ({layout.cp}) is not available for {model}, because its attention sees whole sequences. Use cp 1."
+            f"cp ({layout.cp}) is not available for {model}, because its attention sees whole "
+            "sequences. Use cp 1."
         )
 
 
@@ -61,7 +68,9 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
     """
     if experts is not None:
         even_range(experts.num_experts, layout.ep, 0, what="num_experts", axis="ep")
-        even_range(experts.ffn_hidden_size, layout.etp, 0, what="ffn_hidden_size of experts", axis="etp")
+        even_range(
+            experts.ffn_hidden_size, layout.etp, 0, what="ffn_hidden_size of experts", axis="etp"
+        )
         if experts.shared_ffn_hidden_size is not None:
             even_range(experts.shared_ffn_hidden_size, layout.tp, 0, what="shared_ffn_hidden_size")
         return
@@ -92,7 +101,9 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> 
         )
     if seq_length % sequence_shards:
         below = seq_length // sequence_shards * sequence_shards
-        legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= max_seq_length)
+        legal = " or ".join(
+            str(n) for n in (below, below + sequence_shards) if 0 < n <= max_seq_length
+        )
         raise ParallelPlanError(
             f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under "
             "sequence parallelism, because each rank holds an equal part of the sequence. Use "
@@ -114,12 +125,18 @@ def _check_rotary(config: GPTConfig) -> None:
     if config.position != "rotary":
         for name in ("rotary_dim", "rotary_scaling"):
             value = getattr(config, name)
-            _require(value is None, name, value, "be None", f"position ({config.position}) turns no angles")
+            _require(
+                value is None,
+                name,
+                value,
+                "be None",
+                f"position ({config.position}) turns no angles",
+            )
         return
     if config.rotary_dim is None and config.head_size % 2:
         raise ParallelPlanError(
-            f"head_dim ({config.head_size}) must be even, because rotary positions turn pairs. "
-            f"Use {config.head_size + 1} or learned positions."
+            f"head_dim ({config.head_size}) must be even, because rotary positions turn pairs. Use "
+            f"{config.head_size + 1} or learned positions."
         )
     size = config.rotary_size
     holds = size % 2 == 0 and 2 <= size <= config.head_size
@@ -128,26 +145,48 @@ def _check_rotary(config: GPTConfig) -> None:
     if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
         found = len(config.rotary_scaling.short_factors)
         why = f"each pair of rotary_dim ({size}) elements has a factor"
-        _require(found == size // 2, "the number of rotary_scaling's factors", found, f"be {size // 2}", why)
+        _require(
+            found == size // 2,
+            "the number of rotary_scaling's factors",
+            found,
+            f"be {size // 2}",
+            why,
+        )
 
 
 def _check_combinations(config: GPTConfig) -> None:
     layers = config.window_layers
     if layers is not None:
         why = f"each of num_layers ({config.num_layers}) has a window or has none"
-        _require(len(layers) == config.num_layers, "the number of window_layers", len(layers), "be num_layers", why)
+        _require(
+            len(layers) == config.num_layers,
+            "the number of window_layers",
+            len(layers),
+            "be num_layers",
+            why,
+        )
         has_window = config.sliding_window is not None
-        _require(has_window, "window_layers", layers, "be None without sliding_window", "there is no window")
+        _require(
+            has_window,
+            "window_layers",
+            layers,
+            "be None without sliding_window",
+            "there is no window",
+        )
     if config.experts is not None:
         config.experts.check_num_layers(config.num_layers)
         why = "experts have none, and layers without experts are like them"
-        _require(not config.has_mlp_bias, "mlp_bias", config.has_mlp_bias, "be False with experts", why)
+        _require(
+            not config.has_mlp_bias, "mlp_bias", config.has_mlp_bias, "be False with experts", why
+        )
     is_legal = not config.norm_offset or config.norm == "rmsnorm"
     why = f"norm ({config.norm}) adds no offset to its weight, only a bias to its output"
     _require(is_legal, "norm_offset", config.norm_offset, "be 0", why)
     if config.parallel_residual:
         why = "norms after the residual sums have an order"
-        _require(config.norm_position == "pre", "norm_position", config.norm_position, "be pre", why)
+        _require(
+            config.norm_position == "pre", "norm_position", config.norm_position, "be pre", why
+        )
 
 
 def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:

@@ -46,7 +46,13 @@ class Crossings:
             cursor.has_arrived = True
 
     def make(
-        self, cursor: StageCursor, point: str, tensor: AbsentTensor, stage: int, *, at_start: bool = False
+        self,
+        cursor: StageCursor,
+        point: str,
+        tensor: AbsentTensor,
+        stage: int,
+        *,
+        at_start: bool = False,
     ) -> None:
         """Record, in a probe, that a virtual stage computes a value, now or before the step."""
         if cursor.probe:
@@ -57,7 +63,13 @@ class Crossings:
                 cursor.found.made[point] = Made(stage, call, turn, line_of_user())
 
     def enter(
-        self, cursor: StageCursor, here: int, prefix: str, leaves: Sequence[Any], stage: int, starts: bool
+        self,
+        cursor: StageCursor,
+        here: int,
+        prefix: str,
+        leaves: Sequence[Any],
+        stage: int,
+        starts: bool,
     ) -> None:
         """Record, in a probe, the inputs of a block.
 
@@ -81,7 +93,9 @@ class Crossings:
                 self.need(cursor, leaves[n], stage - 1 if starts else stage)
             if starts:
                 cursor.found.inputs[cursor.calls, stage] = numbers
-                cursor.found.bound.setdefault(stage, {}).update({id(leaves[n]): leaves[n] for n in numbers})
+                cursor.found.bound.setdefault(stage, {}).update(
+                    {id(leaves[n]): leaves[n] for n in numbers}
+                )
         for n in numbers:
             if leaves[n].point is None:
                 leaves[n].point = f"{prefix}:{n}"
@@ -100,7 +114,9 @@ class Crossings:
                 cursor.forms += [(extra.shape, extra.dtype) for extra in extras]
                 raise StageDone
 
-    def arrive(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any], stage: int) -> list[Any]:
+    def arrive(
+        self, cursor: StageCursor, prefix: str, leaves: Sequence[Any], stage: int
+    ) -> list[Any]:
         """Return the argument leaves of a stage's first block, with received tensors filled in."""
         assert cursor.plan is not None, "only a probe has no plan"
         inputs = cursor.plan.inputs
@@ -173,7 +189,9 @@ class Crossings:
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
             refuse(leaf, "random numbers are drawn for it, which a later stage reads, too")
 
-    def plan(self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]) -> StepPlan:
+    def plan(
+        self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]
+    ) -> StepPlan:
         """Return the plan that follows from a probe.
 
         Args:
@@ -197,8 +215,9 @@ class Crossings:
                 module, _, use = point.partition("#")
                 if use and not use.startswith("1:"):
                     raise called_twice(module, next(iter(in_force), "blocks"))
+                title = cursor.known[point].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
-                    f"{cursor.known[point].title} is made after the blocks of the stage that makes it: {made.line}. "  # type: ignore[attr-defined]
+                    f"{title} is made after the blocks of the stage that makes it: {made.line}. "
                     "That stage has sent its values to the next one by then. Use the pipeline_plan "
                     f"{dict(in_force) | {point.partition('#')[0]: 'last'}}, or pp=1."
                 )
@@ -208,7 +227,11 @@ class Crossings:
                 names = extras.setdefault(boundary, [])
                 if point not in names:
                     names.append(point)
-        return StepPlan(cursor.calls, found.inputs, {stage: tuple(sorted(names)) for stage, names in extras.items()})
+        return StepPlan(
+            cursor.calls,
+            found.inputs,
+            {stage: tuple(sorted(names)) for stage, names in extras.items()},
+        )
 
 
 def _sources(leaf: AbsentTensor) -> list[AbsentTensor]:

@@ -100,7 +100,9 @@ class Encoder(LayeredModule):
 
     config: EncoderConfig
 
-    def __init__(self, config: EncoderConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, config: EncoderConfig, mesh: ParallelMesh | None = None, seed: int | None = None
+    ) -> None:
         super().__init__(config, mesh, seed)
 
     def _build(self) -> None:
@@ -118,7 +120,9 @@ class Encoder(LayeredModule):
             elif config.head == "masked_lm":
                 self.head = MaskedLMHead(config, mesh, holds_copy=mesh.pp.size > 1)
 
-    def forward(self, rows: EncoderInput, labels: Tensor | None = None, ignore_index: int = -100) -> EncoderResult:
+    def forward(
+        self, rows: EncoderInput, labels: Tensor | None = None, ignore_index: int = -100
+    ) -> EncoderResult:
         """Return the outputs of the layers and the head.
 
         Shapes: labels ``(B, S)``.
@@ -142,9 +146,13 @@ class Encoder(LayeredModule):
         self.check_callable_whole()
         check_recompute(self.recompute)
         # A row may be longer than the position table if its positions are given or skip padding.
-        is_counted = rows.positions is None and (self.config.positions == "row" or rows.tokens is None)
+        is_counted = rows.positions is None and (
+            self.config.positions == "row" or rows.tokens is None
+        )
         longest = self.config.max_seq_length if is_counted else given.shape[1]
-        check_length(given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1)
+        check_length(
+            given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        )
         self._advance_own_streams(given.device)
         result: EncoderResult = self.run_stage(
             lambda: self._embed(rows, given),
@@ -160,29 +168,37 @@ class Encoder(LayeredModule):
         size = self.config.hidden_size
         wide = torch.promote_types(self.dtype, torch.float32)
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        hidden = self.absent((length // shards, num_sequences, size), self.dtype, "the hidden states")
+        hidden = self.absent(
+            (length // shards, num_sequences, size), self.dtype, "the hidden states"
+        )
         if self.config.head == "classifier":
             shape = num_sequences, self.config.num_labels
             return EncoderResult(hidden, logits=self.absent(shape, self.dtype, "the logits"))
         if self.config.head == "pooler":
-            return EncoderResult(hidden, pooled=self.absent((num_sequences, size), self.dtype, "the pooled output"))
+            return EncoderResult(
+                hidden, pooled=self.absent((num_sequences, size), self.dtype, "the pooled output")
+            )
         if self.config.head == "none":
             return EncoderResult(hidden)
-        logits = self.absent((length, num_sequences, self.config.vocab_size), self.dtype, "the logits")
+        logits = self.absent(
+            (length, num_sequences, self.config.vocab_size), self.dtype, "the logits"
+        )
         losses = self.absent((num_sequences, length), wide, "the losses") if has_losses else None
         return EncoderResult(logits=logits, losses=losses)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Return the last layer's whole output on every tp rank, for computation that all repeat.
 
-        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
-            S, D)``.
+        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+            ``(B, S, D)``.
         Communication: under sequence parallelism an all-gather over tp forward, none backward.
         """
         if isinstance(hidden, AbsentTensor) and self.mesh.sequence_parallel:
             shape = hidden.shape[1], hidden.shape[0] * self.mesh.tp.size, hidden.shape[2]
             return self.absent(shape, hidden.dtype, "the hidden states")
-        full = gather_from_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
+        full = (
+            gather_from_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
+        )
         return full.transpose(0, 1)
 
     def _embed(self, rows: EncoderInput, given: Tensor) -> Tensor:
@@ -200,7 +216,9 @@ class Encoder(LayeredModule):
             return counted.cumsum(1) * counted + padding
         first = self.config.first_position
         num_sequences, length = given.shape[:2]
-        return torch.arange(first, first + length, device=given.device).expand(num_sequences, length)
+        return torch.arange(first, first + length, device=given.device).expand(
+            num_sequences, length
+        )
 
     def _run_layers(self, hidden: Tensor, chunk: int, valid: Tensor | None) -> Tensor:
         mask = padding_mask(valid, dtype=dtype_of_products(hidden))
@@ -220,7 +238,12 @@ class Encoder(LayeredModule):
         if labels is None:
             return EncoderResult(logits=logits)
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), self.mesh, self.config.vocab_size, ignore_index=ignore_index, overwrite_logits=True
+            logits,
+            labels.t(),
+            self.mesh,
+            self.config.vocab_size,
+            ignore_index=ignore_index,
+            overwrite_logits=True,
         )
         return EncoderResult(logits=logits, losses=losses.t().contiguous())
 
@@ -261,9 +284,20 @@ def _block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Transformer
         output_initializer=drawn,
     )
     mlp = MLP(
-        size, config.ffn_hidden_size, mesh, activation=config.activation, initializer=drawn, output_initializer=drawn
+        size,
+        config.ffn_hidden_size,
+        mesh,
+        activation=config.activation,
+        initializer=drawn,
+        output_initializer=drawn,
     )
     norms = (LayerNorm(size, mesh, eps=config.norm_eps), LayerNorm(size, mesh, eps=config.norm_eps))
     return TransformerBlock(
-        attention, mlp, *norms, mesh=mesh, layer=layer, norm_position="post", dropout=config.hidden_dropout
+        attention,
+        mlp,
+        *norms,
+        mesh=mesh,
+        layer=layer,
+        norm_position="post",
+        dropout=config.hidden_dropout,
     )

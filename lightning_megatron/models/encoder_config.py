@@ -77,7 +77,13 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         settle(self)
         rule = f"be a multiple of num_heads ({self.num_heads})"
-        _require(self.hidden_size % self.num_heads == 0, "hidden_size", self.hidden_size, rule, "heads are equal parts")
+        _require(
+            self.hidden_size % self.num_heads == 0,
+            "hidden_size",
+            self.hidden_size,
+            rule,
+            "heads are equal parts",
+        )
         self._check_padding()
 
     @property
@@ -149,11 +155,29 @@ class EncoderConfig:
     def _check_padding(self) -> None:
         token = self.padding_id
         if self.positions == "tokens":
-            _require(token is not None, "padding_id", token, "be a token", "positions count the other tokens")
+            _require(
+                token is not None,
+                "padding_id",
+                token,
+                "be a token",
+                "positions count the other tokens",
+            )
         legal = token is None or 0 <= token < self.vocab_size
-        _require(legal, "padding_id", token, f"lie in [0, {self.vocab_size})", "it is a row of the vocabulary")
+        _require(
+            legal,
+            "padding_id",
+            token,
+            f"lie in [0, {self.vocab_size})",
+            "it is a row of the vocabulary",
+        )
         rule = f"be above padding_id + 1 ({self.first_position})"
-        _require(self.max_seq_length >= 1, "num_positions", self.num_positions, rule, "positions begin there")
+        _require(
+            self.max_seq_length >= 1,
+            "num_positions",
+            self.num_positions,
+            rule,
+            "positions begin there",
+        )
 
 
 def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:

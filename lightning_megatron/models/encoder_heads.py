@@ -26,8 +26,8 @@ class Pooler(nn.Module):
 
     Equal to Hugging Face's BertPooler.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
-        D)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(B, D)``.
 
     Args:
         config: Configuration of the model.
@@ -50,8 +50,8 @@ class Classifier(nn.Module):
     Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification;
     with ``config.drops_first`` to its RobertaClassificationHead.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
-        num_labels)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(B, num_labels)``.
 
     Args:
         config: Configuration of the model.
@@ -86,8 +86,8 @@ class MaskedLMHead(nn.Module):
 
     Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(S, B,
-        padded V/tp)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(S, B, padded V/tp)``.
 
     Args:
         config: Configuration of the model.
@@ -134,9 +134,17 @@ class MaskedLMHead(nn.Module):
 
 def activated(hidden: Tensor, activation: EncoderActivation) -> Tensor:
     """Apply an activation."""
-    return F.relu(hidden) if activation == "relu" else gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
+    return (
+        F.relu(hidden)
+        if activation == "relu"
+        else gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
+    )
 
 
-def _dense(config: EncoderConfig, out_features: int, mesh: ParallelMesh, *, partial: bool) -> ReplicatedLinear:
+def _dense(
+    config: EncoderConfig, out_features: int, mesh: ParallelMesh, *, partial: bool
+) -> ReplicatedLinear:
     drawn = Initializer.normal(config.init_std)
-    return ReplicatedLinear(config.hidden_size, out_features, mesh, partial=partial, initializer=drawn)
+    return ReplicatedLinear(
+        config.hidden_size, out_features, mesh, partial=partial, initializer=drawn
+    )

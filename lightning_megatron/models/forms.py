@@ -81,7 +81,11 @@ class Forms:
             return functional_call(module, empty, args, kwargs)
 
         form = self._of((id(module), module.training), call, args, kwargs)
-        if any(isinstance(value, FakeTensor) for part in module.modules() for value in vars(part).values()):
+        if any(
+            isinstance(value, FakeTensor)
+            for part in module.modules()
+            for value in vars(part).values()
+        ):
             # The module has stored a tensor of this call. Forms of later calls may depend on its
             # shape.
             self._known.clear()
@@ -101,7 +105,9 @@ class Forms:
             given: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
         found, result = given
         problem = _problem_of(found) or _problem_of_change(taken, structure, (args, kwargs))
-        written = [n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version]
+        written = [
+            n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version
+        ]
         form = Form(tuple(found), result, draws.found, problem, tuple(written))
         if key is not None:
             self._known[key] = form
@@ -141,9 +147,14 @@ def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, given: 
 
 def _problem_of(leaves: Sequence[Any]) -> str:
     for leaf in leaves:
-        held = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, (Tensor, type)) else ()
+        held = (
+            getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, (Tensor, type)) else ()
+        )
         if any(isinstance(one, Tensor) for one in held):
-            return f"returns a {type(leaf).__name__} that holds tensors. Use a tuple, dictionary or dataclass instead"
+            return (
+                f"returns a {type(leaf).__name__} that holds tensors. Use a tuple, dictionary or "
+                "dataclass instead"
+            )
     return ""
 
 
@@ -155,7 +166,11 @@ class _Draws(TorchDispatchMode):
         self.found = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
@@ -175,5 +190,9 @@ def _key_of(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.device
     if isinstance(leaf, slice):
         bounds = leaf.start, leaf.stop, leaf.step
-        return ("slice", *bounds) if all(isinstance(one, (int, type(None))) for one in bounds) else None
+        return (
+            ("slice", *bounds)
+            if all(isinstance(one, (int, type(None))) for one in bounds)
+            else None
+        )
     return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None

@@ -53,7 +53,9 @@ class GPT(LayeredModule):
 
     config: GPTConfig
 
-    def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None
+    ) -> None:
         super().__init__(config, mesh, seed)
         self._rotary = RotaryTables(config.rotary_size, config.rotary_base, config.rotary_scaling)
         #: List to which a call appends the input of each layer and the output of the last norm, or
@@ -74,18 +76,28 @@ class GPT(LayeredModule):
             )
             position = None
             if config.position == "learned":
-                position = PositionEmbedding(config.max_seq_length, config.hidden_size, mesh, initializer=drawn)
+                position = PositionEmbedding(
+                    config.max_seq_length, config.hidden_size, mesh, initializer=drawn
+                )
             self.embedding = InputEmbedding(
-                word, position, mesh=mesh, dropout=config.hidden_dropout, scale=config.embedding_scale
+                word,
+                position,
+                mesh=mesh,
+                dropout=config.hidden_dropout,
+                scale=config.embedding_scale,
             )
         indices = [index for layers in self._layers_of_chunk for index in layers]
-        self.layers = nn.ModuleDict({str(index): build_block(config, mesh, index) for index in indices})
+        self.layers = nn.ModuleDict(
+            {str(index): build_block(config, mesh, index) for index in indices}
+        )
         if self.is_last_stage():
             self.final_norm = build_norm(config, mesh) if config.norm_position == "pre" else None
             # On one stage a tied head has no parameter: it reads the embedding's weight.
             if not (config.tie_embeddings and mesh.pp.size == 1):
                 tied_to = _WORD_EMBEDDING if config.tie_embeddings else None
-                self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied_to=tied_to, **padding)
+                self.head = VocabParallelHead(
+                    config.vocab_size, config.hidden_size, mesh, tied_to=tied_to, **padding
+                )
 
     def forward(
         self,
@@ -127,7 +139,9 @@ class GPT(LayeredModule):
         check_present(tokens, embeddings)
         self.check_callable_whole()
         check_recompute(self.recompute)
-        self.config.check_seq_length(given.shape[1], self.mesh.tp.size if self.mesh.sequence_parallel else 1)
+        self.config.check_seq_length(
+            given.shape[1], self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        )
         if span is not None:
             span.check_shape(*given.shape[:2])
         self._advance_own_streams(given.device)
@@ -137,7 +151,9 @@ class GPT(LayeredModule):
         return self.run_stage(
             lambda: self._embed(tokens, span, embeddings),
             lambda hidden, chunk: self._run_layers(hidden, chunk, given.shape[1], span),
-            lambda hidden: self._result(self._logits(hidden), labels, label_smoothing, ignore_index),
+            lambda hidden: self._result(
+                self._logits(hidden), labels, label_smoothing, ignore_index
+            ),
             lambda: self.boundary(given),
             lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
         )
@@ -145,16 +161,32 @@ class GPT(LayeredModule):
     def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
         """Return a placeholder without values for the losses or logits."""
         if has_losses:
-            return self.absent((num_sequences, length), torch.promote_types(self.dtype, torch.float32), "the losses")
-        return self.absent((num_sequences, length, self.config.vocab_size), self.dtype, "the logits")
+            return self.absent(
+                (num_sequences, length),
+                torch.promote_types(self.dtype, torch.float32),
+                "the losses",
+            )
+        return self.absent(
+            (num_sequences, length, self.config.vocab_size), self.dtype, "the logits"
+        )
 
-    def _embed(self, tokens: Tensor | None, span: AttentionSpan | None, embeddings: Tensor | None) -> Tensor:
+    def _embed(
+        self, tokens: Tensor | None, span: AttentionSpan | None, embeddings: Tensor | None
+    ) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
-        return self.embedding(tokens, positions=None if span is None else span.positions, vectors=embeddings)
+        return self.embedding(
+            tokens, positions=None if span is None else span.positions, vectors=embeddings
+        )
 
-    def _run_layers(self, hidden: Tensor, chunk: int, seq_length: int, span: AttentionSpan | None) -> Tensor:
+    def _run_layers(
+        self, hidden: Tensor, chunk: int, seq_length: int, span: AttentionSpan | None
+    ) -> Tensor:
         positions = None if span is None else span.positions
-        rotary = self._rotary(seq_length, hidden, positions) if self.config.position == "rotary" else None
+        rotary = (
+            self._rotary(seq_length, hidden, positions)
+            if self.config.position == "rotary"
+            else None
+        )
         # Layers with the same window share a mask.
         masks: dict[int | None, Tensor | None] = {}
         for index in self._layers_of_chunk[chunk]:
@@ -177,15 +209,25 @@ class GPT(LayeredModule):
         self._keep(hidden)
         if self.head is not None:
             return self.head(hidden)
-        assert self.embedding is not None, "a tied head without its own weight is on the embedding's rank"
+        assert self.embedding is not None, (
+            "a tied head without its own weight is on the embedding's rank"
+        )
         return vocab_logits(hidden, self.embedding.word.weight, self.mesh)
 
-    def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Tensor:
+    def _result(
+        self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
+    ) -> Tensor:
         vocab_size = self.config.vocab_size
         if labels is None:
             return gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size].transpose(0, 1)
         losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), self.mesh, vocab_size, label_smoothing, ignore_index, overwrite_logits=True
+            logits,
+            labels.t(),
+            self.mesh,
+            vocab_size,
+            label_smoothing,
+            ignore_index,
+            overwrite_logits=True,
         )
         return losses.t().contiguous()
 

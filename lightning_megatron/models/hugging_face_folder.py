@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.strict_json import read_json
@@ -21,7 +26,14 @@ _REMEDY = "Copy the folder again."
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _LARGEST_CONFIG = 1 << 23
 #: Errors that pass unchanged: they name their reason already, or are no fault of the folder.
-_OTHERS = (CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError, ImportError, MemoryError)
+_OTHERS = (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+    ImportError,
+    MemoryError,
+)
 
 
 def read_config(path: str) -> Any:

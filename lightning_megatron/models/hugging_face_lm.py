@@ -81,7 +81,9 @@ class HuggingFaceCausalLM(TokenModule):
     @property
     def architecture(self) -> str | None:
         """Return the name of Hugging Face's class; None if transformers has none for the folder."""
-        classes = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        classes = import_extra(
+            "transformers.models.auto.modeling_auto", "hf"
+        ).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         found: str | None = classes.get(self.config.model_type)
         return found
 
@@ -115,7 +117,9 @@ class HuggingFaceCausalLM(TokenModule):
         return self(batch["tokens"])
 
     @override
-    def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
+    def mean_loss(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+    ) -> Tensor:
         assert self.model is not None, "configure_model builds the model before its first use"
         labels = batch["labels"]
         # `labels` makes Hugging Face's models return a loss. `shift_labels` keeps them from

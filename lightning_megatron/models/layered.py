@@ -60,7 +60,9 @@ class LayeredModule(PipelinedModule):
         ParallelPlanError: If the model cannot be divided over the layout.
     """
 
-    def __init__(self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None
+    ) -> None:
         seed = torch.initial_seed() if seed is None else seed
         super().__init__(mesh or single_mesh(seed))
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
@@ -106,12 +108,16 @@ class LayeredModule(PipelinedModule):
         """
         # Ranks of one tp group have the same sequences. The cached result stays valid, because the
         # layout of a module never changes.
-        data_ranks = {self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks}
+        data_ranks = {
+            self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks
+        }
         return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
         """Raise if token counts differ between ranks that gather each other's tokens."""
-        is_needed = any(layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values())
+        is_needed = any(
+            layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values()
+        )
         if is_needed and self.has_shared_experts:
             check_equal_counts(num_tokens, self.mesh)
 
@@ -126,7 +132,9 @@ class LayeredModule(PipelinedModule):
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), self.dtype
+        return torch.Size(
+            (seq_length // shards, num_sequences, self.config.hidden_size)
+        ), self.dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,7 +158,9 @@ class LayeredModule(PipelinedModule):
         kind, _, rest = name.partition(".")
         if kind == "layers":
             index = int(rest.partition(".")[0])
-            return next(chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers)
+            return next(
+                chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers
+            )
         return 0 if kind == "embedding" else self.num_chunks - 1
 
     def _advance_own_streams(self, device: torch.device) -> None:

@@ -30,7 +30,9 @@ class WarmupSchedule:
 
     def __post_init__(self) -> None:
         if self.shape not in ("cosine", "linear", "constant"):
-            raise UnsupportedError(f"schedule must be one of cosine, linear, constant: {self.shape!r}.")
+            raise UnsupportedError(
+                f"schedule must be one of cosine, linear, constant: {self.shape!r}."
+            )
         if self.shape != "constant" and self.num_steps is None:
             raise UnsupportedError(
                 f"the {self.shape} schedule needs a last step, because the learning rate falls "

@@ -38,13 +38,17 @@ def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
             _stop(call)
             received = []
             if not model.is_first_stage(chunk):
-                received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in cursor.forms]
+                received = [
+                    torch.empty(shape, dtype=dtype, device=device) for shape, dtype in cursor.forms
+                ]
                 exchange([], [(one, (axis.rank - 1) % axis.size) for one in received], axis).wait()
             cursor = model.cursor = StageCursor(chunk, received)
             if axis.is_last and chunk == last:
                 return call()
             _stop(call)
-            exchange([(one.contiguous(), (axis.rank + 1) % axis.size) for one in cursor.sent], [], axis).wait()
+            exchange(
+                [(one.contiguous(), (axis.rank + 1) % axis.size) for one in cursor.sent], [], axis
+            ).wait()
         return None
     finally:
         model.cursor = None

@@ -147,7 +147,9 @@ class PipelinedModule(nn.Module):
         """
         units: list[nn.Module] = []
         for child in self.children():
-            units += child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else [child]
+            units += (
+                child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else [child]
+            )
         return units
 
     def chunk_of(self, name: str) -> int | None:
@@ -206,7 +208,9 @@ class PipelinedModule(nn.Module):
         if cursor.probe:
             cursor.forms.append(boundary())
         else:
-            hidden = enter() if self.is_first_stage(cursor.chunk) else cursor.received[cursor.calls - 1]
+            hidden = (
+                enter() if self.is_first_stage(cursor.chunk) else cursor.received[cursor.calls - 1]
+            )
             hidden = middle(hidden, cursor.chunk)
             if self.is_last_stage(cursor.chunk):
                 return leave(hidden)

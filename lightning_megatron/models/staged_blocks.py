@@ -19,7 +19,13 @@ from lightning_megatron.models.around_blocks import Elsewhere, HeldModule, Loose
 from lightning_megatron.models.crossings import Crossings
 from lightning_megatron.models.forms import Form, flatten
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone, StepPlan
-from lightning_megatron.models.turns import Turn, Turns, check_checkpoint, check_listing, is_recomputing
+from lightning_megatron.models.turns import (
+    Turn,
+    Turns,
+    check_checkpoint,
+    check_listing,
+    is_recomputing,
+)
 
 
 class StagedBlocks(PipelinedModule):
@@ -52,7 +58,9 @@ class StagedBlocks(PipelinedModule):
         self.name = name
         self.layers = tuple(layers[mesh.pp.rank])
         self.calls_in_turn = isinstance(source, nn.Sequential)
-        order = [layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)]
+        order = [
+            layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)
+        ]
         self.crossings = Crossings([blocks.start for blocks in order], len(source))
         # In a tuple and a dictionary, so that nn.Module does not register them as children.
         self.ends = tuple(ends)
@@ -177,7 +185,9 @@ class StagedBlocks(PipelinedModule):
                 self._foresee(cursor, cursor.plan.extras.get(stage, ()))
             self.crossings.enter(cursor, self.here, f"{name}:in", leaves, stage, starts)
         elif stage == self.here:
-            leaves = self.crossings.arrive(cursor, f"{name}:in", leaves, stage) if starts else leaves
+            leaves = (
+                self.crossings.arrive(cursor, f"{name}:in", leaves, stage) if starts else leaves
+            )
             leaves = self._values(index, leaves)
             for n in self.forms.written.get(index, ()) if starts else ():
                 # A received tensor is a leaf of the graph, which the block must not write in place.
@@ -204,11 +214,14 @@ class StagedBlocks(PipelinedModule):
         """Run a block again in a backward pass, because the user's code has checkpointed it."""
         found, structure = flatten((args, kwargs))
         leaves = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in found]
-        is_known = all((value is None) == (leaf is None) for value, leaf in zip(leaves, found, strict=True))
+        is_known = all(
+            (value is None) == (leaf is None) for value, leaf in zip(leaves, found, strict=True)
+        )
         if str(index) not in self._modules or not is_known:
             raise UnsupportedError(
-                f"a function under torch.utils.checkpoint must call blocks of one pipeline stage only: block {index} "
-                f"of {self.name!r} is run again where {sorted(self._modules)} are. Checkpoint every block by itself."
+                "a function under torch.utils.checkpoint must call blocks of one pipeline stage "
+                f"only: block {index} of {self.name!r} is run again where {sorted(self._modules)} "
+                "are. Checkpoint every block by itself."
             )
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return self._run(index, args, kwargs)
@@ -238,8 +251,9 @@ class StagedBlocks(PipelinedModule):
         owner, _, key = path.rpartition(".")
         if key not in self.elsewhere[index].get_submodule(owner)._buffers and index >= cursor.turn:
             raise UnsupportedError(
-                f"{name} is read before block {index} has run in this call of the model: {line_of_user()}. What the "
-                "last call has left is on one stage alone. Read it after the block, or use pp=1."
+                f"{name} is read before block {index} has run in this call of the model: "
+                f"{line_of_user()}. What the last call has left is on one stage alone. Read it "
+                "after the block, or use pp=1."
             )
         point = f"{cursor.calls}:{self.name}.{index}.{path}"
         stage = self.crossings.stage_of(index)
@@ -254,7 +268,9 @@ class StagedBlocks(PipelinedModule):
 
     def _foresee(self, cursor: StageCursor, points: Sequence[str]) -> None:
         """Register placeholders for values that will arrive, also those read after the blocks."""
-        for kind, _, name in (point.partition(":") for point in points if point not in cursor.known):
+        for kind, _, name in (
+            point.partition(":") for point in points if point not in cursor.known
+        ):
             for one in self.stand_ins if kind == "parameter" else ():
                 one.foresee(name)
             if kind != "parameter":
@@ -264,7 +280,9 @@ class StagedBlocks(PipelinedModule):
         if name.startswith(f"{self.name}.") and ":" not in name:
             index, _, path = name.removeprefix(f"{self.name}.").partition(".")
             owner, _, key = path.rpartition(".")
-            self.left_behind(int(index), path, getattr(self.elsewhere[int(index)].get_submodule(owner), key))
+            self.left_behind(
+                int(index), path, getattr(self.elsewhere[int(index)].get_submodule(owner), key)
+            )
 
     def _keep_left_behind(self, cursor: StageCursor, index: int) -> None:
         prefix = f"{cursor.calls}:{self.name}.{index}."
@@ -279,9 +297,9 @@ class StagedBlocks(PipelinedModule):
             cursor.turn = 0
         if index != cursor.turn:
             raise UnsupportedError(
-                f"the blocks of {self.name!r} must be called once each, in order, where pp is above 1: {index} was "
-                f"called where it was the turn of {cursor.turn}. Call all of them before the model is called again, "
-                "without skipping blocks, or use pp=1."
+                f"the blocks of {self.name!r} must be called once each, in order, where pp is "
+                f"above 1: {index} was called where it was the turn of {cursor.turn}. Call all of "
+                "them before the model is called again, without skipping blocks, or use pp=1."
             )
         cursor.turn += 1
 
@@ -298,8 +316,9 @@ class StagedBlocks(PipelinedModule):
             found = leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf
             if not isinstance(found, Tensor):
                 raise UnsupportedError(
-                    f"the blocks of {self.name!r} must take as many tensors in every step where pp is above 1: block "
-                    f"{index} took {type(found).__name__} in place of one. Another stage waits for it. Use pp=1."
+                    f"the blocks of {self.name!r} must take as many tensors in every step where pp "
+                    f"is above 1: block {index} took {type(found).__name__} in place of one. "
+                    "Another stage waits for it. Use pp=1."
                 )
             cursor.sent.append(whole_of(found))
         if cursor.is_last_call:
@@ -312,13 +331,16 @@ class StagedBlocks(PipelinedModule):
             if point == one.point and self.here == 0:
                 return one.value
         name = point.removeprefix("parameter:")
-        for found in (held.tensor(name) for held in self.held if name != point and held.stage == self.here):
+        for found in (
+            held.tensor(name) for held in self.held if name != point and held.stage == self.here
+        ):
             if found is not None:
                 return found
         if point not in cursor.known:
             raise UnsupportedError(
-                f"{point!r} must be sent to a later stage, but is sharded or not known by this name: a submodule of a "
-                "module outside of the blocks was called, or a weight that is cut over tp is read. Use pp=1."
+                f"{point!r} must be sent to a later stage, but is sharded or not known by this "
+                "name: a submodule of a module outside of the blocks was called, or a weight that "
+                "is cut over tp is read. Use pp=1."
             )
         return whole_of(cursor.known[point])
 
@@ -330,7 +352,9 @@ class StagedBlocks(PipelinedModule):
         with self.mesh.random.fork("replicated"):
             return self.block(index)(*args, **kwargs)
 
-    def form_of(self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    def form_of(
+        self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Form:
         """Return the form of the result of a module that is on another stage.
 
         Raises:
@@ -340,13 +364,13 @@ class StagedBlocks(PipelinedModule):
             form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
-                f"{name!r} must give results whose shapes follow from those of its inputs, because another stage "
-                f"computes them: without values it fails with {error}. Use pp=1."
+                f"{name!r} must give results whose shapes follow from those of its inputs, because "
+                f"another stage computes them: without values it fails with {error}. Use pp=1."
             ) from error
         if form.problem:
             raise UnsupportedError(
-                f"{name!r} must tell other pipeline stages all that it does by what it returns: it {form.problem}, or "
-                "use pp=1."
+                f"{name!r} must tell other pipeline stages all that it does by what it returns: it "
+                f"{form.problem}, or use pp=1."
             )
         return form
 

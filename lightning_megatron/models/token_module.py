@@ -16,7 +16,15 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.learning_rate import WarmupSchedule
-from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, Range, settled_arguments
+from lightning_megatron.plan.settings import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    Probability,
+    Range,
+    settled_arguments,
+)
 
 #: Label of positions without a target token.
 IGNORED = -100
@@ -81,7 +89,9 @@ class TokenModule(LightningModule):
         """Return the size of the model's vocabulary."""
 
     @abstractmethod
-    def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
+    def mean_loss(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+    ) -> Tensor:
         """Return the mean loss over the labels of a batch that are not ignored, 0 if all are.
 
         Args:
@@ -104,12 +114,19 @@ class TokenModule(LightningModule):
                 f"{found} or more, or the tokenizer that the model was made for."
             )
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
+    def training_step(
+        self, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> Tensor | dict[str, Tensor]:
         """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=True)
         self.log(
-            "train_loss", loss.detach(), on_step=True, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"])
+            "train_loss",
+            loss.detach(),
+            on_step=True,
+            prog_bar=True,
+            sync_dist=True,
+            batch_size=len(batch["tokens"]),
         )
         return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
@@ -127,14 +144,25 @@ class TokenModule(LightningModule):
         others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
         # Both groups exist on every rank, even if empty, so that optimizer checkpoints of all ranks
         # match.
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(
-            groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]), fused=self._is_fused() or None
+            groups,
+            lr=self.learning_rate,
+            betas=(self.betas[0], self.betas[1]),
+            fused=self._is_fused() or None,
         )
-        schedule = WarmupSchedule(self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio)
+        schedule = WarmupSchedule(
+            self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio
+        )
         # LambdaLR does not save a lambda, so that a resumed training uses the current settings.
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def _is_fused(self) -> bool:
         """Return whether to use fused AdamW: on GPUs, where MegatronStrategy clips gradients.
@@ -153,7 +181,12 @@ class TokenModule(LightningModule):
         self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
         length = self._bytes_per_token()
         if length:
-            self.log(f"{name}_bits_per_byte", loss / (math.log(2.0) * length), sync_dist=True, batch_size=weight)
+            self.log(
+                f"{name}_bits_per_byte",
+                loss / (math.log(2.0) * length),
+                sync_dist=True,
+                batch_size=weight,
+            )
 
     def _bytes_per_token(self) -> float | None:
         if self.bytes_per_token is not None:

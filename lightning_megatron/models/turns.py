@@ -63,11 +63,18 @@ class Part:
             return Part(self._blocks, self._index, path)
         if isinstance(found, nn.Parameter):
             return self._blocks.weight(self._index, path, found)
-        return self._blocks.left_behind(self._index, path, found) if isinstance(found, Tensor) else found
+        return (
+            self._blocks.left_behind(self._index, path, found)
+            if isinstance(found, Tensor)
+            else found
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""
-        return (Part(self._blocks, self._index, f"{self._path}.{key}".removeprefix(".")) for key in self._keys)
+        return (
+            Part(self._blocks, self._index, f"{self._path}.{key}".removeprefix("."))
+            for key in self._keys
+        )
 
     def __len__(self) -> int:
         """Return the length of a list in a block."""
@@ -91,7 +98,9 @@ class Part:
     @property
     def _module(self) -> nn.Module:
         is_probed = self._blocks.cursor is not None and self._blocks.cursor.probe
-        block = self._blocks.elsewhere[self._index] if is_probed else self._blocks.block(self._index)
+        block = (
+            self._blocks.elsewhere[self._index] if is_probed else self._blocks.block(self._index)
+        )
         return block.get_submodule(self._path)
 
     def _refuse(self, what: str, instead: str) -> NoReturn:

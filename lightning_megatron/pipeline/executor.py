@@ -172,9 +172,13 @@ class PipelineExecutor:
         if self.model is None or self.model.cursor is None:
             return False
         cursor = self.model.cursor
-        return cursor.probe or cursor.chunk != (self.model.num_chunks - 1 if self.mesh.pp.is_last else 0)
+        return cursor.probe or cursor.chunk != (
+            self.model.num_chunks - 1 if self.mesh.pp.is_last else 0
+        )
 
-    def call(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None) -> tuple[Any, bool]:
+    def call(
+        self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None
+    ) -> tuple[Any, bool]:
         """Call the user's step with the model set to one stage.
 
         Returns:
@@ -254,13 +258,21 @@ class _Run:
         elif action.kind == "B":
             self._backward(unit)
         else:
-            raise UnsupportedError(f"the executor runs forward (F) and backward (B) actions: {action.kind!r}.")
+            raise UnsupportedError(
+                f"the executor runs forward (F) and backward (B) actions: {action.kind!r}."
+            )
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
-        outgoing = [(tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)]
+        outgoing = [
+            (tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)
+        ]
         buffers = [self._buffers(transfer) for transfer in receives]
-        incoming = [(one, transfer.peer) for transfer, made in zip(receives, buffers, strict=True) for one in made]
+        incoming = [
+            (one, transfer.peer)
+            for transfer, made in zip(receives, buffers, strict=True)
+            for one in made
+        ]
         weights = self._weights
         outgoing += weights.messages(sends)
         incoming += weights.messages(receives)
@@ -319,9 +331,13 @@ class _Run:
         for edge, _ in pairs:
             self._inspect(edge.node, False)
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+            )
         received = [one for one in self._inputs.pop(unit, ()) if one.is_floating_point()]
-        self._gradients[unit] = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
+        self._gradients[unit] = [
+            torch.zeros_like(one) if one.grad is None else one.grad for one in received
+        ]
 
     def _inspect(self, node: Any, is_loss: bool) -> None:
         if self.executor.inspector is not None:
@@ -337,7 +353,9 @@ class _Run:
         if self.backward:
             floating = [output for output in outputs if output.is_floating_point()]
             self._sent[unit] = [(output.shape, output.dtype) for output in floating]
-            self._edges[unit] = [get_gradient_edge(one) if one.requires_grad else None for one in floating]
+            self._edges[unit] = [
+                get_gradient_edge(one) if one.requires_grad else None for one in floating
+            ]
         return [output.detach().contiguous() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
@@ -353,7 +371,9 @@ class _Run:
         key = transfer.chunk, form_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)
-            self._boundaries[key] = self.executor.plans.forms(self.step_fn, microbatch, self.plan, transfer.chunk)
+            self._boundaries[key] = self.executor.plans.forms(
+                self.step_fn, microbatch, self.plan, transfer.chunk
+            )
         return self._boundaries[key]
 
     def seek(self, number: int) -> None:

@@ -42,7 +42,11 @@ class MicrobatchWeights:
         """Return the weights that accompany gradients, each with the index of the peer stage."""
         if self._loss_weight is None:
             return []
-        return [(self._weight(transfer.microbatch), transfer.peer) for transfer in transfers if transfer.kind == "B"]
+        return [
+            (self._weight(transfer.microbatch), transfer.peer)
+            for transfer in transfers
+            if transfer.kind == "B"
+        ]
 
     def _weight(self, number: int) -> Tensor:
         if number not in self._weights:

@@ -34,7 +34,11 @@ class Microbatch:
 
 def is_cut(batch: Any) -> bool:
     """Return whether a batch is already a list of :class:`Microbatch`, from a collate function."""
-    return isinstance(batch, Sequence) and bool(batch) and all(isinstance(part, Microbatch) for part in batch)
+    return (
+        isinstance(batch, Sequence)
+        and bool(batch)
+        and all(isinstance(part, Microbatch) for part in batch)
+    )
 
 
 def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) -> list[Microbatch]:
@@ -73,7 +77,10 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
     """
     if microbatch_size >= num_samples:
         return [Microbatch(batch, num_samples)]
-    stops = [min(start + microbatch_size, num_samples) for start in range(0, num_samples, microbatch_size)]
+    stops = [
+        min(start + microbatch_size, num_samples)
+        for start in range(0, num_samples, microbatch_size)
+    ]
     starts = [0, *stops[:-1]]
     return [
         Microbatch(_cut(batch, start, stop, num_samples), stop - start)
@@ -81,7 +88,9 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
     ]
 
 
-def joined_parts(batch: Any, microbatches: Sequence[Microbatch], groups: Sequence[range]) -> list[Microbatch]:
+def joined_parts(
+    batch: Any, microbatches: Sequence[Microbatch], groups: Sequence[range]
+) -> list[Microbatch]:
     """Return groups of consecutive microbatches, each joined to one.
 
     Args:
@@ -101,7 +110,9 @@ def joined_parts(batch: Any, microbatches: Sequence[Microbatch], groups: Sequenc
 
 def ignored_in(batch: Any) -> int:
     """Return how many integers of a batch are -100, the label that torch's losses ignore."""
-    tensors = [tensor for _, tensor in _tensors(batch, "") if tensor.dtype in (torch.int32, torch.int64)]
+    tensors = [
+        tensor for _, tensor in _tensors(batch, "") if tensor.dtype in (torch.int32, torch.int64)
+    ]
     return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
@@ -119,7 +130,9 @@ def own_containers(batch: Any) -> Any:
         parts = [own_containers(value) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
-        held = {one.name: own_containers(getattr(batch, one.name)) for one in fields(batch) if one.init}
+        held = {
+            one.name: own_containers(getattr(batch, one.name)) for one in fields(batch) if one.init
+        }
         return replace(batch, **held)
     return batch
 
@@ -171,7 +184,12 @@ def _cut(node: Any, start: int, stop: int, total: int) -> Any:
         return type(node)(*parts) if is_named else type(node)(parts)
     if is_dataclass(node) and not isinstance(node, type):
         return replace(
-            node, **{f.name: _cut(getattr(node, f.name), start, stop, total) for f in fields(node) if f.init}
+            node,
+            **{
+                f.name: _cut(getattr(node, f.name), start, stop, total)
+                for f in fields(node)
+                if f.init
+            },
         )
     return node
 

@@ -45,7 +45,9 @@ class StepPlans:
         self._call = call
         self._known: dict[Hashable, StepPlan] = {}
 
-    def of(self, trial: Trial, model: PipelinedModule, step_fn: StepFn, microbatch: Microbatch) -> StepPlan:
+    def of(
+        self, trial: Trial, model: PipelinedModule, step_fn: StepFn, microbatch: Microbatch
+    ) -> StepPlan:
         """Return the plan of a step. Every rank derives it alone, without communication.
 
         Args:
@@ -82,7 +84,9 @@ class StepPlans:
                 raise
             return None
 
-    def forms(self, step_fn: StepFn, microbatch: Microbatch, plan: StepPlan, chunk: int) -> list[BoundaryForm]:
+    def forms(
+        self, step_fn: StepFn, microbatch: Microbatch, plan: StepPlan, chunk: int
+    ) -> list[BoundaryForm]:
         """Return shapes and dtypes of the tensors that a chunk receives for a microbatch.
 
         The step runs without values up to its last call of the model. This needs no communication,

@@ -79,19 +79,28 @@ def activation_costs(
     statistics = num_tokens * table.norm_bytes // (batch.tp if batch.sequence_parallel else 1)
     # Attention keeps the output of the QKV projection (values are a view of it), rotated or
     # repeated copies of queries and keys, and the output of the attention core.
-    features = 2 * query + 2 * key + table.rotated_copies * (query + key) + table.expanded_copies * 2 * query
+    features = (
+        2 * query
+        + 2 * key
+        + table.rotated_copies * (query + key)
+        + table.expanded_copies * 2 * query
+    )
     row_sums = num_tokens * 4 * (query // model.head_dim)
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
     norms = table.hidden_copies * boundary + 2 * statistics
     layer = norms + element * features + row_sums + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
-    again = {"none": 0, "selective": 0, "experts": network.recomputed, "full": layer - boundary}[recompute]
+    again = {"none": 0, "selective": 0, "experts": network.recomputed, "full": layer - boundary}[
+        recompute
+    ]
     # The MLP has finished its backward pass when attention starts its own. The memory that the MLP
     # has freed is subtracted from the gradients of Q, K and V (in half precision, fused, and
     # float32 sums for Q).
     attention = element * (3 * query + 4 * key) + 4 * num_tokens * query - network.kept - norms // 2
     # Recomputed activations are not kept, but they exist while the block runs.
-    running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[recompute]
+    running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[
+        recompute
+    ]
     others = network.kept - network.recomputed if recompute == "full" else 0
     forward = max(others + gathered + whole, others + network.forward, running)
     start = network.backward_start + (again if recompute == "full" else 0)

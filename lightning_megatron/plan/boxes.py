@@ -52,7 +52,9 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[FlatBo
             f"a range must lie in its tensor: [{start}, {stop}) of a tensor of shape {shape}, "
             f"which has {prod(shape)} elements. Use 0 <= start <= stop <= {prod(shape)}."
         )
-    return [FlatBox(offsets, sizes, first) for offsets, sizes, first in _boxes(shape, start, stop, 0)]
+    return [
+        FlatBox(offsets, sizes, first) for offsets, sizes, first in _boxes(shape, start, stop, 0)
+    ]
 
 
 def _boxes(
@@ -73,7 +75,9 @@ def _boxes(
     if start < first * row:
         found = _within(shape, first - 1, start - (first - 1) * row, row, base)
     if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), base + first * row))
+        found.append(
+            ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), base + first * row)
+        )
     return found + _within(shape, last, 0, stop - last * row, base)
 
 

@@ -162,7 +162,14 @@ class BufferPlan:
                 if start < stop:
                     shard_start = self.shard_start(index) + start - low
                     found.append(
-                        Slice(placed.name, start - placed.start, stop - placed.start, start, shard_start, index)
+                        Slice(
+                            placed.name,
+                            start - placed.start,
+                            stop - placed.start,
+                            start,
+                            shard_start,
+                            index,
+                        )
                     )
         return tuple(found)
 
@@ -185,7 +192,10 @@ class BufferPlan:
 
 
 def plan_by_elements(
-    pieces: Iterable[Piece], num_parts: int, bucket_size: int = BUCKET_SIZE, alignment: int = ALIGNMENT
+    pieces: Iterable[Piece],
+    num_parts: int,
+    bucket_size: int = BUCKET_SIZE,
+    alignment: int = ALIGNMENT,
 ) -> BufferPlan:
     """Place parameters in reverse order of use, in buckets that ranks share by elements.
 
@@ -212,14 +222,20 @@ def plan_by_elements(
 
     def close() -> None:
         if pending:
-            buckets.append(_bucket(pending, buckets[-1].stop if buckets else 0, alignment, multiple))
+            buckets.append(
+                _bucket(pending, buckets[-1].stop if buckets else 0, alignment, multiple)
+            )
             pending.clear()
 
     filled = 0
     for piece in reversed(pieces):
-        is_inside_stack = bool(pending) and piece.stack is not None and piece.stack == pending[-1].stack
+        is_inside_stack = (
+            bool(pending) and piece.stack is not None and piece.stack == pending[-1].stack
+        )
         is_full = filled >= bucket_size and not is_inside_stack
-        if pending and (is_full or piece.alone or pending[-1].alone or piece.group != pending[0].group):
+        if pending and (
+            is_full or piece.alone or pending[-1].alone or piece.group != pending[0].group
+        ):
             close()
         filled = _align(filled, alignment) + piece.size if pending else piece.size
         pending.append(piece)
@@ -251,7 +267,9 @@ def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
         parts = [_placed(part, ALIGNMENT) for part in _deal(members, num_parts)]
         extent = max(_align(part[-1].stop if part else 0, _BUCKET_MULTIPLE) for part in parts)
         placed = tuple(
-            Placed(item.name, start + index * extent + item.start, start + index * extent + item.stop)
+            Placed(
+                item.name, start + index * extent + item.start, start + index * extent + item.stop
+            )
             for index, part in enumerate(parts)
             for item in part
         )
@@ -299,7 +317,8 @@ def _checked(pieces: Iterable[Piece], num_parts: int, **sizes: int) -> list[Piec
             )
         if piece.size < 0:
             raise ParallelPlanError(
-                f"a parameter has 0 elements or more: {piece.name!r} has {piece.size}. Use its number of elements."
+                f"a parameter has 0 elements or more: {piece.name!r} has {piece.size}. Use its "
+                "number of elements."
             )
         checked[piece.name] = piece
     return list(checked.values())

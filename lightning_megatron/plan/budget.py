@@ -107,7 +107,14 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Return the sum of all categories."""
-        return self.static + self.activations + self.loss + self.workspace + self.communication + self.libraries
+        return (
+            self.static
+            + self.activations
+            + self.loss
+            + self.workspace
+            + self.communication
+            + self.libraries
+        )
 
 
 def estimate_memory(
@@ -144,12 +151,19 @@ def estimate_memory(
     _check(layout, training)
     if stage_layers is None:
         stage_layers = [
-            [len(chunk) for chunk in stage] for stage in split_layers(model.num_layers, layout.pp, layout.vpp)
+            [len(chunk) for chunk in stage]
+            for stage in split_layers(model.num_layers, layout.pp, layout.vpp)
         ]
     schedule = build_schedule(
-        training.schedule, layout.pp, training.num_microbatches, layout.vpp, training.microbatch_group_size
+        training.schedule,
+        layout.pp,
+        training.num_microbatches,
+        layout.vpp,
+        training.microbatch_group_size,
     )
-    costs = _costs_of_blocks(model, layout, training, table or eager_activations(model, training.activation_bytes))
+    costs = _costs_of_blocks(
+        model, layout, training, table or eager_activations(model, training.activation_bytes)
+    )
     return tuple(
         _stage_memory(model, layout, training, stage, schedule, blocks)
         for stage, blocks in enumerate(_blocks_of_stages(model, stage_layers, costs))
@@ -196,7 +210,10 @@ def _stage_memory(
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
     expert = num_mixtures * model.expert_parameters(layout)
-    parts = [static_bytes(dense, layout.dp * layout.cp, training), static_bytes(expert, layout.edp, training)]
+    parts = [
+        static_bytes(dense, layout.dp * layout.cp, training),
+        static_bytes(expert, layout.edp, training),
+    ]
     static = {name: sum(part[name] for part in parts) for name in parts[0]}
     owned = _owned(dense, layout.dp * layout.cp, training) + _owned(expert, layout.edp, training)
     costs = blocks[0].costs
@@ -213,7 +230,9 @@ def _stage_memory(
         loss=worst.loss,
         workspace=worst.workspace,
         # A stage receives one tensor while it sends another.
-        communication=(2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0)
+        communication=(
+            2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0
+        )
         + max(block.costs.slots for block in blocks),
         libraries=training.library_bytes,
     )
@@ -242,7 +261,12 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Join cells to lines: the first column aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in rows
     )
 
@@ -267,7 +291,9 @@ class _Block:
 
 
 def _blocks_of_stages(
-    model: ModelShape, stage_layers: Sequence[Sequence[int]], costs: tuple[ActivationCosts, ActivationCosts]
+    model: ModelShape,
+    stage_layers: Sequence[Sequence[int]],
+    costs: tuple[ActivationCosts, ActivationCosts],
 ) -> list[list[list[_Block]]]:
     """List the blocks of every chunk of every stage.
 
@@ -283,7 +309,9 @@ def _blocks_of_stages(
     return stages
 
 
-def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]]) -> Iterable[_Moment]:
+def _moments(
+    schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]]
+) -> Iterable[_Moment]:
     head = (schedule.num_stages - 1, schedule.num_chunks - 1)
     costs = next(block.costs for chunk in chunks for block in chunk)
     kept = [sum(block.costs.kept for block in blocks) for blocks in chunks]
@@ -311,7 +339,9 @@ def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]])
                 yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
             continue
         if loss:
-            yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.head_backward)
+            yield _Moment(
+                "backward", num_held, held, losses + costs.loss_backward, costs.head_backward
+            )
         yield _Moment("backward", num_held, held - not_held, losses - loss, in_backward)
         if action.kind != "I":
             held -= kept[action.chunk]
@@ -339,9 +369,13 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     for name in ("seq_length", "microbatch_size", "num_microbatches"):
         require_positive(name, getattr(training, name))
     if training.zero not in (0, 1):
-        raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels are not supported.")
+        raise ParallelPlanError(
+            f"zero must be 0 or 1: it is {training.zero!r}. Other levels are not supported."
+        )
     if training.recompute not in (legal := get_args(Recompute)):
-        raise ParallelPlanError(f"recompute must be one of {one_of(legal)}: it is {training.recompute!r}. Use one.")
+        raise ParallelPlanError(
+            f"recompute must be one of {one_of(legal)}: it is {training.recompute!r}. Use one."
+        )
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(

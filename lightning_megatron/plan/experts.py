@@ -92,12 +92,18 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         settle(self, "experts.")
         rule = f"be at most num_experts ({self.num_experts})"
-        self._require(self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once")
+        self._require(
+            self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once"
+        )
         if not isinstance(self.layers, int):
-            self._require(any(self.layers), "layers", "have a true value", "no layer would have experts")
+            self._require(
+                any(self.layers), "layers", "have a true value", "no layer would have experts"
+            )
         self._check_groups()
         needs_bias = "no expert has a bias (expert_bias is False)"
-        self._require(self.expert_bias or not self.expert_bias_rate, "expert_bias_rate", "be 0", needs_bias)
+        self._require(
+            self.expert_bias or not self.expert_bias_rate, "expert_bias_rate", "be 0", needs_bias
+        )
         needs_shared = "there is nothing for it to multiply (shared_ffn_hidden_size is None)"
         is_gate_used = self.shared_ffn_hidden_size is not None or not self.shared_gate
         self._require(is_gate_used, "shared_gate", "be False", needs_shared)
@@ -109,7 +115,9 @@ class ExpertsConfig:
 
     def is_in(self, layer: int) -> bool:
         """Return whether a layer has experts."""
-        return (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]
+        return (
+            (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]
+        )
 
     def check_num_layers(self, num_layers: int) -> None:
         """Check that ``layers`` fits a model with this number of layers.
@@ -130,25 +138,41 @@ class ExpertsConfig:
             )
 
     def _check_groups(self) -> None:
-        legal = [n for n in divisors(self.num_experts) if n == 1 or self.num_experts // n >= BEST_OF_GROUP]
+        legal = [
+            n
+            for n in divisors(self.num_experts)
+            if n == 1 or self.num_experts // n >= BEST_OF_GROUP
+        ]
         holds = self.num_groups in legal
         self._require(
-            holds, "num_groups", f"be {one_of(legal)}", f"num_experts ({self.num_experts}) are cut into equal groups"
+            holds,
+            "num_groups",
+            f"be {one_of(legal)}",
+            f"num_experts ({self.num_experts}) are cut into equal groups",
         )
         rule = f"be at most num_groups ({self.num_groups})"
-        self._require(self.top_k_groups <= self.num_groups, "top_k_groups", rule, "the best of them are taken")
+        self._require(
+            self.top_k_groups <= self.num_groups, "top_k_groups", rule, "the best of them are taken"
+        )
         eligible = self.num_experts // self.num_groups * self.top_k_groups
         rule = f"be at most {eligible}"
-        why = f"top_k_groups ({self.top_k_groups}) of num_groups ({self.num_groups}) have that many experts"
+        why = (
+            f"top_k_groups ({self.top_k_groups}) of num_groups ({self.num_groups}) have that many "
+            "experts"
+        )
         self._require(self.top_k <= eligible, "top_k", rule, why)
 
     def _require(self, holds: bool, name: str, rule: str, why: str) -> None:
         if not holds:
             value = getattr(self, name)
-            raise ParallelPlanError(f"{name} ({value}) of experts must {rule}, because {why}. Change {name}.")
+            raise ParallelPlanError(
+                f"{name} ({value}) of experts must {rule}, because {why}. Change {name}."
+            )
 
 
-def transport_over_ep(top_k: int, ep: int, transport: Transport = "auto", *, can_put: bool = False) -> ChosenTransport:
+def transport_over_ep(
+    top_k: int, ep: int, transport: Transport = "auto", *, can_put: bool = False
+) -> ChosenTransport:
     """Choose the transport of tokens to the ranks that share the experts of a layer.
 
     An all-gather brings each rank the tokens of ep - 1 others. An all-to-all brings it top_k / ep

@@ -52,7 +52,11 @@ _WIDE_ALONE = "pingpong_128x192_1x1"
 VARIANTS: tuple[str, ...] = (
     *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
     *(f"forward_swiglu_{tile}" for tile in (_WIDE_ALONE, _SQUARE)),
-    *(f"{kind}_{tile}" for kind in ("data_grad", "weight_grad_bf16") for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
+    *(
+        f"{kind}_{tile}"
+        for kind in ("data_grad", "weight_grad_bf16")
+        for tile in (_COOPERATIVE, _WIDE, _SQUARE)
+    ),
     *(f"weight_grad_fp32_{tile}" for tile in (_WIDE, _SQUARE)),
     *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE, _SQUARE)),
     f"weight_grad_add_read_{_SQUARE}",
@@ -90,7 +94,9 @@ _WIDE_ALONE_COLUMNS = 192
 _WIDE_WASTE = 0.035
 
 
-def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None) -> Choice:
+def choose_variant(
+    which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None
+) -> Choice:
     """Choose the kernel variant for a grouped product.
 
     Args:
@@ -152,7 +158,10 @@ def why_apart(n: int, k: int) -> str | None:
         k: Columns of each weight: the features of x.
     """
     if n % _SWIGLU_UNIT:
-        return f"{n} rows of a weight are not a multiple of {_SWIGLU_UNIT}: gate and up need multiples of 16 bytes"
+        return (
+            f"{n} rows of a weight are not a multiple of {_SWIGLU_UNIT}: gate and up need "
+            "multiples of 16 bytes"
+        )
     if k >= _TOO_LONG_FOR_SWIGLU:
         return f"the reduction over {k} is at least {_TOO_LONG_FOR_SWIGLU}"
     fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
@@ -168,13 +177,17 @@ def workspace_bytes(num_groups: int, num_sms: int) -> int:
         num_groups: Number of groups.
         num_sms: Number of CTAs of the launch.
     """
-    return num_groups * BYTES_PER_GROUP + _NUM_ARRAYS * WORKSPACE_ALIGNMENT + num_sms * _BYTES_PER_SM
+    return (
+        num_groups * BYTES_PER_GROUP + _NUM_ARRAYS * WORKSPACE_ALIGNMENT + num_sms * _BYTES_PER_SM
+    )
 
 
 def _choose_activation(which: Pass, rows: int, n: int, k: int) -> Choice:
     reduction, columns = (k, n) if which is Pass.FORWARD else (n, k)
     if rows < _FEW_ROWS:
-        return Choice(f"{which}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}")
+        return Choice(
+            f"{which}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}"
+        )
     if reduction >= _LONG_REDUCTION:
         reason = f"the reduction over {reduction} is at least {_LONG_REDUCTION}"
         return Choice(f"{which}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
@@ -196,9 +209,17 @@ def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
     tile, reason = _tile_of_columns(k)
     if which is Pass.WEIGHT_GRAD_ADD:
         if rows < _ROWS_FOR_REDUCE_ADD:
-            reason = f"{rows} rows a group are fewer than {_ROWS_FOR_REDUCE_ADD}: sums are read, added to and stored"
+            reason = (
+                f"{rows} rows a group are fewer than {_ROWS_FOR_REDUCE_ADD}: sums are read, added "
+                "to and stored"
+            )
             return Choice(f"{which}_read_{_SQUARE}", True, 0, reason)
-        return Choice(f"{which}_reduce_{tile}", along_n, 0, f"{rows} rows a group suffice for TMA adds; {reason}")
+        return Choice(
+            f"{which}_reduce_{tile}",
+            along_n,
+            0,
+            f"{rows} rows a group suffice for TMA adds; {reason}",
+        )
     if which is Pass.WEIGHT_GRAD_BF16 and rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}: the largest tile stores most"
         return Choice(f"{which}_{_COOPERATIVE}", along_n, 0, reason)
@@ -226,11 +247,11 @@ def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:
     if num_rows < 0 or n < 1 or k < 1 or n % 8 or k % 8:
         raise UnsupportedError(
             f"n ({n}) and k ({k}) must be positive multiples of 8 and rows ({num_rows}) not "
-            "negative, because TMA loads multiples of 16 bytes. Use such sizes, or the "
-            "products of torch."
+            "negative, because TMA loads multiples of 16 bytes. Use such sizes, or the products of "
+            "torch."
         )
     if max(num_rows, num_groups * n, k) > 2**31 - 1:
         raise UnsupportedError(
-            f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. "
-            "TMA coordinates have 32 bits. Use more ranks."
+            f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. TMA "
+            "coordinates have 32 bits. Use more ranks."
         )

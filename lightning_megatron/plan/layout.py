@@ -55,7 +55,9 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a global rank on every axis."""
         rest = rank - self.rank_offset
-        require_index("rank - rank_offset", rest, "world_size", prod(size for _, size in self.sizes))
+        require_index(
+            "rank - rank_offset", rest, "world_size", prod(size for _, size in self.sizes)
+        )
         position = {}
         for axis, size in self.sizes:
             rest, position[axis] = divmod(rest, size)
@@ -154,7 +156,9 @@ class ParallelLayout:
     @property
     def expert_grid(self) -> Grid:
         """Return the grid of the experts: axes etp, ep, edp, pp."""
-        return self._grid({axis: getattr(self, axis) for axis in EXPERT_AXES}, _EXPERT_NAME_IN_ORDER)
+        return self._grid(
+            {axis: getattr(self, axis) for axis in EXPERT_AXES}, _EXPERT_NAME_IN_ORDER
+        )
 
     def groups(self, name: str) -> list[list[int]]:
         """Return the groups of the dense grid over one or several axes, such as "tp" or "dp-cp".
@@ -200,7 +204,9 @@ class ParallelLayout:
 
         They are the first and the last stage, or the only one.
         """
-        return [[stages[0], stages[-1]] if len(stages) > 1 else stages for stages in self.groups("pp")]
+        return [
+            [stages[0], stages[-1]] if len(stages) > 1 else stages for stages in self.groups("pp")
+        ]
 
     def position_embedding_groups(self) -> list[list[int]]:
         """Return the first stage of every pipeline, which has the position embedding."""
@@ -268,7 +274,12 @@ class ParallelLayout:
                     f"{named.count(axis)} times, which leaves its place open. Use for example "
                     f"{'-'.join(dict.fromkeys(named))!r}."
                 )
-        sizes = {"tp": max(self.tp, self.etp), "cp": self.cp, "ep": self.ep, "dp": max(self.dp, self.edp)}
+        sizes = {
+            "tp": max(self.tp, self.etp),
+            "cp": self.cp,
+            "ep": self.ep,
+            "dp": max(self.dp, self.edp),
+        }
         sizes["pp"] = self.pp
         for axis, size in sizes.items():
             if size > 1 and axis not in named:

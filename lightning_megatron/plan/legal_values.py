@@ -27,7 +27,8 @@ def require_positive(name: str, value: int) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ParallelPlanError(
-            f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or more."
+            f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or "
+            "more."
         )
 
 
@@ -39,5 +40,6 @@ def require_index(name: str, index: int, size_name: str, size: int) -> None:
     """
     if not 0 <= index < size:
         raise ParallelPlanError(
-            f"{name} must lie on its axis: it is {index}, {size_name} is {size}. Use {name} of 0 to {size - 1}."
+            f"{name} must lie on its axis: it is {index}, {size_name} is {size}. Use {name} of 0 "
+            f"to {size - 1}."
         )

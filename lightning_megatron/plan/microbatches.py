@@ -72,7 +72,9 @@ class MicrobatchRule:
             ParallelPlanError: If the schedule cannot run this number of microbatches.
         """
         count = self.count_for(num_samples)
-        check_schedule_sizes(self.schedule, self.num_stages, count, self.num_chunks, self.group_size)
+        check_schedule_sizes(
+            self.schedule, self.num_stages, count, self.num_chunks, self.group_size
+        )
 
     def idle_share(self, num_microbatches: int) -> float:
         """Return the share of a step in which a stage waits for other stages.
@@ -85,7 +87,9 @@ class MicrobatchRule:
     def can_run(self, num_microbatches: int) -> bool:
         """Return whether the schedule can run this number of microbatches."""
         try:
-            check_schedule_sizes(self.schedule, self.num_stages, num_microbatches, self.num_chunks, self.group_size)
+            check_schedule_sizes(
+                self.schedule, self.num_stages, num_microbatches, self.num_chunks, self.group_size
+            )
         except ParallelPlanError:
             return False
         return True
@@ -95,7 +99,9 @@ class MicrobatchRule:
 def _chosen_size(rule: MicrobatchRule, num_samples: int) -> int:
     divisors = [count for count in range(1, num_samples + 1) if not num_samples % count]
     counts = [count for count in divisors if rule.can_run(count)]
-    enough = [count for count in counts if count * rule.num_chunks >= _PER_STAGE * (rule.num_stages - 1)]
+    enough = [
+        count for count in counts if count * rule.num_chunks >= _PER_STAGE * (rule.num_stages - 1)
+    ]
     if enough:
         return num_samples // min(enough)
     # Without a legal count, `check` fails for one sample per microbatch and names the legal

@@ -99,9 +99,16 @@ class ModelShape:
         heads = query + 2 * key
         weights = hidden * (heads + query)
         biases = [(self.qkv_bias, heads), (self.output_bias, hidden)]
-        weights += sum(size for has_bias, size in biases if (self.bias if has_bias is None else has_bias))
+        weights += sum(
+            size for has_bias, size in biases if (self.bias if has_bias is None else has_bias)
+        )
         network = self._beside_experts(tp) if has_experts else self._network_parameters(tp)
-        return weights + network + 2 * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
+        return (
+            weights
+            + network
+            + 2 * self._norm_parameters
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
 
     def expert_parameters(self, layout: ParallelLayout) -> int:
         """Count the parameters of the experts on one rank in a block with experts.
@@ -115,7 +122,9 @@ class ModelShape:
         one = self._num_matrices * self.hidden_size * (self.experts.ffn_hidden_size // layout.etp)
         return self.experts.num_experts // layout.ep * one
 
-    def stage_parameters(self, layout: ParallelLayout, stage: int, num_layers: int, num_expert_layers: int = 0) -> int:
+    def stage_parameters(
+        self, layout: ParallelLayout, stage: int, num_layers: int, num_expert_layers: int = 0
+    ) -> int:
         """Count the parameters of a stage on one tensor-parallel rank, without experts.
 
         A tied head on another stage than the embedding is a copy and is counted.
@@ -149,7 +158,9 @@ class ModelShape:
         if self.experts is None:
             return 0
         shared = (self.experts.shared_ffn_hidden_size or 0) // tp
-        columns = self.experts.num_experts + self._num_matrices * shared + int(self.experts.shared_gate)
+        columns = (
+            self.experts.num_experts + self._num_matrices * shared + int(self.experts.shared_gate)
+        )
         return self.hidden_size * columns
 
     @property

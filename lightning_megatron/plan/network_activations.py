@@ -74,7 +74,9 @@ class MicrobatchShape:
         return max(4, self.activation_bytes)
 
 
-def dense_costs(inner: int, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> NetworkCosts:
+def dense_costs(
+    inner: int, hidden: int, table: KeptActivations, batch: MicrobatchShape
+) -> NetworkCosts:
     """Compute the bytes of an MLP that every token passes through.
 
     Args:
@@ -209,7 +211,9 @@ def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> 
     ).num_bytes
 
 
-def _routing_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
+def _routing_bytes(
+    experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape
+) -> int:
     """Return the bytes that the router keeps for one token."""
     wide = batch.wide_bytes
     top_k = experts.top_k
@@ -218,7 +222,9 @@ def _routing_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, 
     if experts.jitter:
         # The random factors and their product with the input are kept instead of the input, which
         # only a shared MLP still needs.
-        size += 2 * wide * hidden - (0 if experts.shared_ffn_hidden_size else batch.activation_bytes * hidden)
+        size += 2 * wide * hidden - (
+            0 if experts.shared_ffn_hidden_size else batch.activation_bytes * hidden
+        )
     return size
 
 
@@ -233,7 +239,9 @@ def _num_scores(experts: ExpertsConfig) -> int:
     return count + (experts.num_experts + 1 if experts.z_loss else 0)
 
 
-def _shared_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
+def _shared_bytes(
+    experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape
+) -> int:
     """Return the bytes that the shared MLP keeps."""
     if experts.shared_ffn_hidden_size is None:
         return 0

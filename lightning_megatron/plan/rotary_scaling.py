@@ -59,20 +59,46 @@ class RotaryScaling:
         settle(self, "rotary_scaling.")
         length = self.original_length
         needs = f"the {self.kind} kind looks at the length that the model was first trained on"
-        _require(self.kind == "linear" or length is not None, "original_length", length, "be given", needs)
+        _require(
+            self.kind == "linear" or length is not None,
+            "original_length",
+            length,
+            "be given",
+            needs,
+        )
         if self.kind == "llama3":
             rule = f"exceed low_frequency_factor ({self.low_frequency_factor})"
             holds = 0.0 < self.low_frequency_factor < self.high_frequency_factor
-            _require(holds, "high_frequency_factor", self.high_frequency_factor, rule, "angles between are blended")
+            _require(
+                holds,
+                "high_frequency_factor",
+                self.high_frequency_factor,
+                rule,
+                "angles between are blended",
+            )
         if self.kind == "longrope":
             holds = length is not None and length > 1
-            _require(holds, "original_length", length, "be at least 2", "its logarithm is divided by")
+            _require(
+                holds, "original_length", length, "be at least 2", "its logarithm is divided by"
+            )
             for name in ("short_factors", "long_factors"):
                 values = getattr(self, name)
-                _require(bool(values), name, values, "be numbers above 0", "every angle is divided by its own")
+                _require(
+                    bool(values),
+                    name,
+                    values,
+                    "be numbers above 0",
+                    "every angle is divided by its own",
+                )
             numbers = f"{len(self.short_factors)} and {len(self.long_factors)}"
             same = len(self.short_factors) == len(self.long_factors)
-            _require(same, "short_factors and long_factors", numbers, "be equally many", "both divide the same angles")
+            _require(
+                same,
+                "short_factors and long_factors",
+                numbers,
+                "be equally many",
+                "both divide the same angles",
+            )
 
     @property
     def amplitude(self) -> float:
@@ -91,4 +117,6 @@ class RotaryScaling:
 
 def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
     if not holds:
-        raise ParallelPlanError(f"rotary_scaling: {name} ({value}) must {rule}, because {why}. Change {name}.")
+        raise ParallelPlanError(
+            f"rotary_scaling: {name} ({value}) must {rule}, because {why}. Change {name}."
+        )

@@ -62,7 +62,11 @@ class Schedule:
         Weight-gradient halves are omitted.
         """
         signs = {"F": 1, "B": -1, "I": -1}
-        return [signs[action.kind] * (action.chunk + 1) for action in self.actions(rank) if action.kind in signs]
+        return [
+            signs[action.kind] * (action.chunk + 1)
+            for action in self.actions(rank)
+            if action.kind in signs
+        ]
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
         """Return the position of a stage's chunk in the order in which a microbatch passes them."""
@@ -76,7 +80,9 @@ class Schedule:
                 names stage and action.
         """
         if len(self.rows) != self.num_stages:
-            raise ParallelPlanError(f"a schedule has one row per stage: {len(self.rows)} rows, pp {self.num_stages}.")
+            raise ParallelPlanError(
+                f"a schedule has one row per stage: {len(self.rows)} rows, pp {self.num_stages}."
+            )
         for rank, row in enumerate(self.rows):
             self._validate_row(rank, row)
         return self
@@ -96,7 +102,9 @@ class Schedule:
             done.add(action)
         for chunk in range(self.num_chunks):
             for microbatch in range(self.num_microbatches):
-                kinds = {kind for kind in ("F", "B", "I", "W") if Action(kind, chunk, microbatch) in done}
+                kinds = {
+                    kind for kind in ("F", "B", "I", "W") if Action(kind, chunk, microbatch) in done
+                }
                 if kinds not in ([{"F"}] if self.forward_only else [{"F", "B"}, {"F", "I", "W"}]):
                     what = f"must go with its backward alone: found are {sorted(kinds)}"
                     raise self._fault(rank, Action("F", chunk, microbatch), what)
@@ -139,7 +147,9 @@ def build_schedule(
     Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/2006.09503),
         interleaved (https://arxiv.org/abs/2104.04473).
     """
-    check_schedule_sizes(name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only)
+    check_schedule_sizes(
+        name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only
+    )
     group = num_microbatches
     if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
@@ -151,8 +161,14 @@ def build_schedule(
             warmup = 2 * warmup + (num_chunks - 1) * group
         if name == "gpipe" or forward_only:
             warmup = len(forwards)
-        rows.append(_one_forward_one_backward(forwards, min(warmup, len(forwards)), num_chunks, forward_only))
-    return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only).validate()
+        rows.append(
+            _one_forward_one_backward(
+                forwards, min(warmup, len(forwards)), num_chunks, forward_only
+            )
+        )
+    return Schedule(
+        name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only
+    ).validate()
 
 
 def check_schedule_sizes(
@@ -172,7 +188,9 @@ def check_schedule_sizes(
     for size_name, size in sizes.items():
         require_positive(size_name, size)
     if name not in SCHEDULE_NAMES:
-        raise ParallelPlanError(f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}.")
+        raise ParallelPlanError(
+            f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}."
+        )
     _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
     # Without backwards a chunk waits only for the chunk before it, so that groups of any size work.
     if name == "interleaved" and not forward_only:
@@ -241,11 +259,17 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     if group in legal:
         return
     remainder = num_microbatches % group
-    values = f"microbatch_group_size is {group}, pp is {num_stages}, num_microbatches is {num_microbatches}"
+    values = (
+        f"microbatch_group_size is {group}, pp is {num_stages}, num_microbatches is "
+        f"{num_microbatches}"
+    )
     if len(legal) > 6:
         legal = [*legal[:5], legal[-1]]
     if num_stages <= group <= num_microbatches:
-        why = f"the last group would hold {remainder}, fewer than stages, and every stage would wait for it"
+        why = (
+            f"the last group would hold {remainder}, fewer than stages, and every stage would wait "
+            "for it"
+        )
     else:
         why = "a smaller group would wait for its own output, a larger one never fills"
     multiple = -(-num_microbatches // num_stages) * num_stages

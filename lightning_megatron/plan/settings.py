@@ -45,7 +45,12 @@ class Range:
         )
 
     def __str__(self) -> str:
-        bounds = (("of at least", self.least), ("above", self.above), ("below", self.below), ("at most", self.most))
+        bounds = (
+            ("of at least", self.least),
+            ("above", self.above),
+            ("below", self.below),
+            ("at most", self.most),
+        )
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
@@ -94,7 +99,9 @@ def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
         ParallelPlanError: As for :func:`settle`.
     """
     kinds = get_type_hints(function, include_extras=True)
-    return {name: settled(name, value, kinds[name]) for name, value in values.items() if name in kinds}
+    return {
+        name: settled(name, value, kinds[name]) for name, value in values.items() if name in kinds
+    }
 
 
 def settled(name: str, value: Any, kind: Any) -> Any:
@@ -114,7 +121,9 @@ def settled(name: str, value: Any, kind: Any) -> Any:
         if not _is_of(value, bare):
             continue
         found = _converted(name, value, bare)
-        if bounds is None or bounds.holds(found.total_seconds() if isinstance(found, timedelta) else found):
+        if bounds is None or bounds.holds(
+            found.total_seconds() if isinstance(found, timedelta) else found
+        ):
             return found
         raise ParallelPlanError(f"{name} must be {describe(kind, found)}: it is {shown(value)}.")
     note = ""
@@ -131,7 +140,9 @@ def describe(kind: Any, value: Any = None) -> str:
         value: Number that is refused. A very large upper bound is mentioned only if this number
             exceeds it.
     """
-    return one_of([word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)])
+    return one_of(
+        [word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)]
+    )
 
 
 def shown(value: object) -> str:
@@ -195,14 +206,18 @@ def _is_finite(value: Real) -> bool:
 def _has_type_of(value: Any, kind: Any) -> bool:
     """Return whether a refused value has a legal type, so that the error need not name the type."""
     bare = [one for one, _ in _alternatives(kind)]
-    types_of_literals = {type(legal) for one in bare if get_origin(one) is Literal for legal in get_args(one)}
+    types_of_literals = {
+        type(legal) for one in bare if get_origin(one) is Literal for legal in get_args(one)
+    }
     return type(value) in types_of_literals or (float in bare and isinstance(value, float))
 
 
 def _literal(value: Any, kind: Any) -> Any:
     """Return the legal constant that a value equals, or None; True does not equal 1."""
     for legal in get_args(kind):
-        is_same_kind = _is_of(value, type(legal)) if type(legal) in (int, str) else type(value) is type(legal)
+        is_same_kind = (
+            _is_of(value, type(legal)) if type(legal) in (int, str) else type(value) is type(legal)
+        )
         if is_same_kind and value == legal:
             return legal
     return None
@@ -221,7 +236,9 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
         return origin(settled(f"{name}[{i}]", one, args[0]) for i, one in enumerate(value))
     if origin is dict:
         return {
-            settled(f"a name in {name}", key, args[0]): settled(f"{name}[{shown(key)}]", one, args[1])
+            settled(f"a name in {name}", key, args[0]): settled(
+                f"{name}[{shown(key)}]", one, args[1]
+            )
             for key, one in value.items()
         }
     if is_dataclass(kind) and isinstance(value, Mapping):
@@ -232,19 +249,28 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
 def _fixed_tuple(name: str, value: Sequence[Any], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(value) != len(kinds):
         raise ParallelPlanError(f"{name} must have {len(kinds)} elements: it is {shown(value)}.")
-    return tuple(settled(f"{name}[{i}]", one, kind) for i, (one, kind) in enumerate(zip(value, kinds, strict=True)))
+    return tuple(
+        settled(f"{name}[{i}]", one, kind)
+        for i, (one, kind) in enumerate(zip(value, kinds, strict=True))
+    )
 
 
 def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
     """Build a dataclass from a mapping, such as one in a settings file."""
     known = [field.name for field in fields(kind)]
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    required = [
+        f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
+    ]
     for key in value:
         if key not in known:
-            raise ParallelPlanError(f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}.")
+            raise ParallelPlanError(
+                f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}."
+            )
     missing = [one for one in required if one not in value]
     if missing:
-        raise ParallelPlanError(f"{name} must have {', '.join(missing)}: it has {', '.join(value) or 'nothing'}.")
+        raise ParallelPlanError(
+            f"{name} must have {', '.join(missing)}: it has {', '.join(value) or 'nothing'}."
+        )
     return kind(**value)
 
 
@@ -263,7 +289,13 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
         return (f"a mapping with {describe(args[1])} for each name",)
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
-    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", Any: "anything"}
+    names = {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a finite number",
+        str: "text",
+        Any: "anything",
+    }
     if kind in names:
         return (names[kind] if bounds is None else f"{names[kind]} {_shown_bounds(bounds, value)}",)
     return ("None" if kind in (None, type(None)) else _type_name(kind),)

@@ -50,7 +50,9 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
     return -(-vocab_size // step) * step
 
 
-def even_range(size: int, parts: int, index: int, what: str = "size", axis: str = "tp") -> ShardRange:
+def even_range(
+    size: int, parts: int, index: int, what: str = "size", axis: str = "tp"
+) -> ShardRange:
     """Return the range of part ``index`` of a dimension that is divided into equal parts.
 
     Args:
@@ -103,7 +105,11 @@ def attention_ranges(
     Raises:
         ParallelPlanError: If the heads cannot be divided among the ranks.
     """
-    for name, size in {"num_attention_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
+    for name, size in {
+        "num_attention_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }.items():
         require_positive(name, size)
     require_positive("tp", tp)
     require_index("index", index, "tp", tp)

@@ -66,7 +66,9 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
     if not 0 <= virtual < schedule.num_stages * schedule.num_chunks:
         return None
     chunk, consumer = divmod(virtual, schedule.num_stages)
-    return consumer, Action(_kind_after(schedule, consumer, action, chunk), chunk, action.microbatch)
+    return consumer, Action(
+        _kind_after(schedule, consumer, action, chunk), chunk, action.microbatch
+    )
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timeline:
@@ -106,7 +108,11 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
                 target = consumer_of(schedule, stage, action)
                 if target is not None:
                     ready[target] = span.stop
-    stuck = [(stage, row[len(spans[stage])]) for stage, row in enumerate(schedule.rows) if len(spans[stage]) < len(row)]
+    stuck = [
+        (stage, row[len(spans[stage])])
+        for stage, row in enumerate(schedule.rows)
+        if len(spans[stage]) < len(row)
+    ]
     if stuck:
         stage, action = stuck[0]
         raise ParallelPlanError(
@@ -127,7 +133,11 @@ def render(schedule: Schedule) -> str:
         The drawing, followed by a line with the number of ticks and the share of waiting.
     """
     timeline = simulate(schedule)
-    suffixes = [chr(ord("a") + chunk) for chunk in range(schedule.num_chunks)] if schedule.num_chunks > 1 else [""]
+    suffixes = (
+        [chr(ord("a") + chunk) for chunk in range(schedule.num_chunks)]
+        if schedule.num_chunks > 1
+        else [""]
+    )
     width = 1 + len(str(schedule.num_microbatches - 1)) + len(suffixes[0]) + 1
     margin = len(f"stage {schedule.num_stages - 1} ")
     header = "".join(f"{tick:<{width}}" for tick in range(timeline.length))
@@ -136,8 +146,12 @@ def render(schedule: Schedule) -> str:
         cells = ["." for _ in range(timeline.length)]
         for span in row:
             label = f"{span.action.kind}{span.action.microbatch}{suffixes[span.action.chunk]}"
-            cells[span.start : span.stop] = [label] + ["-" * (width - 1)] * (span.stop - span.start - 1)
-        lines.append(f"stage {stage}".ljust(margin) + "".join(cell.ljust(width) for cell in cells).rstrip())
+            cells[span.start : span.stop] = [label] + ["-" * (width - 1)] * (
+                span.stop - span.start - 1
+            )
+        lines.append(
+            f"stage {stage}".ljust(margin) + "".join(cell.ljust(width) for cell in cells).rstrip()
+        )
     lines.append(f"{timeline.length} ticks, {timeline.bubble:.1%} of them waiting")
     return "\n".join(lines)
 

@@ -9,7 +9,11 @@ from lightning_megatron.plan.legal_values import one_of, require_positive
 
 
 def split_layers(
-    num_layers: int, num_stages: int, num_chunks: int = 1, embedding_cost: float = 0.0, loss_cost: float = 0.0
+    num_layers: int,
+    num_stages: int,
+    num_chunks: int = 1,
+    embedding_cost: float = 0.0,
+    loss_cost: float = 0.0,
 ) -> tuple[tuple[range, ...], ...]:
     """Divide the layers into contiguous virtual stages that minimize the cost of the busiest stage.
 
@@ -35,10 +39,14 @@ def split_layers(
         require_positive(name, size)
     for name, cost in {"embedding_cost": embedding_cost, "loss_cost": loss_cost}.items():
         if cost < 0:
-            raise ParallelPlanError(f"{name} must not be negative: it is {cost} layers. Use 0 or more.")
+            raise ParallelPlanError(
+                f"{name} must not be negative: it is {cost} layers. Use 0 or more."
+            )
     _check_enough_layers(num_layers, num_stages, num_chunks)
     counts = []
-    for stage, total in enumerate(_fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))):
+    for stage, total in enumerate(
+        _fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))
+    ):
         embedding = embedding_cost if stage == 0 else None
         loss = loss_cost if stage == num_stages - 1 else None
         counts.append(_fill(total, 1, _edges(num_chunks, embedding, loss)))
@@ -74,7 +82,9 @@ def _fill(total: int, least: int, parts: Sequence[tuple[float, int]]) -> list[in
     return counts
 
 
-def _ranges(counts: Sequence[Sequence[int]], num_stages: int, num_chunks: int) -> tuple[tuple[range, ...], ...]:
+def _ranges(
+    counts: Sequence[Sequence[int]], num_stages: int, num_chunks: int
+) -> tuple[tuple[range, ...], ...]:
     layers: list[list[range]] = [[] for _ in range(num_stages)]
     start = 0
     for chunk in range(num_chunks):

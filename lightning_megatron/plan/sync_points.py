@@ -51,7 +51,12 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
         )
     rows = simulate(schedule).rows
     last_backward = [
-        {span.action.chunk: index for index, span in enumerate(row) if span.action.kind in ("B", "W")} for row in rows
+        {
+            span.action.chunk: index
+            for index, span in enumerate(row)
+            if span.action.kind in ("B", "W")
+        }
+        for row in rows
     ]
     done = {
         chunk: max(row[last[chunk]].stop for row, last in zip(rows, last_backward, strict=True))

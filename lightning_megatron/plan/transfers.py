@@ -108,10 +108,16 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     """
     timeline = simulate(schedule, costs)
     deliveries = [
-        delivery for row in timeline.rows for span in row if (delivery := _delivery_of(schedule, span)) is not None
+        delivery
+        for row in timeline.rows
+        for span in row
+        if (delivery := _delivery_of(schedule, span)) is not None
     ]
     deliveries.sort(key=lambda delivery: (delivery.time, delivery.sort_key))
-    numbers = {time: number for number, time in enumerate(sorted({delivery.time for delivery in deliveries}))}
+    numbers = {
+        time: number
+        for number, time in enumerate(sorted({delivery.time for delivery in deliveries}))
+    }
     sends: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for delivery in deliveries:
@@ -121,9 +127,13 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     for stage, row in enumerate(timeline.rows):
         times = {time for owner, time in (*sends, *receives) if owner == stage}
         # The 0 sorts an exchange before the action (1) that starts at the same tick.
-        events: list[tuple[int, int, Instruction]] = [(span.start, 1, Compute(span.action)) for span in row]
+        events: list[tuple[int, int, Instruction]] = [
+            (span.start, 1, Compute(span.action)) for span in row
+        ]
         for time in times:
-            exchange = Exchange(numbers[time], tuple(sends[stage, time]), tuple(receives[stage, time]))
+            exchange = Exchange(
+                numbers[time], tuple(sends[stage, time]), tuple(receives[stage, time])
+            )
             events.append((time, 0, exchange))
         events.sort(key=lambda event: event[:2])
         rows.append(tuple(instruction for _, _, instruction in events))

@@ -28,10 +28,11 @@ class _Reader:
         is_path = isinstance(path, str | os.PathLike) and not str(path).startswith("http")
         if is_path and is_sharded_checkpoint(path):
             raise CheckpointMismatchError(
-                f"load_from_checkpoint reads one file: {os.fspath(path)} is a directory that MegatronStrategy saved. "
-                "Its tensors are in several files, as the ranks held them. Write one file with `lightning-megatron "
-                f"checkpoint consolidate {os.fspath(path)} plain.ckpt --weights-only` and load that, or give the "
-                "directory as ckpt_path to fit, validate, test or predict with MegatronStrategy."
+                f"load_from_checkpoint reads one file: {os.fspath(path)} is a directory that "
+                "MegatronStrategy saved. Its tensors are in several files, as the ranks held them. "
+                f"Write one file with `lightning-megatron checkpoint consolidate {os.fspath(path)} "
+                "plain.ckpt --weights-only` and load that, or give the directory as ckpt_path to "
+                "fit, validate, test or predict with MegatronStrategy."
             )
         return self.load(path_or_url, *args, **kwargs)
 

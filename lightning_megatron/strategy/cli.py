@@ -11,7 +11,10 @@ from typing_extensions import override
 
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
-_STRATEGY_PATHS = ("lightning_megatron.MegatronStrategy", f"{MegatronStrategy.__module__}.MegatronStrategy")
+_STRATEGY_PATHS = (
+    "lightning_megatron.MegatronStrategy",
+    f"{MegatronStrategy.__module__}.MegatronStrategy",
+)
 
 
 class MegatronCLI(LightningCLI):

@@ -89,7 +89,10 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
             RuntimeError: Before ``setup_environment`` and after ``teardown``.
         """
         if self._mesh is None:
-            raise RuntimeError("the mesh exists while the Trainer runs: from the `setup` hook to the `teardown` hook.")
+            raise RuntimeError(
+                "the mesh exists while the Trainer runs: from the `setup` hook to the `teardown` "
+                "hook."
+            )
         return self._mesh
 
     @property
@@ -136,7 +139,9 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
     def set_world_ranks(self) -> None:
         """Set the ranks of the cluster environment and of Lightning's rank-zero functions."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
@@ -148,9 +153,9 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise UnsupportedError(
-            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every rank writes its "
-            "own shards, which "
-            "the plugin would not see. Remove it from Trainer(plugins=...)."
+            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every "
+            "rank writes its own shards, which the plugin would not see. Remove it from "
+            "Trainer(plugins=...)."
         )
 
     @override
@@ -160,16 +165,20 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         layout = self.layout
         if self._layer_sync is not None:
             raise UnsupportedError(
-                "Trainer(sync_batchnorm=True) cannot be used with this strategy: batch statistics over microbatches "
-                "and stages "
-                "would differ from those of the batch. Use norms without batch statistics."
+                "Trainer(sync_batchnorm=True) cannot be used with this strategy: batch statistics "
+                "over microbatches and stages would differ from those of the batch. Use norms "
+                "without batch statistics."
             )
         check_backend(self._backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
         log.debug("layout: %s", layout)
         self._watch = FailureWatch(self.global_rank, self.num_processes)
         self._launcher = MegatronLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch, self.check_run
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            lambda: self._watch,
+            self.check_run,
         )
 
     def configuration(self) -> dict[str, str | int]:
@@ -237,7 +246,8 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         if folder is None:
             return
         cpu, device = (
-            (self._timeout or DEFAULT_TIMEOUTS[kind]).total_seconds() for kind in ("cpu", self.root_device.type)
+            (self._timeout or DEFAULT_TIMEOUTS[kind]).total_seconds()
+            for kind in ("cpu", self.root_device.type)
         )
         self._hang_watch = HangWatch(
             mesh.rank,

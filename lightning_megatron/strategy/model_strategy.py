@@ -20,7 +20,10 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.checks.callback_checks import saves_optimizers, take_callbacks_along
+from lightning_megatron.strategy.checks.callback_checks import (
+    saves_optimizers,
+    take_callbacks_along,
+)
 from lightning_megatron.strategy.checks.run_checks import (
     check_module,
     check_train_loaders,
@@ -33,10 +36,17 @@ from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.kept_state import KeptState
 from lightning_megatron.strategy.modules.rebind import MetricGroups, find_models, rebind_mesh
-from lightning_megatron.strategy.optimization.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
+from lightning_megatron.strategy.optimization.empty_optimizers import (
+    allowing_empty_optimizers,
+    check_trained_somewhere,
+)
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.mixtures import ExpertsOfRun, check_experts
-from lightning_megatron.strategy.optimization.parameter_readers import SEES_PARTS, gradient_reader, parameter_reader
+from lightning_megatron.strategy.optimization.parameter_readers import (
+    SEES_PARTS,
+    gradient_reader,
+    parameter_reader,
+)
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
@@ -51,7 +61,10 @@ from lightning_megatron.strategy.private.lightning import (
     skips_backward,
     total_batch_index,
 )
-from lightning_megatron.strategy.private.lightning_callbacks import let_finetuning_know, record_module_names_again
+from lightning_megatron.strategy.private.lightning_callbacks import (
+    let_finetuning_know,
+    record_module_names_again,
+)
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
 from lightning_megatron.strategy.step.runner import AroundBackward, StepRunner
@@ -95,7 +108,9 @@ class ModelStrategy(MeshStrategy):
     @property
     def user_module(self) -> LightningModule:
         """Return the user's LightningModule."""
-        assert self.lightning_module is not None, "the Trainer connects the module before anything else"
+        assert self.lightning_module is not None, (
+            "the Trainer connects the module before anything else"
+        )
         return self.lightning_module
 
     @property
@@ -115,7 +130,9 @@ class ModelStrategy(MeshStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer ignores its precision argument if a plugin is set, so None stays None.
-        ours = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+        ours = (
+            None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+        )
         self._precision_plugin = ours
 
     # ---- setup
@@ -128,7 +145,9 @@ class ModelStrategy(MeshStrategy):
     @override
     def configuration(self) -> dict[str, str | int]:
         layout, trainer = super().configuration(), self.user_module._trainer
-        arguments = {name: value for name, value in self.options.as_dict().items() if name not in layout}
+        arguments = {
+            name: value for name, value in self.options.as_dict().items() if name not in layout
+        }
         return layout if trainer is None else {**layout, **configuration_fields(arguments, trainer)}
 
     @override
@@ -152,7 +171,10 @@ class ModelStrategy(MeshStrategy):
         rebind_mesh(module, self.mesh)
         plans = self.options.tensor_parallel_plan, self.options.pipeline_plan
         record_module_names_again(trainer)
-        shows_progress, needs_tables = trainer.progress_bar_callback is not None, self.options.needs_tables
+        shows_progress, needs_tables = (
+            trainer.progress_bar_callback is not None,
+            self.options.needs_tables,
+        )
         for record in parallelize(module, self.mesh, *plans, shows_progress, needs_tables):
             rank_zero_info(str(record))
         if plans[0] is not None and self.mesh.tp.size > 1:
@@ -166,7 +188,9 @@ class ModelStrategy(MeshStrategy):
         for note in self._experts.notes():
             rank_zero_info(note)
         kind = self.root_device.type
-        for note in self.options.notes(self.precision_plugin.precision, kind, has_models=bool(models)):
+        for note in self.options.notes(
+            self.precision_plugin.precision, kind, has_models=bool(models)
+        ):
             rank_zero_info(note)
         self.precision_plugin.converts_inputs = not models
         self.model = self.precision_plugin.convert_module(module)
@@ -184,8 +208,14 @@ class ModelStrategy(MeshStrategy):
         kept = KeptState(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
         mesh, options = self.mesh, self.options
-        trials = (MicrobatchTrials(module, mesh), FeatureTrials(module, mesh)) if options.check_microbatches else None
-        self._steps = StepRunner(mesh, self._executor, options.microbatches(self.layout), kept, trials)
+        trials = (
+            (MicrobatchTrials(module, mesh), FeatureTrials(module, mesh))
+            if options.check_microbatches
+            else None
+        )
+        self._steps = StepRunner(
+            mesh, self._executor, options.microbatches(self.layout), kept, trials
+        )
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
@@ -213,7 +243,9 @@ class ModelStrategy(MeshStrategy):
             rank_zero_info(f"{reader} {SEES_PARTS}")
         install_scheduled_loop(trainer, self._prepare_forget)
         self._has_checked_batch = False
-        self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval, self.finish_saves)
+        self._signals = SignalAgreement(
+            trainer, self.mesh, self.options.signal_check_interval, self.finish_saves
+        )
         self._signals.install()
 
     def finish_saves(self) -> None:
@@ -245,8 +277,8 @@ class ModelStrategy(MeshStrategy):
         reader = parameter_reader(trainer)
         if reader is not None:
             rank_zero_info(
-                f"Updated parameters are gathered before {reader} runs, which might read them, and not beside the next "
-                "forward pass; overlap_parameters=True says that it does not."
+                f"Updated parameters are gathered before {reader} runs, which might read them, and "
+                "not beside the next forward pass; overlap_parameters=True says that it does not."
             )
         return reader is None
 
@@ -267,10 +299,19 @@ class ModelStrategy(MeshStrategy):
             self._state.begin_fit()
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, list) and batch and all(isinstance(part, Microbatch) for part in batch):
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if (
+            isinstance(batch, list)
+            and batch
+            and all(isinstance(part, Microbatch) for part in batch)
+        ):
             move = super().batch_to_device
-            return [Microbatch(move(part.data, device, dataloader_idx), part.num_samples) for part in batch]
+            return [
+                Microbatch(move(part.data, device, dataloader_idx), part.num_samples)
+                for part in batch
+            ]
         return super().batch_to_device(batch, device, dataloader_idx)
 
     # ---- steps
@@ -297,7 +338,9 @@ class ModelStrategy(MeshStrategy):
         self._check_first_batch(args[0])
         around = None
         if not skips_backward(trainer):
-            around = AroundBackward(self._forget_gradients, self._run_backward, self._after_backward)
+            around = AroundBackward(
+                self._forget_gradients, self._run_backward, self._after_backward
+            )
         self._prepare_step(step)
         with precision.train_step_context():
             return self._steps.train(
@@ -333,7 +376,9 @@ class ModelStrategy(MeshStrategy):
         assert self._steps is not None, "setup has run"
         assert self._state is not None, "setup has run"
         guard = self._steps.reads.guard(self.user_module, "training_step")
-        passes = surrounding_backward(partial(self._state.raw_backward, self.precision_plugin.loss_scale))
+        passes = surrounding_backward(
+            partial(self._state.raw_backward, self.precision_plugin.loss_scale)
+        )
         uncut = naming_uncut_modules(self.user_module, self.mesh)
         with self.precision_plugin.train_step_context(), guard, passes, uncut:
             output = self.user_module.training_step(*args, **kwargs)
@@ -362,7 +407,9 @@ class ModelStrategy(MeshStrategy):
         self._state.begin_step(step, will_step and is_logged(trainer))
         self._state.take_in(self.optimizers, trainer.current_epoch)
         self._state.main.written.take_noted()
-        self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
+        self._executor.observer = (
+            self._state.observer if will_step and self.options.overlap_gradients else None
+        )
         self._executor.inspector = self._state.replicas.inspector
 
     def _check_first_batch(self, batch: Any) -> None:
@@ -370,7 +417,10 @@ class ModelStrategy(MeshStrategy):
         if self._has_checked_batch or self.mesh.model.size == 1:
             return
         self._has_checked_batch = True
-        check_same_everywhere(self.mesh.model_cpu, {"first training batch of its data-parallel rank": digest_of(batch)})
+        check_same_everywhere(
+            self.mesh.model_cpu,
+            {"first training batch of its data-parallel rank": digest_of(batch)},
+        )
 
     def _wait_for_parameters(self) -> None:
         if self._state is not None:
@@ -397,4 +447,6 @@ class ModelStrategy(MeshStrategy):
         batch, rest = args[0], args[1:]
         step = rest[0] if rest and isinstance(rest[0], int) else 0
         # The second argument is the dataloader's index, if there are several.
-        return self._steps.evaluate(self.user_module, name, batch, rest, step=step, key=(name, *rest[1:]))
+        return self._steps.evaluate(
+            self.user_module, name, batch, rest, step=step, key=(name, *rest[1:])
+        )

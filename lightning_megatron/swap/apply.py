@@ -31,7 +31,12 @@ from lightning_megatron.swap.hugging_face.peft_model import keep_wrappers
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.save_pretrained import save_from_all_ranks
 from lightning_megatron.swap.pretrained.from_pretrained import give_values
-from lightning_megatron.swap.pretrained.replace import family_of_module, is_part, reason_to_keep, swapped_model
+from lightning_megatron.swap.pretrained.replace import (
+    family_of_module,
+    is_part,
+    reason_to_keep,
+    swapped_model,
+)
 from lightning_megatron.swap.rejoin import rejoin
 from lightning_megatron.swap.ties import NewHome, tie
 
@@ -74,11 +79,12 @@ def parallelize(
     so gradients outside them are complete and equal on all tensor-parallel ranks. Before the swap,
     every rank gets the values of the first rank. If an error is raised, nothing has been swapped.
 
-    :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns (``fnmatch`` over
-    dotted names; ``*`` matches dots too) that come later in the plan override earlier ones. A GPT
-    or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing else is swapped, but
-    the plan is checked. A module swapped earlier on a mesh of the same layout moves to the groups
-    of ``mesh``. Exclude modules that use the weight of a layer without calling the layer.
+    :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns
+    (``fnmatch`` over dotted names; ``*`` matches dots too) that come later in the plan override
+    earlier ones. A GPT or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing
+    else is swapped, but the plan is checked. A module swapped earlier on a mesh of the same layout
+    moves to the groups of ``mesh``. Exclude modules that use the weight of a layer without calling
+    the layer.
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
     before and after the list run on the first and the last stage alone: see
@@ -150,7 +156,9 @@ def _built(
     shows_progress: bool,
 ) -> list[_Swap]:
     """Build the replacements of modules in the order of definition, without changing the module."""
-    built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
+    built = [
+        _model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)
+    ]
     built += [_known_model(place, family, mesh, shows_progress) for place, family in known]
     models = [swap.place.name for swap in built]
     here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
@@ -171,14 +179,16 @@ def _built(
 def _fits(kind: str, module: nn.Module) -> bool:
     if kind in ("replicate", "partial") or getattr(module, SWAPPED_AS, None) == kind:
         return True
-    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder, ReplacedModel)))
+    return rule_for(kind, module) is not None or (
+        kind == "auto" and isinstance(module, (GPT, Encoder, ReplacedModel))
+    )
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
     if rule_for("auto", module) is not None or is_foreign(module, mesh):
         raise UnsupportedError(
-            f"the root ({type(module).__name__}) cannot be swapped in place, because nothing holds it. "
-            "Make it a child of another module, such as an attribute of a LightningModule."
+            f"the root ({type(module).__name__}) cannot be swapped in place, because nothing holds "
+            "it. Make it a child of another module, such as an attribute of a LightningModule."
         )
 
 
@@ -205,7 +215,9 @@ def _chosen(
         if whole and place.name.startswith(whole):
             continue
         if isinstance(place.module, nn.TransformerDecoderLayer) and rule is not None:
-            if not all(kind == "auto" for name, kind in kinds.items() if name.startswith(f"{place.name}.")):
+            if not all(
+                kind == "auto" for name, kind in kinds.items() if name.startswith(f"{place.name}.")
+            ):
                 # The plan shards the parts of this layer one by one.
                 continue
             whole = f"{place.name}."
@@ -229,9 +241,9 @@ def _encoder_rule(place: Place) -> BlockRule:
     rule = rule_for("auto", place.module)
     if rule is None:
         raise UnsupportedError(
-            f"the layers of {place.name!r} cannot be cut over tp, because {type(place.module).__name__} may read "
-            "their weights "
-            "as torch.nn.TransformerEncoder does. Use that class, or give it the kind 'replicate'."
+            f"the layers of {place.name!r} cannot be cut over tp, because "
+            f"{type(place.module).__name__} may read their weights as torch.nn.TransformerEncoder "
+            "does. Use that class, or give it the kind 'replicate'."
         )
     return rule
 
@@ -240,12 +252,14 @@ def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh, has_stages: boo
     for place, kind, _ in chosen:
         if mesh.cp.size > 1 and kind == "auto":
             raise UnsupportedError(
-                f"the attention of {place.name!r} sees whole sequences, but cp ({mesh.cp.size}) cuts them. Use cp 1."
+                f"the attention of {place.name!r} sees whole sequences, but cp ({mesh.cp.size}) "
+                "cuts them. Use cp 1."
             )
         if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
             raise UnsupportedError(
-                f"the block {place.name!r} can be cut over tp only, because no pipeline stages are known of the model: "
-                f"pp is {mesh.pp.size}. Use pp 1, or name its list of blocks in pipeline_plan."
+                f"the block {place.name!r} can be cut over tp only, because no pipeline stages are "
+                f"known of the model: pp is {mesh.pp.size}. Use pp 1, or name its list of blocks "
+                "in pipeline_plan."
             )
 
 
@@ -254,7 +268,9 @@ def _model(place: Place, mesh: ParallelMesh) -> _Swap:
     return _Swap(place, "model", model, note=NOTE if is_cut(mesh) else "")
 
 
-def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:
+def _known_models(
+    places: Sequence[Place], kinds: Mapping[str, str]
+) -> Iterator[tuple[Place, Family]]:
     """List Hugging Face models with a family, except those that the plan excludes or cuts."""
     around: list[str] = []
     taken: list[str] = []
@@ -264,7 +280,11 @@ def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator
         family = family_of_module(place.module)
         within = _is_inside(place, around)
         around.append(place.name)
-        inside = {kind for name, kind in kinds.items() if name == place.name or name.startswith(f"{place.name}.")}
+        inside = {
+            kind
+            for name, kind in kinds.items()
+            if name == place.name or name.startswith(f"{place.name}.")
+        }
         if family is not None and inside <= {"auto"} and not (within and is_part(place.module)):
             taken.append(place.name)
             yield place, family
@@ -272,14 +292,24 @@ def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator
 
 def _kept(known: Sequence[tuple[Place, Family]]) -> list[tuple[Place, str]]:
     """List the models with a setting that their family's table lacks, each with the reason."""
-    return [(place, reason) for place, family in known if (reason := reason_to_keep(place.module, family))]
+    return [
+        (place, reason)
+        for place, family in known
+        if (reason := reason_to_keep(place.module, family))
+    ]
 
 
 def _kept_record(place: Place, reason: str) -> SwapRecord:
     model = type(place.module).__name__
     size = _num_elements(place.module)
     return SwapRecord(
-        place.name, "Hugging Face's own module", model, model, size, size, f"It is kept, because {reason}"
+        place.name,
+        "Hugging Face's own module",
+        model,
+        model,
+        size,
+        size,
+        f"It is kept, because {reason}",
     )
 
 
@@ -295,7 +325,11 @@ def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progres
 def _with_own_code(places: Sequence[Place], replaced: Sequence[str]) -> Iterator[nn.Module]:
     """List the Hugging Face models that are not replaced, nested ones included."""
     for place in _first_names(places):
-        if is_pretrained(place.module) and place.name not in replaced and not _is_inside(place, replaced):
+        if (
+            is_pretrained(place.module)
+            and place.name not in replaced
+            and not _is_inside(place, replaced)
+        ):
             yield place.module
 
 
@@ -306,7 +340,11 @@ def _with_own_plans(
     taken = list(replaced)
     found = []
     for place in _first_names(places):
-        if is_hugging_face(place.module) and place.name not in taken and not _is_inside(place, taken):
+        if (
+            is_hugging_face(place.module)
+            and place.name not in taken
+            and not _is_inside(place, taken)
+        ):
             taken.append(place.name)
             found.append((place, own_plan(place.module, mesh.tp.size, place.name)))
     return found
@@ -318,11 +356,24 @@ def _planned_record(place: Place, own: OwnPlan, before: int) -> SwapRecord:
     return SwapRecord(place.name, str(own), model, model, before, local, whole_parts(place.module))
 
 
-def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh, *, cuts_sequence: bool) -> _Swap:
+def _block(
+    number: int,
+    place: Place,
+    kind: str,
+    rule: BlockRule,
+    mesh: ParallelMesh,
+    *,
+    cuts_sequence: bool,
+) -> _Swap:
     # Inputs and outputs of a plain module are whole sequences, with the batch first or second.
     mesh = replace(mesh, sequence_parallel=False)
     site = Site(
-        place.name, place.module, mesh, _FIRST_LAYER + number, cuts_sequence and kind in _KNOW_PARTS, place.parent
+        place.name,
+        place.module,
+        mesh,
+        _FIRST_LAYER + number,
+        cuts_sequence and kind in _KNOW_PARTS,
+        place.parent,
     )
     return _Swap(place, kind, swapped(rule, site), rule, site)
 
@@ -330,10 +381,15 @@ def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: Parallel
 def _homes(swap: _Swap) -> dict[str, NewHome]:
     if swap.rule is None or swap.site is None:
         return {}
-    return {key: NewHome(swap.target, name, swap.kind) for key, name in source_names(swap.rule, swap.site).items()}
+    return {
+        key: NewHome(swap.target, name, swap.kind)
+        for key, name in source_names(swap.rule, swap.site).items()
+    }
 
 
-def _mark_partial(module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMesh, stages: Stages | None) -> None:
+def _mark_partial(
+    module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMesh, stages: Stages | None
+) -> None:
     for name in (name for name, kind in kinds.items() if kind == "partial" and mesh.tp.size > 1):
         if stages is None or stages.is_here(name):
             for parameter in module.get_submodule(name).parameters():
@@ -343,8 +399,14 @@ def _mark_partial(module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMes
 def _record(swap: _Swap) -> SwapRecord:
     source, target = swap.place.module, swap.target
     full, local = _num_elements(source), _num_elements(target)
-    ours = type(target).__bases__[0] if swap.finish is not None and isinstance(target, GPT) else type(target)
-    return SwapRecord(swap.place.name, swap.kind, type(source).__name__, ours.__name__, full, local, swap.note)
+    ours = (
+        type(target).__bases__[0]
+        if swap.finish is not None and isinstance(target, GPT)
+        else type(target)
+    )
+    return SwapRecord(
+        swap.place.name, swap.kind, type(source).__name__, ours.__name__, full, local, swap.note
+    )
 
 
 def _num_elements(module: nn.Module) -> int:

@@ -25,14 +25,18 @@ def agree_on_values(root: nn.Module, places: list[Place], mesh: ParallelMesh) ->
     """
     if mesh.world.size == 1:
         return
-    built_here = [place.name for place in places if place.closed_by is None and _is_built_here(place.module, mesh)]
+    built_here = [
+        place.name
+        for place in places
+        if place.closed_by is None and _is_built_here(place.module, mesh)
+    ]
     tensors = dict(root.named_parameters()) | dict(root.named_buffers())
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise UnsupportedError(
-                f"the lazy parameter {name!r} has no shape yet, so ranks cannot agree on its value. Run one batch "
-                "through the "
-                "module in configure_model, or give the layer its sizes."
+                f"the lazy parameter {name!r} has no shape yet, so ranks cannot agree on its "
+                "value. Run one batch through the module in configure_model, or give the layer its "
+                "sizes."
             )
         if tensor.is_meta or not shard_spec_of(tensor).is_whole:
             continue

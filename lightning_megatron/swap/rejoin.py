@@ -27,13 +27,16 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
         old = _mesh_of(module)
         if (old.layout, old.rank) != (mesh.layout, mesh.rank):
             raise UnsupportedError(
-                f"{name!r} is already cut for another layout ({old.layout}), so its weights cannot be cut for this one "
-                f"({mesh.layout}). Build the module again, and load its weights from a checkpoint."
+                f"{name!r} is already cut for another layout ({old.layout}), so its weights cannot "
+                f"be cut for this one ({mesh.layout}). Build the module again, and load its "
+                "weights from a checkpoint."
             )
     for _, module in cut_before:
         sequence_parallel = _mesh_of(module).sequence_parallel
         same = sequence_parallel == mesh.sequence_parallel
-        setattr(module, _ATTRIBUTE, mesh if same else replace(mesh, sequence_parallel=sequence_parallel))
+        setattr(
+            module, _ATTRIBUTE, mesh if same else replace(mesh, sequence_parallel=sequence_parallel)
+        )
 
 
 def _mesh_of(module: nn.Module) -> ParallelMesh:
@@ -46,4 +49,8 @@ def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
     # Modules built for one process are not sharded. Meshes with and without sequence parallelism
     # share one set of random streams.
     old = getattr(module, _ATTRIBUTE, None)
-    return isinstance(old, ParallelMesh) and old.random is not mesh.random and old.layout.world_size > 1
+    return (
+        isinstance(old, ParallelMesh)
+        and old.random is not mesh.random
+        and old.layout.world_size > 1
+    )

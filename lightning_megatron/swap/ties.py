@@ -38,7 +38,10 @@ class NewHome:
 
 
 def tie(
-    root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = (), stages: Stages | None = None
+    root: nn.Module,
+    homes: Mapping[str, NewHome],
+    closed: Sequence[str] = (),
+    stages: Stages | None = None,
 ) -> None:
     """Share parameters of the targets in the same way as their sources; do not change ``root``.
 
@@ -67,9 +70,9 @@ def _check_models(shared: Sequence[str], closed: Sequence[str]) -> None:
     models = {next((name for name in closed if key.startswith(f"{name}.")), "") for key in shared}
     if len(models) > 1:
         raise ParallelPlanError(
-            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a model that is cut "
-            "as a whole. "
-            "The shared weight would fall apart. Use GPTConfig(tie_embeddings=True) or separate weights."
+            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
+            "model that is cut as a whole. The shared weight would fall apart. Use "
+            "GPTConfig(tie_embeddings=True) or separate weights."
         )
 
 
@@ -79,14 +82,18 @@ def _tie_one(shared: Sequence[str], homes: Mapping[str, NewHome]) -> None:
         return
     first = moved[0].parameter
     same = all(
-        shard_spec_of(home.parameter) == shard_spec_of(first) and home.parameter.shape == first.shape for home in moved
+        shard_spec_of(home.parameter) == shard_spec_of(first)
+        and home.parameter.shape == first.shape
+        for home in moved
     )
     if len(moved) < len(shared) or not same:
-        kinds = ", ".join(f"{key!r} is {homes[key].kind if key in homes else 'replicate'!r}" for key in shared)
+        kinds = ", ".join(
+            f"{key!r} is {homes[key].kind if key in homes else 'replicate'!r}" for key in shared
+        )
         raise ParallelPlanError(
-            f"modules that share one weight must cut it alike: {kinds}. Cut differently, the weights would drift "
-            "apart. "
-            "Give all of them the kind 'replicate', or 'vocab' where an embedding and an output layer share a weight."
+            f"modules that share one weight must cut it alike: {kinds}. Cut differently, the "
+            "weights would drift apart. Give all of them the kind 'replicate', or 'vocab' where an "
+            "embedding and an output layer share a weight."
         )
     for home in moved[1:]:
         home.adopt(first)

@@ -98,7 +98,9 @@ def _hooks(layer: CutLayer, axis: MeshAxis, seen: list[Seen], is_whole: bool) ->
         if is_whole:
             parts = module._parameters
             yield module.register_forward_pre_hook(partial(_gather_parameters, axis=axis))
-            yield module.register_forward_hook(lambda *_: _put_back(module, parts), always_call=True)
+            yield module.register_forward_hook(
+                lambda *_: _put_back(module, parts), always_call=True
+            )
         return
     if is_whole and layer.kind == "column":
         yield module.register_forward_hook(partial(_gather_output, axis=axis), prepend=True)
@@ -130,7 +132,11 @@ def _note(
     seen.append(Seen(layer, _sample(hidden)))
     if not takes_part:
         return None
-    return ((hidden, *args[1:]), dict(kwargs)) if args else (args, {**kwargs, next(iter(kwargs)): hidden})
+    return (
+        ((hidden, *args[1:]), dict(kwargs))
+        if args
+        else (args, {**kwargs, next(iter(kwargs)): hidden})
+    )
 
 
 def _sample(hidden: Tensor) -> Tensor:
@@ -141,14 +147,18 @@ def _sample(hidden: Tensor) -> Tensor:
     return rows[:: max(1, -(-rows.shape[0] // count))].clone()
 
 
-def _gather_output(module: nn.Module, args: tuple[Any, ...], output: Tensor, *, axis: MeshAxis) -> Tensor:
+def _gather_output(
+    module: nn.Module, args: tuple[Any, ...], output: Tensor, *, axis: MeshAxis
+) -> Tensor:
     return gather_from_axis(output, axis, dim=-1)
 
 
 def _gather_parameters(module: nn.Module, args: tuple[Any, ...], *, axis: MeshAxis) -> None:
     with torch.no_grad():
         module._parameters = {
-            name: None if part is None else nn.Parameter(gather_from_axis(part, axis, dim=0), part.requires_grad)
+            name: None
+            if part is None
+            else nn.Parameter(gather_from_axis(part, axis, dim=0), part.requires_grad)
             for name, part in module._parameters.items()
         }
 

@@ -31,15 +31,26 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Ten
     total = torch.zeros((), dtype=torch.float64, device=main.mesh.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
         same = [gradient for gradient in counted if gradient.dtype == dtype]
-        total += torch.stack(torch._foreach_norm(same, 2, dtype=_norm_dtype(dtype))).double().square().sum()
+        total += (
+            torch.stack(torch._foreach_norm(same, 2, dtype=_norm_dtype(dtype)))
+            .double()
+            .square()
+            .sum()
+        )
     # A double scalar costs nothing, and makes the message equal on stages that hold different
     # dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
-    return norm if any(gradient.dtype == torch.float64 for gradient in main.gradients(names)) else norm.float()
+    return (
+        norm
+        if any(gradient.dtype == torch.float64 for gradient in main.gradients(names))
+        else norm.float()
+    )
 
 
 @torch.no_grad()
-def clip_by_norm_(main: MainParameters, max_norm: float, names: Collection[str] | None = None) -> Tensor:
+def clip_by_norm_(
+    main: MainParameters, max_norm: float, names: Collection[str] | None = None
+) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``.
 
     Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process.
@@ -80,7 +91,9 @@ def clip_coefficient(
 
 
 @torch.no_grad()
-def scale_gradients_(main: MainParameters, coefficient: Tensor, names: Collection[str] | None = None) -> None:
+def scale_gradients_(
+    main: MainParameters, coefficient: Tensor, names: Collection[str] | None = None
+) -> None:
     """Multiply the gradients of the named parameters, or of all, by a scalar in place."""
     gradients = main.gradients(names)
     if gradients:
@@ -88,7 +101,9 @@ def scale_gradients_(main: MainParameters, coefficient: Tensor, names: Collectio
 
 
 @torch.no_grad()
-def clip_by_value_(main: MainParameters, value: float, names: Collection[str] | None = None) -> None:
+def clip_by_value_(
+    main: MainParameters, value: float, names: Collection[str] | None = None
+) -> None:
     """Clamp every gradient element to [-value, value] in place.
 
     Equal to ``torch.nn.utils.clip_grad_value_``.

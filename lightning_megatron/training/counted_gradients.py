@@ -23,7 +23,10 @@ class CountedGradients:
         self._runs: list[Tensor] = []
 
     def of(
-        self, slices: Mapping[str, MainSlice], is_first: dict[bool, bool], names: Collection[str] | None
+        self,
+        slices: Mapping[str, MainSlice],
+        is_first: dict[bool, bool],
+        names: Collection[str] | None,
     ) -> list[Tensor]:
         """Return the counted pieces, with adjacent pieces joined into one tensor.
 
@@ -33,7 +36,10 @@ class CountedGradients:
                 parameters (False) and of experts (True).
             names: Names of the parameters to count; None means all.
         """
-        gradients = [one.main.grad if names is None or name in names else None for name, one in slices.items()]
+        gradients = [
+            one.main.grad if names is None or name in names else None
+            for name, one in slices.items()
+        ]
         if is_first == self._is_first and same_objects(gradients, self._gradients):
             return self._runs
         runs = _joined(_counted(slices, gradients, is_first))
@@ -68,7 +74,11 @@ def _joined(pieces: list[Tensor]) -> list[Tensor]:
     for piece in pieces:
         start, numel = piece.data_ptr(), piece.numel()
         # Another buffer may begin at the address where this one ends.
-        if start == stop and piece.dtype == firsts[-1].dtype and piece.untyped_storage().data_ptr() == memory:
+        if (
+            start == stop
+            and piece.dtype == firsts[-1].dtype
+            and piece.untyped_storage().data_ptr() == memory
+        ):
             sizes[-1] += numel
         else:
             firsts.append(piece)
@@ -76,4 +86,6 @@ def _joined(pieces: list[Tensor]) -> list[Tensor]:
             memory = piece.untyped_storage().data_ptr()
         stop = start + numel * piece.element_size() if piece.is_contiguous() else -1
     runs = zip(firsts, sizes, strict=True)
-    return [first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in runs]
+    return [
+        first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in runs
+    ]

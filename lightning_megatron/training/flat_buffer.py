@@ -210,7 +210,9 @@ class FlatBuffer:
             start = one.shard_start
         # A whole parameter keeps its shape, because some optimizers depend on it.
         form = shape if is_whole else torch.Size((size,))
-        placement: Placement = spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
+        placement: Placement = (
+            spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
+        )
         main = nn.Parameter(flat[start : start + size].view(form))
         own = slice(one.buffer_start, one.buffer_start + size)
         gradient = self.gradients[own].view(form)
@@ -218,4 +220,6 @@ class FlatBuffer:
         if is_whole:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)
-        return MainSlice(one.name, placement, main, gradient, self.plan.num_parts > 1, counted, half)
+        return MainSlice(
+            one.name, placement, main, gradient, self.plan.num_parts > 1, counted, half
+        )

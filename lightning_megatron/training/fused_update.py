@@ -78,7 +78,9 @@ class FusedUpdate:
     ) -> None:
         self.moments_dtype = moments_dtype
         self._find = find or _find_kernel
-        self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = WeakKeyDictionary()
+        self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
+            WeakKeyDictionary()
+        )
         self._taken: WeakKeyDictionary[Optimizer, _Taken] = WeakKeyDictionary()
         self._said: set[str] = set()
 
@@ -103,9 +105,10 @@ class FusedUpdate:
             if reason is not None:
                 dtype = str(self.moments_dtype).removeprefix("torch.")
                 raise UnsupportedError(
-                    f"moments_dtype ({dtype}) needs the fused kernel, because torch keeps moments in the type of the "
-                    f"parameters: {reason}. Use torch.optim.AdamW(..., fused=True) on a GPU in precision 32-true, "
-                    "bf16-mixed or 16-mixed, or moments_dtype='float32'."
+                    f"moments_dtype ({dtype}) needs the fused kernel, because torch keeps moments "
+                    f"in the type of the parameters: {reason}. Use torch.optim.AdamW(..., "
+                    "fused=True) on a GPU in precision 32-true, bf16-mixed or 16-mixed, or "
+                    "moments_dtype='float32'."
                 )
 
     def reason_against(self, main: MainParameters, optimizer: Optimizer) -> str | None:
@@ -118,7 +121,9 @@ class FusedUpdate:
             for name in ("amsgrad", "maximize", "differentiable", "capturable"):
                 if group.get(name):
                     return f"group {number} of {type(optimizer).__name__} says {name}=True"
-            if isinstance(group["lr"], Tensor) or any(isinstance(beta, Tensor) for beta in group["betas"]):
+            if isinstance(group["lr"], Tensor) or any(
+                isinstance(beta, Tensor) for beta in group["betas"]
+            ):
                 return f"the learning rate or the betas of group {number} are tensors"
         for group in optimizer.param_groups:
             for parameter in (one for one in group["params"] if one.dtype != torch.float32):
@@ -130,7 +135,9 @@ class FusedUpdate:
         return reason if make is None else None
 
     @torch.no_grad()
-    def update(self, main: MainParameters, optimizer: Optimizer, coefficient: Tensor | None) -> bool:
+    def update(
+        self, main: MainParameters, optimizer: Optimizer, coefficient: Tensor | None
+    ) -> bool:
         """Update every slice that has a gradient and round the result into the model's parameters.
 
         The optimizer's own ``step`` must follow. The host does not wait for the device.
@@ -159,7 +166,9 @@ class FusedUpdate:
             kernel = kernels.get((number, *types))
             if kernel is None:
                 make, reason = self._find(main.mesh.device)
-                assert make is not None, f"update is called for optimizers that are served: {reason}"
+                assert make is not None, (
+                    f"update is called for optimizers that are served: {reason}"
+                )
                 kernel = kernels[number, *types] = make()
             for parameter in rows[0]:
                 parameter.grad = None
@@ -171,7 +180,9 @@ class FusedUpdate:
                 beta2=group["betas"][1],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+                is_decoupled=bool(
+                    group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
+                ),
             )
         return not _has_step_hooks(optimizer)
 

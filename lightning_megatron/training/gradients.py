@@ -46,7 +46,9 @@ class _Bucket:
     @classmethod
     def of(cls, buffer: FlatBuffer, index: int) -> _Bucket:
         """Return a bucket of a buffer."""
-        return cls(buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set())
+        return cls(
+            buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set()
+        )
 
     @property
     def group(self) -> int:
@@ -130,7 +132,9 @@ class GradientReducer:
             scale = mesh.copies(buffer.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
-                slot = GradientSlot(buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join, scale)
+                slot = GradientSlot(
+                    buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join, scale
+                )
                 self._slots[name] = slot
                 self._names[slot] = name
                 set_slot(parameter, slot)
@@ -138,7 +142,9 @@ class GradientReducer:
         # Within a group the order is that of the buffers; every rank launches in this order.
         self._buckets.sort(key=lambda bucket: bucket.group)
         specs = {name: self._main.spec(name) for name in self._slots}
-        self._partial = PartialSums({name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh)
+        self._partial = PartialSums(
+            {name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh
+        )
 
     def begin_last_backward(self, chunk: int) -> None:
         """Mark the next backward pass of a chunk as the last one before the optimizer step."""
@@ -155,7 +161,9 @@ class GradientReducer:
         if chunk in self._armed:
             self._armed.discard(chunk)
             for bucket in self._in_group(chunk):
-                self._expected |= {n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names}
+                self._expected |= {
+                    n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names
+                }
         for bucket in self._in_group(chunk):
             self._start(bucket)
 
@@ -170,7 +178,11 @@ class GradientReducer:
         and while there are unused parameters.
         """
         self._armed.clear()
-        buckets = [bucket for bucket in self._buckets if not names.isdisjoint(bucket.names)] if names else []
+        buckets = (
+            [bucket for bucket in self._buckets if not names.isdisjoint(bucket.names)]
+            if names
+            else []
+        )
         late = [name for bucket in buckets if bucket.group == LATE for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
@@ -198,7 +210,11 @@ class GradientReducer:
 
     def unreduced(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return this rank's accumulated gradients that are not reduced yet, by name."""
-        return {name: slot.gradient for name, slot in self._slots.items() if name in names and not slot.is_empty}
+        return {
+            name: slot.gradient
+            for name, slot in self._slots.items()
+            if name in names and not slot.is_empty
+        }
 
     @property
     def has_unreduced(self) -> bool:
@@ -272,9 +288,10 @@ class GradientReducer:
         if any(bucket.pending is not None for bucket in touched):
             name = next(name for name in names if self._bucket_of[name].pending is not None)
             raise RuntimeError(
-                f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another "
-                "one afterwards, because the model uses it more often now than in the steps before. Its gradient "
-                "would miss a part. Use MegatronStrategy(overlap_gradients=False)."
+                "a parameter's gradient must be complete when its sum over the ranks starts: "
+                f"{name!r} got another one afterwards, because the model uses it more often now "
+                "than in the steps before. Its gradient would miss a part. Use "
+                "MegatronStrategy(overlap_gradients=False)."
             )
         for name in names:
             seen[name] = seen.get(name, 0) + 1
@@ -290,7 +307,9 @@ class GradientReducer:
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:
             bucket.missing.difference_update(complete)
-        for group in sorted({bucket.group for bucket in touched if not bucket.missing} & self._armed):
+        for group in sorted(
+            {bucket.group for bucket in touched if not bucket.missing} & self._armed
+        ):
             self._start_complete(group)
 
     def _start_complete(self, group: int) -> None:
@@ -341,14 +360,18 @@ class GradientReducer:
         the buffers of all tensor-parallel ranks, so each rank adds its slice.
         """
         slices = self._main.slices
-        parts = [slices[name].gradient for name in names if name in self.used_on_parts and name in slices]
+        parts = [
+            slices[name].gradient for name in names if name in self.used_on_parts and name in slices
+        ]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for part in parts:
             by_dtype.setdefault(part.dtype, []).append(part)
         for alike in by_dtype.values():
             flat = all_reduce_(torch.cat([part.reshape(-1) for part in alike]), self._main.mesh.tp)
             sums = flat.split([part.numel() for part in alike])
-            torch._foreach_copy_(alike, [one.view(part.shape) for one, part in zip(sums, alike, strict=True)])
+            torch._foreach_copy_(
+                alike, [one.view(part.shape) for one, part in zip(sums, alike, strict=True)]
+            )
 
     def _hand_over(self, names: Collection[str], dormant: Collection[str]) -> None:
         main = self._main
@@ -387,8 +410,9 @@ def _moving_into(slot: GradientSlot) -> object:
             return
         if gradient.layout != torch.strided:
             raise UnsupportedError(
-                f"gradients must be dense: one of shape {tuple(parameter.shape)} is {gradient.layout}. Flat buffers "
-                "cannot hold it. Use sparse=False in the embedding."
+                f"gradients must be dense: one of shape {tuple(parameter.shape)} is "
+                f"{gradient.layout}. Flat buffers cannot hold it. Use sparse=False in the "
+                "embedding."
             )
         slot.add(gradient)
 

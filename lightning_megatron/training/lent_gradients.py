@@ -44,7 +44,9 @@ class LentGradients:
         loan = self._known.get(name)
         if loan is None or loan.gradient is not gradient:
             spec = shard_spec_of(parameter, self._mesh.tp.rank)
-            loan = self._known[name] = _Loan(parameter, gradient, PartedGradient.of(gradient, spec, self._mesh))
+            loan = self._known[name] = _Loan(
+                parameter, gradient, PartedGradient.of(gradient, spec, self._mesh)
+            )
         if parameter.grad is not loan.shown:
             parameter.grad = None
             # Sums may be wider than the parameter, and what replaces them narrower.
@@ -54,7 +56,9 @@ class LentGradients:
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the shown gradients of the named parameters, or of all."""
-        return [loan.gradient for name, loan in self._lent.items() if names is None or name in names]
+        return [
+            loan.gradient for name, loan in self._lent.items() if names is None or name in names
+        ]
 
     def take_over(self) -> set[str]:
         """Copy replaced gradients into the buffers; return the names of those set to None."""

@@ -44,8 +44,8 @@ class DynamicLossScale:
         settled_arguments(DynamicLossScale.__init__, locals())
         if minimum > initial:
             raise ParallelPlanError(
-                "the initial loss scale must not be below the minimum: initial "
-                f"{initial}, minimum {minimum}. Use an initial scale of {max(minimum, 1.0)} or more."
+                f"the initial loss scale must not be below the minimum: initial {initial}, minimum "
+                f"{minimum}. Use an initial scale of {max(minimum, 1.0)} or more."
             )
         self.scale = float(initial)
         self.growth_interval = growth_interval
@@ -68,7 +68,9 @@ class DynamicLossScale:
         gradients = main.gradients(names)
         found = torch.zeros((), dtype=torch.float32, device=main.mesh.device)
         if gradients:
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, float("inf"))])
+            largest = torch.stack(
+                [norm.float() for norm in torch._foreach_norm(gradients, float("inf"))]
+            )
             found = (~torch.isfinite(largest)).any().to(torch.float32)
         return bool(all_reduce_(found, main.mesh.world, "max").item())
 
@@ -105,10 +107,11 @@ class DynamicLossScale:
         self._overflows_at_floor += 1
         if self._overflows_at_floor >= self.floor_patience:
             raise RuntimeError(
-                f"the loss scale must leave gradients finite: {self._overflows_at_floor} steps in a row overflowed "
-                f"at the lowest scale, {self.minimum}. Lowering it further cannot help, and every step would be "
-                "skipped. The loss or "
-                'the weights have diverged: lower the learning rate, clip gradients, or use precision "bf16-mixed".'
+                f"the loss scale must leave gradients finite: {self._overflows_at_floor} steps in "
+                f"a row overflowed at the lowest scale, {self.minimum}. Lowering it further cannot "
+                "help, and every step would be skipped. The loss or "
+                "the weights have diverged: lower the learning rate, clip gradients, or use "
+                'precision "bf16-mixed".'
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -94,7 +94,9 @@ class MainParameters:
         #: way.
         self.ties_alone: set[str] = set()
         self._chunk_of = chunk_of
-        self._stack_of = {name: (number, stack) for number, stack in enumerate(stacks) for name in stack}
+        self._stack_of = {
+            name: (number, stack) for number, stack in enumerate(stacks) for name in stack
+        }
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
@@ -111,7 +113,9 @@ class MainParameters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """List the names of this rank's parameters, frozen ones included, in the order of the model."""
+        """List the names of this rank's parameters, frozen ones included, in the order of the
+        model.
+        """
         return tuple(self._parameters)
 
     def holds(self, name: str) -> bool:
@@ -152,7 +156,9 @@ class MainParameters:
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
         """Return a parameter's shard spec; without one, it is whole on every rank of tp."""
-        return shard_spec_of(self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank)
+        return shard_spec_of(
+            self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
+        )
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the finished gradients of this rank's slices: of the named parameters, or of all.
@@ -161,11 +167,17 @@ class MainParameters:
         the slices, which are parts of them.
         """
         own = [
-            one for name, one in self._slices.items() if one.main.grad is not None and (names is None or name in names)
+            one
+            for name, one in self._slices.items()
+            if one.main.grad is not None and (names is None or name in names)
         ]
         if not self.lent.is_on:
             return [one.main.grad for one in own if one.main.grad is not None]
-        apart = [one.main.grad for one in own if one.main.grad is not None and one.main.dtype != one.gradient.dtype]
+        apart = [
+            one.main.grad
+            for one in own
+            if one.main.grad is not None and one.main.dtype != one.gradient.dtype
+        ]
         return self.lent.gradients(names) + apart
 
     def counted_gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
@@ -180,13 +192,17 @@ class MainParameters:
         return self._counted.of(self._slices, is_first, names)
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """List the names of the parameters in each of an optimizer's groups, before or after :meth:`attach`."""
+        """List the names of the parameters in each of an optimizer's groups, before or after
+        :meth:`attach`.
+        """
         name_of = self._names_by_id.__getitem__
         return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether every parameter of an optimizer is registered here."""
-        return all(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
+        return all(
+            id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"]
+        )
 
     def waits_for_attach(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has a trainable parameter instead of its main parameter."""
@@ -200,7 +216,9 @@ class MainParameters:
     def find_ties(self) -> None:
         """Pair tied embeddings with their copies (collective over pp at the first call)."""
         if self.ties is None:
-            stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
+            stages = all_gather_objects(
+                [(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu
+            )
             self.ties = resolve_ties(stages)
 
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
@@ -225,7 +243,11 @@ class MainParameters:
         self._check_known(optimizer)
         self.find_ties()
         names = names_in(self.names_of(optimizer))
-        new = [n for n in self.names if n in names and n not in self._mains and self._parameters[n].requires_grad]
+        new = [
+            n
+            for n in self.names
+            if n in names and n not in self._mains and self._parameters[n].requires_grad
+        ]
         if not new:
             self._exchange(optimizer)
             return []
@@ -234,7 +256,9 @@ class MainParameters:
         alike: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
         for name in new:
             parameter = self._parameters[name]
-            alike.setdefault((parameter.dtype, parameter.device, self.spec(name).is_expert), []).append(name)
+            alike.setdefault(
+                (parameter.dtype, parameter.device, self.spec(name).is_expert), []
+            ).append(name)
         for (dtype, _, is_expert), members in alike.items():
             made.append(self._make_buffer(members, dtype, unit, self.mesh.copies(is_expert)))
         self._exchange(optimizer)
@@ -269,7 +293,11 @@ class MainParameters:
         with torch.no_grad():
             for name, one in self._slices.items():
                 before = previous.slices.get(name)
-                if before is None or before.placement != one.placement or before.main.dtype != one.main.dtype:
+                if (
+                    before is None
+                    or before.placement != one.placement
+                    or before.main.dtype != one.main.dtype
+                ):
                     continue
                 half = self._parameters[name].dtype
                 if torch.equal(before.main.to(one.main.device, half), one.main.to(half)):
@@ -282,7 +310,9 @@ class MainParameters:
             counted["parameters"] += buffer.parameters.nbytes
             counted["gradients"] += buffer.gradients.nbytes
             counted["mains"] += 0 if buffer.mains is None else buffer.mains.nbytes
-        counted["parameters"] += sum(self._parameters[name].nbytes for name in self.names if name not in self._mains)
+        counted["parameters"] += sum(
+            self._parameters[name].nbytes for name in self.names if name not in self._mains
+        )
         return counted
 
     @property
@@ -296,9 +326,10 @@ class MainParameters:
                 if id(parameter) not in self._names_by_id:
                     raise UnsupportedError(
                         f"an optimizer must hold the module's own parameters: group {index} of "
-                        f"{type(optimizer).__name__} holds one of shape {tuple(parameter.shape)} that the module "
-                        "does not have now. Its gradient would not be averaged over the ranks. Build the optimizer "
-                        "in configure_optimizers, from self.parameters()."
+                        f"{type(optimizer).__name__} holds one of shape {tuple(parameter.shape)} "
+                        "that the module does not have now. Its gradient would not be averaged "
+                        "over the ranks. Build the optimizer in configure_optimizers, from "
+                        "self.parameters()."
                     )
 
     def _unit_of(self, optimizer: Optimizer) -> Unit:
@@ -310,13 +341,15 @@ class MainParameters:
             return "model"
         if self.division.slices == "elements" and unit != "elements":
             raise UnsupportedError(
-                f"optimizer_slices 'elements' needs an optimizer that treats every element alike: "
-                f"{type(optimizer).__name__} looks at whole parameters. Parts of them would be trained otherwise. Use "
-                "optimizer_slices='auto' or 'parameters', or zero=0."
+                "optimizer_slices 'elements' needs an optimizer that treats every element alike: "
+                f"{type(optimizer).__name__} looks at whole parameters. Parts of them would be "
+                "trained otherwise. Use optimizer_slices='auto' or 'parameters', or zero=0."
             )
         return unit if self.division.slices == "auto" else self.division.slices
 
-    def _make_buffer(self, names: list[str], dtype: torch.dtype, unit: Unit, axis: MeshAxis) -> FlatBuffer:
+    def _make_buffer(
+        self, names: list[str], dtype: torch.dtype, unit: Unit, axis: MeshAxis
+    ) -> FlatBuffer:
         has_mains = self.division.main_dtype is not None and dtype in _HALF
         main_dtype = self.division.main_dtype if has_mains and self.division.main_dtype else dtype
         gradient_dtype = (self.division.gradient_dtype or main_dtype) if has_mains else dtype
@@ -327,7 +360,11 @@ class MainParameters:
         buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
         for name in names:
             one = buffer.slices.get(name)
-            main = nn.Parameter(buffer.parameters.new_empty(0, dtype=main_dtype)) if one is None else one.main
+            main = (
+                nn.Parameter(buffer.parameters.new_empty(0, dtype=main_dtype))
+                if one is None
+                else one.main
+            )
             self._mains[name] = main
             self._names_by_id[id(main)] = name
             self._main_ids.add(id(main))

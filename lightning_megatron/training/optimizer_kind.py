@@ -58,18 +58,26 @@ def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
         together, is_cut_alike = _train([_matrices()], optimizer, own)
         apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
     except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
-        logger.info("%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error)
+        logger.info(
+            "%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error
+        )
         return "parameters"
     if not all(map(torch.allclose, together, apart)):
         return "model"
     if not is_cut_alike:
         return "parameters"
     try:
-        pieces, _ = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own)
+        pieces, _ = _train(
+            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own
+        )
     except (*_CANNOT_RUN, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
-    return "elements" if all(map(torch.allclose, (one.flatten() for one in together), joined)) else "parameters"
+    return (
+        "elements"
+        if all(map(torch.allclose, (one.flatten() for one in together), joined))
+        else "parameters"
+    )
 
 
 def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
@@ -85,16 +93,19 @@ def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
     """
     if unit != "elements" and cut:
         raise UnsupportedError(
-            f"an optimizer must treat every element alike when the model is cut over tp or pp: "
-            f"{type(optimizer).__name__} looks at {'whole parameters' if unit == 'parameters' else 'the whole model'}. "
-            "Each rank would see a part, and the result would depend on the layout. Use an element-wise optimizer "
+            "an optimizer must treat every element alike when the model is cut over tp or pp: "
+            f"{type(optimizer).__name__} looks at "
+            f"{'whole parameters' if unit == 'parameters' else 'the whole model'}. Each rank would "
+            "see a part, and the result would depend on the layout. Use an element-wise optimizer "
             "such as AdamW, SGD or Adagrad, or tp and pp of 1."
         )
 
 
 def _matrices() -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5, 6))]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5, 6))
+    ]
 
 
 def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,11 +114,14 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     return {
         key: value
         for key, value in own.items()
-        if not isinstance(value, Tensor) and (key not in defaults or repr(defaults[key]) != repr(value))
+        if not isinstance(value, Tensor)
+        and (key not in defaults or repr(defaults[key]) != repr(value))
     }
 
 
-def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) -> tuple[list[Tensor], bool]:
+def _train(
+    owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]
+) -> tuple[list[Tensor], bool]:
     """Train copies of tensors, each inner list in an optimizer of its own.
 
     Returns:
@@ -125,7 +139,11 @@ def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) 
                 parameter.grad = torch.sin(parameter.detach() * (step + 2))
             optimizer.step()
         trained += [parameter.detach() for parameter in parameters]
-        is_cut_alike &= all(_is_like(value, one) for one, state in optimizer.state.items() for value in state.values())
+        is_cut_alike &= all(
+            _is_like(value, one)
+            for one, state in optimizer.state.items()
+            for value in state.values()
+        )
     return trained, is_cut_alike
 
 
@@ -140,7 +158,9 @@ def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]
     settings = {
         key: copy.deepcopy(value)
         for key, value in like.defaults.items()
-        if key not in _SPEED_ONLY and not isinstance(value, Tensor) and (takes_all or key in accepted)
+        if key not in _SPEED_ONLY
+        and not isinstance(value, Tensor)
+        and (takes_all or key in accepted)
     }
     # Some optimizers take no groups, so none is made where it would say nothing.
     groups = [{"params": parameters, **copy.deepcopy(dict(own))}] if own else parameters

@@ -38,7 +38,9 @@ class ParameterGather:
                 bucket = buffer.plan.buckets[number]
                 whole = buffer.parameters[bucket.start : bucket.stop]
                 own = buffer.own_part(buffer.parameters, number)
-                self._pending[index, number] = start_all_gather(whole, own, mesh.copies(buffer.is_expert))
+                self._pending[index, number] = start_all_gather(
+                    whole, own, mesh.copies(buffer.is_expert)
+                )
         self._wait_for([place for place in self._pending if place not in self._awaited])
 
     def wait(self) -> None:
@@ -56,11 +58,18 @@ class ParameterGather:
         places = _places_by_parameter(buffers)
         read = set[int]()
         for unit in units:
-            needed = tuple(dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ())))
+            needed = tuple(
+                dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ()))
+            )
             if needed:
                 self._hooks.append(unit.register_forward_pre_hook(_waiting(self._wait_for, needed)))
             read.update(map(id, unit.parameters()))
-        elsewhere = {place for parameter, held_in in places.items() if parameter not in read for place in held_in}
+        elsewhere = {
+            place
+            for parameter, held_in in places.items()
+            if parameter not in read
+            for place in held_in
+        }
         self._awaited |= {place for held_in in places.values() for place in held_in} - elsewhere
 
     def release(self) -> None:
@@ -80,7 +89,9 @@ class ParameterGather:
                 pending.wait()
 
 
-def _waiting(wait_for: Callable[[Iterable[_Place]], None], places: tuple[_Place, ...]) -> Callable[..., None]:
+def _waiting(
+    wait_for: Callable[[Iterable[_Place]], None], places: tuple[_Place, ...]
+) -> Callable[..., None]:
     # A plain function: a module that is copied keeps it as it is.
     def hook(module: nn.Module, args: Any) -> None:
         wait_for(places)

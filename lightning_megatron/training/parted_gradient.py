@@ -38,7 +38,11 @@ class _Place:
         of_parts, op = _REDUCTIONS[name]
         local = gradient.as_subclass(Tensor)
         # Padding is no part of the full tensor, and replicated elements count once.
-        counted = [view.reshape(-1) for box, view in self.spec.local_views(local) if not box.copy and view.numel()]
+        counted = [
+            view.reshape(-1)
+            for box, view in self.spec.local_views(local)
+            if not box.copy and view.numel()
+        ]
         # A rank that counts nothing contributes a replicated element, which changes no maximum.
         values = torch.cat(counted) if counted else local.reshape(-1)[:1]
         result = of_parts(values)
@@ -83,7 +87,11 @@ class PartedGradient(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run reductions of all elements on the full tensor, and everything else on the shard."""
         options = dict(kwargs or {})
@@ -112,7 +120,8 @@ class PartedGradient(Tensor):
 def _check_joined(name: str, mesh: ParallelMesh) -> None:
     if name == "linalg_vector_norm" and (mesh.pp.size > 1 or mesh.ep.size > 1):
         raise UnsupportedError(
-            f"torch.nn.utils.clip_grad_norm_ cannot join norms with pp ({mesh.pp.size}) or ep ({mesh.ep.size}) above "
-            "1, because other ranks hold other parameters, and each would clip by another norm. Use "
-            "self.clip_gradients(optimizer, value, 'norm') or Trainer(gradient_clip_val=...), which count them all."
+            f"torch.nn.utils.clip_grad_norm_ cannot join norms with pp ({mesh.pp.size}) or ep "
+            f"({mesh.ep.size}) above 1, because other ranks hold other parameters, and each would "
+            "clip by another norm. Use self.clip_gradients(optimizer, value, 'norm') or "
+            "Trainer(gradient_clip_val=...), which count them all."
         )

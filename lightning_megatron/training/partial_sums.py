@@ -38,7 +38,11 @@ class _Segment:
         """Return the view of the gradient that this piece covers, if this rank has it."""
         if self.local_start is None:
             return None
-        return gradient if self.dim is None else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
+        return (
+            gradient
+            if self.dim is None
+            else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
+        )
 
 
 class PartialSums:
@@ -56,9 +60,14 @@ class PartialSums:
         self._mesh = mesh
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         if mesh.tp.size > 1 and specs:
-            ranges = {name: [(piece.start, piece.stop) for piece in spec.ranges] for name, spec in specs.items()}
+            ranges = {
+                name: [(piece.start, piece.stop) for piece in spec.ranges]
+                for name, spec in specs.items()
+            }
             everyone = all_gather_objects(ranges, mesh.tp)
-            self._pieces = {name: overlapping_pieces([one[name] for one in everyone]) for name in ranges}
+            self._pieces = {
+                name: overlapping_pieces([one[name] for one in everyone]) for name in ranges
+            }
 
     def add(self, names: Collection[str], gradient_of: GradientOf) -> None:
         """Sum the named gradients over the tensor axis, in place.
@@ -66,7 +75,10 @@ class PartialSums:
         Communication: one all-reduce over tp for each dtype.
         """
         segments = [
-            segment for name in self._specs if name in names for segment in self._segments(name, gradient_of(name))
+            segment
+            for name in self._specs
+            if name in names
+            for segment in self._segments(name, gradient_of(name))
         ]
         by_dtype: dict[torch.dtype, list[_Segment]] = {}
         for segment in segments:
@@ -85,7 +97,12 @@ class PartialSums:
                     local_start = before + start - held.start
                 before += held.size
             if shape:
-                yield _Segment(name, (*shape[: spec.dim], stop - start, *shape[spec.dim + 1 :]), spec.dim, local_start)
+                yield _Segment(
+                    name,
+                    (*shape[: spec.dim], stop - start, *shape[spec.dim + 1 :]),
+                    spec.dim,
+                    local_start,
+                )
             else:
                 yield _Segment(name, ())
 

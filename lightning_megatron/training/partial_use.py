@@ -37,10 +37,14 @@ class PartialUse:
         self._mesh = mesh
         self._whole = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
-        own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
+        own = {
+            id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
+        }
         # Only parameters outside of the package's own models need the walk over the graph.
         self._names: Mapping[int, str] = (
-            {id(p): name for name, p in module.named_parameters() if id(p) not in own} if mesh.tp.size > 1 else {}
+            {id(p): name for name, p in module.named_parameters() if id(p) not in own}
+            if mesh.tp.size > 1
+            else {}
         )
         self.found: set[str] = set()
 
@@ -69,24 +73,26 @@ class PartialUse:
         is_whole = name in self._whole
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
-                f"what is computed between a 'column' and a 'row' layer must come from 'column' layers: the gradient "
-                f"of {name!r} is complete in one use of it and this rank's part in another, so that no sum over tp is "
-                "right. Pass what is used there through the 'column' layer, or give the layers around it the kind "
-                "'replicate' in tensor_parallel_plan."
+                "what is computed between a 'column' and a 'row' layer must come from 'column' "
+                f"layers: the gradient of {name!r} is complete in one use of it and this rank's "
+                "part in another, so that no sum over tp is right. Pass what is used there through "
+                "the 'column' layer, or give the layers around it the kind 'replicate' in "
+                "tensor_parallel_plan."
             )
         if not is_whole:
             if "whole" in regions:
                 raise ParallelPlanError(
-                    f"a parameter that is cut over tp must be used by its own layer alone: {name!r} is read by other "
-                    f"code, which sees this rank's part, {tuple(parameter.shape)} of {spec.full_shape}. Its result "
-                    "would be that of a part. Leave the parameter out of such code, or give its layer the kind "
+                    "a parameter that is cut over tp must be used by its own layer alone: "
+                    f"{name!r} is read by other code, which sees this rank's part, "
+                    f"{tuple(parameter.shape)} of {spec.full_shape}. Its result would be that of a "
+                    "part. Leave the parameter out of such code, or give its layer the kind "
                     "'replicate' in tensor_parallel_plan."
                 )
         elif spec.partial and "part" not in regions:
             raise ParallelPlanError(
-                f"the kind 'partial' is for what is used between a 'column' and a 'row' layer: {name!r} is used on "
-                "all features, and its gradient would count once for each rank of tp. Leave its module out of "
-                "tensor_parallel_plan."
+                "the kind 'partial' is for what is used between a 'column' and a 'row' layer: "
+                f"{name!r} is used on all features, and its gradient would count once for each "
+                "rank of tp. Leave its module out of tensor_parallel_plan."
             )
         elif not spec.partial and "part" in regions:
             self.found.add(name)
@@ -108,7 +114,9 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
             continue
         children = [child for child, _ in node.next_functions]
         regions = _regions_of_inputs(node, region, len(children))
-        waiting += [(child, one) for child, one in zip(children, regions, strict=True) if child is not None]
+        waiting += [
+            (child, one) for child, one in zip(children, regions, strict=True) if child is not None
+        ]
     return found
 
 

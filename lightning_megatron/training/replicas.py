@@ -54,24 +54,34 @@ def check_loss_replicas(main: MainParameters, loss: Tensor) -> None:
     """
     axis = main.mesh.tp
     dtypes = {main.parameter(name).dtype for name in main.names}
-    spacing = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    spacing = max(
+        (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0
+    )
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
     everyone = all_gather_objects(float(loss), axis)
-    is_alike = all(math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10) for one in everyone)
+    is_alike = all(
+        math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
+        for one in everyone
+    )
     # Another check refuses losses that are not finite, and names their rank.
     if is_alike or not all(map(math.isfinite, everyone)):
         return
-    values = ", ".join(f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True))
+    values = ", ".join(
+        f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True)
+    )
     raise ReplicaMismatchError(
-        f"the ranks of tp must compute the same loss, because they have the same samples: it is {values}. Each of them "
-        "would train its part of the layers for another number. If a term of the loss, such as a penalty, is computed "
-        "between a 'column' and a 'row' layer, each rank has its own features there: compute it of what comes after "
-        "the 'row' layer, or give the layers around it the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        "the ranks of tp must compute the same loss, because they have the same samples: it is "
+        f"{values}. Each of them would train its part of the layers for another number. If a term "
+        "of the loss, such as a penalty, is computed between a 'column' and a 'row' layer, each "
+        "rank has its own features there: compute it of what comes after the 'row' layer, or give "
+        "the layers around it the kinds 'column_gather' and 'row_split', or 'replicate', in "
         "tensor_parallel_plan. If the step draws numbers of its own, seed them alike on every rank."
     )
 
 
-def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Collection[str]) -> None:
+def check_tensor_replicas(
+    main: MainParameters, whole: Sequence[str], names: Collection[str]
+) -> None:
     """Compare replicated parameters over tp, and their gradients before the optimizer step.
 
     Each rank computes both by itself. Kernels without a fixed order of summation may round
@@ -92,13 +102,17 @@ def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Col
     axis = main.mesh.tp
     # Integers are not trained; their bits are compared over the data axis.
     whole = [
-        name for name in whole if main.parameter(name).dtype.is_floating_point or main.parameter(name).is_complex()
+        name
+        for name in whole
+        if main.parameter(name).dtype.is_floating_point or main.parameter(name).is_complex()
     ]
     gradients = {name: _gradient(main, name) for name in whole if name in names}
     parameters = {name: main.parameter(name).detach() for name in whole}
     if not whole:
         return
-    mine = torch.stack([_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())])
+    mine = torch.stack(
+        [_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())]
+    )
     # Replace values that are not finite: the difference of two infinities would be NaN.
     mine = mine.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
     highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").cpu().unbind()
@@ -129,7 +143,9 @@ def _judge(
     typical = float(norms.square().sum() / max(1, num_elements)) ** 0.5
     strange = []
     noisy = set()
-    for (name, tensor), distance, norm in zip(tensors.items(), apart.tolist(), norms.tolist(), strict=True):
+    for (name, tensor), distance, norm in zip(
+        tensors.items(), apart.tolist(), norms.tolist(), strict=True
+    ):
         floor = rounding[name] * typical * tensor.numel() ** 0.5
         if norm <= floor:
             noisy.add(name)
@@ -168,7 +184,9 @@ def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> N
     buffers = [one for one in main.buffers if inside.issuperset(one.members)]
     buffered = {name for one in buffers for name in one.members}
     # A whole buffer needs only a few sums, regardless of its number of parameters.
-    flat = [one.parameters for one in buffers] + [main.parameter(name) for name in names if name not in buffered]
+    flat = [one.parameters for one in buffers] + [
+        main.parameter(name) for name in names if name not in buffered
+    ]
     mine = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
     highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").unbind()
     if not bool((highest + lowest).any()):
@@ -176,7 +194,9 @@ def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> N
     tensors = {name: main.parameter(name).detach() for name in names}
     everyone = all_gather_objects([_bit_sums(tensor).tolist() for tensor in tensors.values()], axis)
     wrong = [
-        ("parameters", name) for name, *sums in zip(names, *everyone, strict=True) if any(s != sums[0] for s in sums)
+        ("parameters", name)
+        for name, *sums in zip(names, *everyone, strict=True)
+        if any(s != sums[0] for s in sums)
     ]
     _refuse(wrong, {"parameters": tensors}, axis, _WAY_OUT_OF_WRITES)
 
@@ -231,21 +251,26 @@ def _refuse(
     everyone = all_gather_objects(mine, axis)
     found = []
     for number, (what, name) in enumerate(shown):
-        values = ", ".join(f"{one[number]:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True))
+        values = ", ".join(
+            f"{one[number]:.9g} on rank {rank}"
+            for rank, one in zip(axis.ranks, everyone, strict=True)
+        )
         found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     raise ReplicaMismatchError(
-        f"the ranks of {axis.name} must hold the same copy of a parameter, and train it alike: they differ in "
-        f"{'; '.join(found)}{more}. {way_out}"
+        f"the ranks of {axis.name} must hold the same copy of a parameter, and train it alike: "
+        f"they differ in {'; '.join(found)}{more}. {way_out}"
     )
 
 
 _WAY_OUT_OF_PARTS = (
-    "Trained on, the copies would drift apart. If it is used between a 'column' and a 'row' layer, each rank has a "
-    "part of its gradient: give its module the kind 'partial' in tensor_parallel_plan, or the layers around it the "
-    "kind 'replicate'. If code writes into parameters or gradients, let it do the same on every rank."
+    "Trained on, the copies would drift apart. If it is used between a 'column' and a 'row' layer, "
+    "each rank has a part of its gradient: give its module the kind 'partial' in "
+    "tensor_parallel_plan, or the layers around it the kind 'replicate'. If code writes into "
+    "parameters or gradients, let it do the same on every rank."
 )
 _WAY_OUT_OF_WRITES = (
-    "Trained on, the copies would drift apart. Nothing in a training step makes them differ: look for code that writes "
-    "into parameters on some ranks only, or with other values, and let it do the same on every rank."
+    "Trained on, the copies would drift apart. Nothing in a training step makes them differ: look "
+    "for code that writes into parameters on some ranks only, or with other values, and let it do "
+    "the same on every rank."
 )

@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from lightning_megatron.errors import UnsupportedError
 
 
-def overlapping_pieces(ranges_by_rank: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+def overlapping_pieces(
+    ranges_by_rank: Sequence[Sequence[tuple[int, int]]],
+) -> list[tuple[int, int]]:
     """List the row ranges, in order, that more than one rank has.
 
     Args:
@@ -17,7 +19,9 @@ def overlapping_pieces(ranges_by_rank: Sequence[Sequence[tuple[int, int]]]) -> l
     borders = sorted({border for ranges in ranges_by_rank for one in ranges for border in one})
     pieces = []
     for start, stop in zip(borders, borders[1:], strict=False):
-        holders = sum(any(low <= start and stop <= high for low, high in ranges) for ranges in ranges_by_rank)
+        holders = sum(
+            any(low <= start and stop <= high for low, high in ranges) for ranges in ranges_by_rank
+        )
         if holders > 1:
             pieces.append((start, stop))
     return pieces
@@ -41,9 +45,10 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
     repeated = [name for name, count in Counter(originals).items() if count > 1]
     if repeated:
         raise UnsupportedError(
-            f"every parameter must live on one pipeline stage: {', '.join(map(repr, repeated[:5]))} "
-            f"{'are' if len(repeated) > 1 else 'is'} on several. Their gradients would differ from stage to stage. "
-            "Move them into the pipelined model, or use pp of 1."
+            "every parameter must live on one pipeline stage: "
+            f"{', '.join(map(repr, repeated[:5]))} {'are' if len(repeated) > 1 else 'is'} on "
+            "several. Their gradients would differ from stage to stage. Move them into the "
+            "pipelined model, or use pp of 1."
         )
     found = []
     for stage in stages:
@@ -53,8 +58,9 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
             original = original_name(copy, tied_to, originals)
             if original is None:
                 raise UnsupportedError(
-                    f"a tied parameter must have its original on another stage: {copy!r} is a copy of {tied_to!r}, "
-                    "which no stage holds. Its gradient would miss a part. Build all stages from the same model."
+                    f"a tied parameter must have its original on another stage: {copy!r} is a copy "
+                    f"of {tied_to!r}, which no stage holds. Its gradient would miss a part. Build "
+                    "all stages from the same model."
                 )
             found.append((original, copy))
     return found

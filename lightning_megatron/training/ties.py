@@ -84,7 +84,9 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
     place: dict[str, str] = {}
     groups = zip(optimizer.param_groups, main.names_of(optimizer), strict=True)
     for number, (group, names) in enumerate(groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
         place |= dict.fromkeys(names, f"group {number} with {settings}")
     stages = all_gather_objects(place, main.mesh.pp_cpu)
     everyone = {name: where for stage in stages for name, where in stage.items()}
@@ -93,9 +95,10 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
         last = everyone.get(copy, "no group")
         if first != last:
             raise UnsupportedError(
-                f"a tied embedding must be trained alike on the first and the last stage: {original!r} is in "
-                f"{first}, its copy {copy!r} in {last}. The two would drift apart. Make groups in the same number and "
-                "order on every stage, empty ones too, in configure_optimizers."
+                "a tied embedding must be trained alike on the first and the last stage: "
+                f"{original!r} is in {first}, its copy {copy!r} in {last}. The two would drift "
+                "apart. Make groups in the same number and order on every stage, empty ones too, "
+                "in configure_optimizers."
             )
 
 
@@ -129,7 +132,9 @@ class TiedCopies:
         if not main.ties:
             return
         held = [original for original, _ in main.ties if main.holds(original)]
-        stages = all_gather_objects({name: self._training_of(name, optimizers) for name in held}, main.mesh.pp_cpu)
+        stages = all_gather_objects(
+            {name: self._training_of(name, optimizers) for name in held}, main.mesh.pp_cpu
+        )
         training = {name: one for stage in stages for name, one in stage.items()}
         self._followed = {name: training[name].is_trained for name in held}
         for original, copy in main.ties:
@@ -148,10 +153,11 @@ class TiedCopies:
         for name, was_trained in self._followed.items():
             if self._main.parameter(name).requires_grad != was_trained:
                 raise UnsupportedError(
-                    f"a tied embedding may be frozen and unfrozen between epochs alone with pp above 1: {name!r} has "
-                    f"requires_grad={not was_trained} now, and had {was_trained} when the epoch began. Its copy on the "
-                    "last stage learns of that at the beginning of an epoch. Set requires_grad in "
-                    "on_train_epoch_start, on_train_start or configure_model, or use pp=1."
+                    "a tied embedding may be frozen and unfrozen between epochs alone with pp "
+                    f"above 1: {name!r} has requires_grad={not was_trained} now, and had "
+                    f"{was_trained} when the epoch began. Its copy on the last stage learns of "
+                    "that at the beginning of an epoch. Set requires_grad in on_train_epoch_start, "
+                    "on_train_start or configure_model, or use pp=1."
                 )
 
     def _training_of(self, name: str, optimizers: Sequence[Optimizer]) -> _Training:
@@ -168,7 +174,9 @@ def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | No
     return None
 
 
-def _move(optimizer: Optimizer, main: MainParameters, copy: str, original: str, number: int | None) -> None:
+def _move(
+    optimizer: Optimizer, main: MainParameters, copy: str, original: str, number: int | None
+) -> None:
     """Move a copy into a group of an optimizer, or remove it from its group."""
     before = _group_of(optimizer, main, copy)
     if before == number or (number is not None and number >= len(optimizer.param_groups)):

@@ -56,7 +56,10 @@ class UnusedParameters:
                 if alike:
                     all_reduce_(flags, axis, "min")
                 unused |= {name for name, flag in zip(alike, flags.tolist(), strict=True) if flag}
-            self._tell(unused - self._dormant, "had no gradient on any rank, and are left as they are until they do")
+            self._tell(
+                unused - self._dormant,
+                "had no gradient on any rank, and are left as they are until they do",
+            )
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
         filled = [name for name in names if name in self._without and name not in self._dormant]
@@ -71,8 +74,8 @@ class UnusedParameters:
             if not self._has_told_of_zero_grad:
                 self._has_told_of_zero_grad = True
                 logger.warning(
-                    "Gradients do not add up over optimizer steps here: zero_grad() was not called after one that used "
-                    "the gradient of %s, and it starts from zero all the same.",
+                    "Gradients do not add up over optimizer steps here: zero_grad() was not called "
+                    "after one that used the gradient of %s, and it starts from zero all the same.",
                     name,
                 )
 

@@ -24,7 +24,10 @@ class WrittenParameters:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Sequence[FlatBuffer], wait: Callable[[], None]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Sequence[FlatBuffer],
+        wait: Callable[[], None],
     ) -> None:
         self._parameters = parameters
         self._buffers = buffers
@@ -97,9 +100,10 @@ class WrittenParameters:
             other = holders.setdefault(place, name)
             if place and other != name:
                 raise UnsupportedError(
-                    f"parameters must keep memory of their own while they are trained: {other!r} and {name!r} share "
-                    "theirs after an assignment to parameter.data. Each is trained with a gradient and a state of its "
-                    "own. Copy values by parameter.data.copy_(other), or use one parameter in both places from the "
+                    f"parameters must keep memory of their own while they are trained: {other!r} "
+                    f"and {name!r} share theirs after an assignment to parameter.data. Each is "
+                    "trained with a gradient and a state of its own. Copy values by "
+                    "parameter.data.copy_(other), or use one parameter in both places from the "
                     "beginning."
                 )
         return moved
@@ -110,6 +114,7 @@ def _check_shape(name: str, parameter: nn.Parameter, buffer: FlatBuffer) -> None
     if parameter.shape != shape:
         raise UnsupportedError(
             f"parameters must keep their shapes during a fit: {name!r} was {tuple(shape)} and is "
-            f"{tuple(parameter.shape)} after an assignment to parameter.data. Its gradient, its optimizer state and "
-            "its part on other ranks have the old shape. Change shapes in configure_model or before the fit."
+            f"{tuple(parameter.shape)} after an assignment to parameter.data. Its gradient, its "
+            "optimizer state and its part on other ranks have the old shape. Change shapes in "
+            "configure_model or before the fit."
         )

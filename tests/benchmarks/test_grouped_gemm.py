@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.grouped_gemm import LOOP, OURS, PASSES, TORCH, Row, calls, draw, group_sizes, relative_error, table
+from benchmarks.grouped_gemm import (
+    LOOP,
+    OURS,
+    PASSES,
+    TORCH,
+    Row,
+    calls,
+    draw,
+    group_sizes,
+    relative_error,
+    table,
+)
 from lightning_megatron.plan.grouped_gemm import Pass
 
 
@@ -28,10 +39,22 @@ def test_skewed_groups_have_all_rows() -> None:
 def test_means_are_geometric() -> None:
     def row(which: Pass, skewed: bool, ours: float) -> Row:
         return Row(
-            "Mixtral-8x7B down", skewed, which, {OURS: ours, TORCH: 100.0, LOOP: 50.0}, "tile", (1e-3, 2e-3), 0.01
+            "Mixtral-8x7B down",
+            skewed,
+            which,
+            {OURS: ours, TORCH: 100.0, LOOP: 50.0},
+            "tile",
+            (1e-3, 2e-3),
+            0.01,
         )
 
-    text = table([row(Pass.FORWARD, False, 200.0), row(Pass.FORWARD, True, 50.0), row(Pass.DATA_GRAD, True, 100.0)])
+    text = table(
+        [
+            row(Pass.FORWARD, False, 200.0),
+            row(Pass.FORWARD, True, 50.0),
+            row(Pass.DATA_GRAD, True, 100.0),
+        ]
+    )
     assert "| forward | 2.00 | 0.50 | 1.00 |" in text
     assert "| input grad |  | 1.00 | 1.00 |" in text
     assert "at most 1.0%" in text

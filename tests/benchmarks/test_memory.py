@@ -26,7 +26,13 @@ def test_a_case_is_one_that_the_strategy_takes(name: str) -> None:
 
 def test_the_table_has_a_row_for_every_stage_and_for_what_failed() -> None:
     held = {"parameters": 2**30, "gradients": 2**31}
-    stage: dict[str, Any] = {"stage": 1, "held": held, "peak": 2**33, "ratio": 0.5, "bytes_per_parameter": 12.004}
+    stage: dict[str, Any] = {
+        "stage": 1,
+        "held": held,
+        "peak": 2**33,
+        "ratio": 0.5,
+        "bytes_per_parameter": 12.004,
+    }
     stage["estimate"] = {**held, "peak": 2**32}
     unknown = {**stage, "peak": None, "ratio": None}
     assert table({"one": [stage, unknown], "two": []}).splitlines()[2:] == [

@@ -1,4 +1,6 @@
-"""Layouts of real models are those of their names, and the reviews that are judged are those of other films."""
+"""Layouts of real models are those of their names, and the reviews that are judged are those of
+other films.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,14 @@ import pytest
 
 from tests.corpora import REVIEWS, need
 
-real_models = pytest.importorskip("benchmarks.real_models", reason="transformers or tokenizers", exc_type=ImportError)
+real_models = pytest.importorskip(
+    "benchmarks.real_models", reason="transformers or tokenizers", exc_type=ImportError
+)
 
 
-@pytest.mark.parametrize(("layout", "sizes"), [("tp3", (3, 1)), ("tp2_pp2", (2, 2)), ("pp2", (1, 2))])
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [("tp3", (3, 1)), ("tp2_pp2", (2, 2)), ("pp2", (1, 2))]
+)
 def test_a_layout_is_what_its_name_says(layout: str, sizes: tuple[int, int]) -> None:
     trainer = real_models.trainer_of(layout, 4, accelerator="cpu", max_steps=1)
     options = trainer.strategy.options

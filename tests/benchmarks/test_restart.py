@@ -10,9 +10,17 @@ from benchmarks.restart import MOMENTS, parts
 def test_parts_are_those_of_the_last_rank_and_add_up() -> None:
     names = list(MOMENTS)
     before = [("begun", 1.0, 7), ("stepped", 9.0, 7)]
-    first = before + [("error", 10.5, 7)] + [(name, 11.0 + number, 8) for number, name in enumerate(names[1:])]
+    first = (
+        before
+        + [("error", 10.5, 7)]
+        + [(name, 11.0 + number, 8) for number, name in enumerate(names[1:])]
+    )
     # The rank that was killed notices nothing.
-    second = before + [(name, 11.5 + number, 9) for number, name in enumerate(names[1:])] + [("stepped", 30.0, 9)]
+    second = (
+        before
+        + [(name, 11.5 + number, 9) for number, name in enumerate(names[1:])]
+        + [("stepped", 30.0, 9)]
+    )
     found = parts([first, second], killed=10.0)
     assert list(found) == list(MOMENTS.values())
     assert found["the other rank notices"] == 0.5

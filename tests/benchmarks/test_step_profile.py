@@ -34,7 +34,8 @@ def test_time_is_divided_among_work_communication_and_nothing() -> None:
             "optimizer": 0.25,
         }
     )
-    # Of 4 ms of communication 2 ms run beside the product and attention and 0.5 ms beside the elementwise kernel.
+    # Of 4 ms of communication 2 ms run beside the product and attention and 0.5 ms beside the
+    # elementwise kernel.
     assert found["communication_ms"] == pytest.approx(2.0)
     assert found["exposed_ms"] == pytest.approx(0.75)
     assert found["hidden_percent"] == pytest.approx(62.5)
@@ -46,7 +47,12 @@ def test_time_is_divided_among_work_communication_and_nothing() -> None:
 
 
 def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
-    names = ("c10d::symmetric_memory::barrier_kernel(unsigned int**)", "_put_tokens", "_put_sums", "_add_slots")
+    names = (
+        "c10d::symmetric_memory::barrier_kernel(unsigned int**)",
+        "_put_tokens",
+        "_put_sums",
+        "_add_slots",
+    )
     assert {Kernel(name, 0, 1, 7).kind for name in names} == {"communication"}
     assert Kernel("at::native::index_put_kernel_impl", 0, 1, 7).kind != "communication"
 
@@ -68,7 +74,14 @@ def test_a_step_reaches_from_one_optimizer_step_to_the_next() -> None:
 def test_a_trace_gives_kernels_in_order(tmp_path: Path) -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": GEMM, "ts": 3, "dur": 2, "args": {"stream": 7}},
-        {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": 2, "dur": 1, "args": {"stream": 7}},
+        {
+            "ph": "X",
+            "cat": "gpu_memset",
+            "name": "Memset (Device)",
+            "ts": 2,
+            "dur": 1,
+            "args": {"stream": 7},
+        },
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 3, "dur": 2},
         {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},
         {"ph": "X", "cat": "gpu_user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},

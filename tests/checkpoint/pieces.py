@@ -58,7 +58,9 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch, name: str, room: int, number: int = errno.ENOSPC) -> None:
+def fill_disk(
+    monkeypatch: pytest.MonkeyPatch, name: str, room: int, number: int = errno.ENOSPC
+) -> None:
     """Let writing files whose name contains ``name`` fail after so many bytes."""
     create = LocalFolder.create
 

@@ -40,7 +40,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "remove"
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_of_every_file_is_found_and_named(tmp_path: Path, name: str, damage: str) -> None:
+def test_every_damage_of_every_file_is_found_and_named(
+    tmp_path: Path, name: str, damage: str
+) -> None:
     save_checkpoint(tmp_path / "a", entries(size=1000), {"global_step": 1}, {}, MESH)
     verify_checkpoint(tmp_path / "a")
     DAMAGES[damage](tmp_path / "a" / name)
@@ -56,7 +58,11 @@ def test_every_damage_of_every_file_is_found_and_named(tmp_path: Path, name: str
 def test_loading_refuses_small_files_that_are_damaged_and_tensor_files_that_are_cut(
     tmp_path: Path, damage: str
 ) -> None:
-    for name, load in (("meta.pt", load_metadata), (".metadata", read_full), ("__0_0.distcp", read_full)):
+    for name, load in (
+        ("meta.pt", load_metadata),
+        (".metadata", read_full),
+        ("__0_0.distcp", read_full),
+    ):
         path = tmp_path / name
         save_checkpoint(path, entries(size=1000), {}, {}, MESH)
         DAMAGES[damage](path / name)
@@ -72,7 +78,9 @@ def test_the_newest_whole_checkpoint_is_found_by_step_epoch_and_time(
     assert find_newest(tmp_path / "absent") is None
     (tmp_path / "logs").mkdir()
     for name, step, epoch in (("z", 5, 0), ("a", 7, 1), ("m", 7, 2), ("k", 9, 2)):
-        save_checkpoint(tmp_path / name, entries(float(step)), {"global_step": step, "epoch": epoch}, {}, MESH)
+        save_checkpoint(
+            tmp_path / name, entries(float(step)), {"global_step": step, "epoch": epoch}, {}, MESH
+        )
     assert list_checkpoints(tmp_path) == [str(tmp_path / name) for name in "akmz"]
     assert find_newest(tmp_path) == str(tmp_path / "k")
     assert (read_header(tmp_path / "k").global_step, read_header(tmp_path / "k").epoch) == (9, 2)

@@ -1,4 +1,5 @@
-"""A checkpoint that was damaged or edited gives what was saved, bit by bit, or an error that names a file of it.
+"""A checkpoint that was damaged or edited gives what was saved, bit by bit, or an error that names
+a file of it.
 
 What is edited gets checksums that are right again: nothing protects what only checksums protect.
 """
@@ -23,7 +24,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_megatron.checkpoint import load_metadata, load_rank_states, read_full, save_checkpoint
+from lightning_megatron.checkpoint import (
+    load_metadata,
+    load_rank_states,
+    read_full,
+    save_checkpoint,
+)
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.header import Header, _sum_of
 from lightning_megatron.checkpoint.rewrite import rewrite
@@ -43,16 +49,23 @@ def tensors_at(step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     shapes = {"embedding": (12, 4), "up": (4, 4), "down": (4, 4), "bias": (4,)}
     names = [f"state_dict.{name}" for name in shapes]
-    names += [f"optimizer.0.state.{name}.{key}" for name in shapes for key in ("exp_avg", "exp_avg_sq")]
+    names += [
+        f"optimizer.0.state.{name}.{key}" for name in shapes for key in ("exp_avg", "exp_avg_sq")
+    ]
     found = {name: torch.randn(shapes[name.split(".")[-1 if "state_dict" in name else 3]], generator=generator)
              for name in names}  # fmt: skip
-    return {**found, "state_dict.count": torch.tensor(step), "state_dict.half": torch.randn(4, 4).bfloat16()}
+    return {
+        **found,
+        "state_dict.count": torch.tensor(step),
+        "state_dict.half": torch.randn(4, 4).bfloat16(),
+    }
 
 
 def metadata_at(step: int) -> dict[str, Any]:
     trained = [["embedding", "up"], ["down", "bias"]]
     groups = [
-        {"hyperparameters": {"lr": 0.1}, "parameters": names, "states": ["exp_avg", "exp_avg_sq"]} for names in trained
+        {"hyperparameters": {"lr": 0.1}, "parameters": names, "states": ["exp_avg", "exp_avg_sq"]}
+        for names in trained
     ]
     order = ["embedding", "up", "down", "bias", "count", "half", "head", "nothing"]
     one = {"order": order, "aliases": {"head": "embedding"}, "padded_rows": {"embedding": 16}}
@@ -101,15 +114,22 @@ def as_one_file(path: Path, out: Path) -> dict[str, Tensor]:
     assert optimizer["state"][1].pop("count") == 3
     tensors = {f"state_dict.{name}": tensor for name, tensor in state.items()}
     for number, values in optimizer["state"].items():
-        tensors |= {f"optimizer.0.state.{names[number]}.{key}": tensor for key, tensor in values.items()}
+        tensors |= {
+            f"optimizer.0.state.{names[number]}.{key}": tensor for key, tensor in values.items()
+        }
     return {name: tensor[:12] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
 
 
-USES: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {"reshard": resharded, "consolidate": as_one_file}
+USES: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {
+    "reshard": resharded,
+    "consolidate": as_one_file,
+}
 
 
 def check_use(path: Path, name: str, what: str) -> str:
-    """Use a checkpoint; return the text of the error, or nothing where all values are those that were saved."""
+    """Use a checkpoint; return the text of the error, or nothing where all values are those that
+    were saved.
+    """
     out = path.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -123,7 +143,9 @@ def check_use(path: Path, name: str, what: str) -> str:
         left = [file.name for file in out.iterdir()]
         assert not left, f"{what}: {left} is left of a result that is none"
         return refusal
-    wanted = tensors_at(1) | {"state_dict.half": read_full(path.parent / "whole")["state_dict.half"]}
+    wanted = tensors_at(1) | {
+        "state_dict.half": read_full(path.parent / "whole")["state_dict.half"]
+    }
     assert found.keys() == wanted.keys(), what
     for key, tensor in found.items():
         same = tensor.dtype == wanted[key].dtype and torch.equal(tensor, wanted[key])
@@ -154,16 +176,28 @@ def other_file(file: Path, draw: random.Random) -> Path:
 
 ACCIDENTS: dict[str, Callable[[Path, Path, random.Random], object]] = {
     "flip": lambda file, other, draw: overwrite(
-        file, at := draw.randrange(file.stat().st_size), bytes([file.read_bytes()[at] ^ (1 << draw.randrange(8))])
+        file,
+        at := draw.randrange(file.stat().st_size),
+        bytes([file.read_bytes()[at] ^ (1 << draw.randrange(8))]),
     ),
-    "zero": lambda file, other, draw: overwrite(file, draw.randrange(file.stat().st_size // 2), bytes(64)),
+    "zero": lambda file, other, draw: overwrite(
+        file, draw.randrange(file.stat().st_size // 2), bytes(64)
+    ),
     "cut": lambda file, other, draw: os.truncate(file, draw.randrange(file.stat().st_size)),
-    "extend": lambda file, other, draw: file.write_bytes(file.read_bytes() + bytes(draw.randrange(1, 9))),
+    "extend": lambda file, other, draw: file.write_bytes(
+        file.read_bytes() + bytes(draw.randrange(1, 9))
+    ),
     "remove": lambda file, other, draw: file.unlink(),
     "empty": lambda file, other, draw: file.write_bytes(b""),
     "of another checkpoint": lambda file, other, draw: shutil.copy(other / file.name, file),
-    "link to another checkpoint": lambda file, other, draw: (file.unlink(), file.symlink_to(other / file.name)),
-    "hard link to another file": lambda file, other, draw: (file.unlink(), os.link(other_file(file, draw), file)),
+    "link to another checkpoint": lambda file, other, draw: (
+        file.unlink(),
+        file.symlink_to(other / file.name),
+    ),
+    "hard link to another file": lambda file, other, draw: (
+        file.unlink(),
+        os.link(other_file(file, draw), file),
+    ),
     "exchange with another file": lambda file, other, draw: (
         (name := other_file(file, draw)).rename(file.with_name("x")),
         file.rename(name),
@@ -172,22 +206,31 @@ ACCIDENTS: dict[str, Callable[[Path, Path, random.Random], object]] = {
     "a directory": lambda file, other, draw: (file.unlink(), file.mkdir()),
     "a pipe": lambda file, other, draw: (file.unlink(), os.mkfifo(file)),
     "a link to itself": lambda file, other, draw: (file.unlink(), file.symlink_to(file.name)),
-    "a link to an endless file": lambda file, other, draw: (file.unlink(), file.symlink_to("/dev/zero")),
+    "a link to an endless file": lambda file, other, draw: (
+        file.unlink(),
+        file.symlink_to("/dev/zero"),
+    ),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("accident", ACCIDENTS)
-def test_an_accident_to_any_file_is_seen(accident: str, use: str, saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_accident_to_any_file_is_seen(
+    accident: str, use: str, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     for name in FILES:
         for seed in range(2 if accident in ("flip", "zero", "cut") else 1):
             path = copies(saved, tmp_path)
             ACCIDENTS[accident](path / name, saved[1], random.Random(seed))
-            if (path / name).is_file() and (path / name).read_bytes() == (saved[0] / name).read_bytes():
+            if (path / name).is_file() and (path / name).read_bytes() == (
+                saved[0] / name
+            ).read_bytes():
                 continue
             # The reader of headers does not care for blanks at its end.
             is_blank = name == HEADER and accident == "extend"
-            assert check_use(path, use, f"{accident} {name} {seed}") or is_blank, f"{accident} of {name} is not seen"
+            assert check_use(path, use, f"{accident} {name} {seed}") or is_blank, (
+                f"{accident} of {name} is not seen"
+            )
 
 
 # ---- edits
@@ -196,7 +239,9 @@ def test_an_accident_to_any_file_is_seen(accident: str, use: str, saved: tuple[P
 def put(path: Path, name: str, content: bytes) -> None:
     (path / name).write_bytes(content)
     fields = json.loads((path / HEADER).read_text())
-    fields["files"][name] = dataclasses.asdict(FileRecord(len(content), f"{zlib.crc32(content):08x}"))
+    fields["files"][name] = dataclasses.asdict(
+        FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    )
     put_header(path, fields)
 
 
@@ -212,7 +257,9 @@ def parts_of(value: Any, depth: int = 6) -> Iterator[tuple[Any, Callable[[Any], 
         keys = list(value) if isinstance(value, dict) else range(len(value))
         pairs = [(value[key], lambda new, key=key: value.__setitem__(key, new)) for key in keys]  # type: ignore[misc]
         if isinstance(value, dict):
-            pairs += [(key, lambda new, key=key: value.__setitem__(new, value.pop(key))) for key in keys]  # type: ignore[misc]
+            pairs += [
+                (key, lambda new, key=key: value.__setitem__(new, value.pop(key))) for key in keys
+            ]  # type: ignore[misc]
     elif dataclasses.is_dataclass(value):
         pairs = [(getattr(value, one.name), lambda new, one=one: object.__setattr__(value, one.name, new))
                  for one in dataclasses.fields(value) if hasattr(value, one.name)]  # type: ignore[misc]  # fmt: skip
@@ -222,8 +269,35 @@ def parts_of(value: Any, depth: int = 6) -> Iterator[tuple[Any, Callable[[Any], 
             yield from parts_of(part, depth - 1)
 
 
-ODD = (0, 1, -1, 3, 2**40, 2**70, 1.5, float("nan"), True, None, "", "x", "../x", [], [1], {}, {"a": 1}, (), b"x")
-ODD_TYPES = (torch.float64, torch.int32, torch.qint8, torch.Size((2, 2)), torch.Size(()), torch.Size((2**31, 2**31)))
+ODD = (
+    0,
+    1,
+    -1,
+    3,
+    2**40,
+    2**70,
+    1.5,
+    float("nan"),
+    True,
+    None,
+    "",
+    "x",
+    "../x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    (),
+    b"x",
+)
+ODD_TYPES = (
+    torch.float64,
+    torch.int32,
+    torch.qint8,
+    torch.Size((2, 2)),
+    torch.Size(()),
+    torch.Size((2**31, 2**31)),
+)
 
 
 def changed(value: Any, draw: random.Random) -> str:
@@ -240,7 +314,9 @@ def changed(value: Any, draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_edited_list_of_tensors_changes_nothing_silently(use: str, saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_edited_list_of_tensors_changes_nothing_silently(
+    use: str, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     index, refused = pickle.loads((saved[0] / ".metadata").read_bytes()), 0
     for seed in range(80):
         edited, path = copy.deepcopy(index), copies(saved, tmp_path)
@@ -267,7 +343,9 @@ def test_bytes_of_pickles_that_are_edited_change_nothing_silently(
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_edited_header_changes_nothing_silently(use: str, saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_edited_header_changes_nothing_silently(
+    use: str, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     fields, refused = json.loads((saved[0] / HEADER).read_text()), 0
     for seed in range(40):
         edited, path = copy.deepcopy(fields), copies(saved, tmp_path)
@@ -297,7 +375,8 @@ def test_edited_values_are_refused_or_values(saved: tuple[Path, Path], tmp_path:
         state = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
         for name in ("embedding", "up", "down", "bias"):
             wanted = tensors_at(1)[f"state_dict.{name}"]
-            # Nor can anybody see how many empty rows one process has: to load a wrong number fails there.
+            # Nor can anybody see how many empty rows one process has: to load a wrong number fails
+            # there.
             assert torch.equal(state[name][: len(wanted)], wanted), what
             assert not state[name][len(wanted) :].any(), what
 
@@ -353,7 +432,9 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_of_the_list_of_tensors_are_named(edit: str, saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_edits_of_the_list_of_tensors_are_named(
+    edit: str, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     path, (change, message) = copies(saved, tmp_path), EDITS[edit]
     index = pickle.loads((path / ".metadata").read_bytes())
     change(index)

@@ -1,4 +1,6 @@
-"""Saves that fail or die half-way: a clear error, nothing left, and the last good checkpoint as it was."""
+"""Saves that fail or die half-way: a clear error, nothing left, and the last good checkpoint as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ save_checkpoint(folder / "a", entries(2.0, size=100_000), {"global_step": 2}, {}
 def run_script(folder: Path, moment: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, str(folder), moment]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json"])
@@ -84,13 +88,18 @@ def test_a_full_disk_is_named_and_leaves_the_last_good_checkpoint(
     assert value_in(tmp_path / "a") == 3.0
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path, *arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
     save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(CheckpointSaveError, match=r"OSError: \[Errno 30\] Read-only file system: '.*\.b\.unfinished'"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"OSError: \[Errno 30\] Read-only file system: '.*\.b\.unfinished'",
+    ):
         save_checkpoint(tmp_path / "b", entries(), {}, {}, MESH)
     assert names_in(tmp_path) == ["a"]
 
@@ -130,7 +139,9 @@ def test_an_error_of_any_kind_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
 
 
-def test_an_interrupt_is_not_turned_into_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_not_turned_into_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(path: object) -> None:
         raise KeyboardInterrupt
 
@@ -141,9 +152,16 @@ def test_an_interrupt_is_not_turned_into_an_error(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("moment", "value"),
-    [("before the header", 1.0), ("before the renames", 1.0), ("between the renames", 1.0), ("after the renames", 2.0)],
+    [
+        ("before the header", 1.0),
+        ("before the renames", 1.0),
+        ("between the renames", 1.0),
+        ("after the renames", 2.0),
+    ],
 )
-def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, value: float) -> None:
+def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(
+    tmp_path: Path, moment: str, value: float
+) -> None:
     result = run_script(tmp_path, moment)
     assert result.returncode == 9, result.stderr
     assert is_sharded_checkpoint(tmp_path / "a")
@@ -168,11 +186,15 @@ def test_a_limit_on_the_size_of_files_is_an_error_like_any_other(tmp_path: Path)
 def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small disk is not permitted here")
     try:
         save_checkpoint(disk / "a", entries(1.0), {}, {}, MESH)
-        with pytest.raises(CheckpointSaveError, match=r"No space left on device: '.*\.b\.unfinished/__0_0\.distcp'"):
+        with pytest.raises(
+            CheckpointSaveError, match=r"No space left on device: '.*\.b\.unfinished/__0_0\.distcp'"
+        ):
             save_checkpoint(disk / "b", entries(2.0, size=100_000), {}, {}, MESH)
         assert names_in(disk) == ["a"]
         verify_checkpoint(disk / "a")
@@ -186,7 +208,10 @@ def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_cannot_be_removed_is_left_to_the_next_save_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    background: bool,
 ) -> None:
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))

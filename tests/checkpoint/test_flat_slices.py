@@ -1,4 +1,6 @@
-"""Any cut of a tensor is read from any other cut of it: tensor-parallel ranges, padding, slices of data ranks."""
+"""Any cut of a tensor is read from any other cut of it: tensor-parallel ranges, padding, slices of
+data ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,20 @@ PADDING = -7.0
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Placement, Tensor]]:
-    """Cut a tensor into tensor-parallel parts of several ranges each, and those into slices of data ranks or not."""
+    """Cut a tensor into tensor-parallel parts of several ranges each, and those into slices of data
+    ranks or not.
+    """
     if not shape:
         spec = ShardSpec((), (ShardRange(0, 1),))
-        return [(FlatSlice(spec, (), 0, 1), torch.empty(1)) if draw(st.booleans()) else (spec, torch.empty(()))]
+        return [
+            (FlatSlice(spec, (), 0, 1), torch.empty(1))
+            if draw(st.booleans())
+            else (spec, torch.empty(()))
+        ]
     dim = draw(st.integers(0, len(shape) - 1))
-    borders = sorted(draw(st.sets(st.integers(1, shape[dim] - 1), max_size=4))) if shape[dim] > 1 else []
+    borders = (
+        sorted(draw(st.sets(st.integers(1, shape[dim] - 1), max_size=4))) if shape[dim] > 1 else []
+    )
     ranges = [ShardRange(a, b) for a, b in zip([0, *borders], [*borders, shape[dim]], strict=True)]
     num_parts = draw(st.integers(1, 3))
     found: list[tuple[Placement, Tensor]] = []
@@ -43,12 +53,16 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Placement, Tenso
         size = prod(local)
         inner = sorted(draw(st.sets(st.integers(0, size), max_size=3)))
         for start, stop in zip([0, *inner], [*inner, size], strict=True):
-            found.append((FlatSlice(spec, local, start, stop), torch.full((stop - start,), PADDING)))
+            found.append(
+                (FlatSlice(spec, local, start, stop), torch.full((stop - start,), PADDING))
+            )
     return found
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Placement, Tensor]], list[tuple[Placement, Tensor]]]:
+def tensors(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], list[tuple[Placement, Tensor]], list[tuple[Placement, Tensor]]]:
     """Draw a shape and two cuts of it."""
     shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
     return shape, draw(cuts(shape)), draw(cuts(shape))
@@ -57,7 +71,9 @@ def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Placement, Ten
 @settings(max_examples=60, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=3))
 def test_every_cut_is_read_from_every_other(
-    drawn: list[tuple[tuple[int, ...], list[tuple[Placement, Tensor]], list[tuple[Placement, Tensor]]]],
+    drawn: list[
+        tuple[tuple[int, ...], list[tuple[Placement, Tensor]], list[tuple[Placement, Tensor]]]
+    ],
 ) -> None:
     fulls, pieces = {}, []
     for number, (shape, saved, _) in enumerate(drawn):
@@ -73,11 +89,17 @@ def test_every_cut_is_read_from_every_other(
             assert torch.equal(full, fulls[name])
         for number, (shape, _, wanted) in enumerate(drawn):
             for placement, local in wanted:
-                load_tensors(f"{folder}/c", {str(number): Entry(local, placement)}, MESH, strict=False)
+                load_tensors(
+                    f"{folder}/c", {str(number): Entry(local, placement)}, MESH, strict=False
+                )
                 again = torch.full(shape, PADDING)
                 placement.copy_to_full(local, again)
                 for box in placement.boxes():
-                    where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                    where = tuple(
+                        slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)
+                    )
                     assert torch.equal(again[where], fulls[str(number)][where])
                 # What belongs to no full tensor is left alone.
-                assert int((local == PADDING).sum()) == local.numel() - sum(prod(b.sizes) for b in placement.boxes())
+                assert int((local == PADDING).sum()) == local.numel() - sum(
+                    prod(b.sizes) for b in placement.boxes()
+                )

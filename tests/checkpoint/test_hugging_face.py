@@ -1,4 +1,6 @@
-"""Checkpoints of Hugging Face models become folders that from_pretrained reads, and folders become checkpoints."""
+"""Checkpoints of Hugging Face models become folders that from_pretrained reads, and folders become
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class Texts(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(4, families.V, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": torch.tensor(index % 5) if "classes" in self.case else tokens}
+        return {
+            "input_ids": tokens,
+            "labels": torch.tensor(index % 5) if "classes" in self.case else tokens,
+        }
 
 
 class FineTune(LightningModule):
@@ -91,11 +96,17 @@ def fitted(layout: dict[str, int] | None, devices: int, folder: str | Path, case
 
 
 def loss_of(
-    layout: dict[str, int] | None, devices: int, folder: str | Path, case: str, path: str | Path | None = None
+    layout: dict[str, int] | None,
+    devices: int,
+    folder: str | Path,
+    case: str,
+    path: str | Path | None = None,
 ) -> float:
     """Return the loss of the weights of a checkpoint, or of a folder."""
     trainer = trainer_of(layout, devices)
-    (found,) = trainer.validate(FineTune(folder, case), data_of(case), ckpt_path=path, verbose=False)
+    (found,) = trainer.validate(
+        FineTune(folder, case), data_of(case), ckpt_path=path, verbose=False
+    )
     return float(found["val_loss"])
 
 
@@ -112,10 +123,14 @@ def tensors_of(folder: str | Path, case: str) -> dict[str, Tensor]:
     return dict(getattr(transformers, CASES[case][0]).from_pretrained(folder).state_dict())
 
 
-def train_and_evaluate(rank: int, size: int, folder: Path, cases: list[str]) -> dict[str, list[float]]:
+def train_and_evaluate(
+    rank: int, size: int, folder: Path, cases: list[str]
+) -> dict[str, list[float]]:
     losses = {}
     for case in cases:
-        given, trained, imported = (folder / case / name for name in ("given", "trained.ckpt", "imported.ckpt"))
+        given, trained, imported = (
+            folder / case / name for name in ("given", "trained.ckpt", "imported.ckpt")
+        )
         trains, evaluates = LAYOUTS.get(case, ({"tp": 2, "pp": 2}, {"tp": 2}))
         fitted(trains, size, given, case).save_checkpoint(trained)
         losses[case] = [loss_of(evaluates, size, given, case, path) for path in (trained, imported)]
@@ -124,7 +139,9 @@ def train_and_evaluate(rank: int, size: int, folder: Path, cases: list[str]) -> 
             if rank == 0:
                 consolidate(trained, plain, weights_only=True)
             torch.distributed.barrier()
-            assert loss_of(evaluates, size, given, case, plain) == pytest.approx(losses[case][0], abs=1e-6)
+            assert loss_of(evaluates, size, given, case, plain) == pytest.approx(
+                losses[case][0], abs=1e-6
+            )
     return losses
 
 
@@ -149,17 +166,26 @@ def ranks(folders: Path) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("case", TRAINED)
-def test_a_folder_becomes_a_checkpoint_and_again_that_folder(case: str, folders: Path, tmp_path: Path) -> None:
+def test_a_folder_becomes_a_checkpoint_and_again_that_folder(
+    case: str, folders: Path, tmp_path: Path
+) -> None:
     export_model(folders / case / "imported.ckpt", tmp_path / "again")
     again = tensors_of(tmp_path / "again", case)
-    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors_of(folders / case / "given", case).items())
+    assert all(
+        torch.equal(tensor, again[name])
+        for name, tensor in tensors_of(folders / case / "given", case).items()
+    )
 
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_what_four_ranks_have_trained_is_what_transformers_loads(
     case: str, folders: Path, ranks: Any, tmp_path: Path
 ) -> None:
-    folder, trained, exported = folders / case / "given", folders / case / "trained.ckpt", tmp_path / "exported"
+    folder, trained, exported = (
+        folders / case / "given",
+        folders / case / "trained.ckpt",
+        tmp_path / "exported",
+    )
     main(["convert", str(trained), str(exported), "--verify"])
     before, after = tensors_of(folder, case), tensors_of(exported, case)
     assert before.keys() == after.keys()
@@ -177,13 +203,21 @@ def test_what_four_ranks_have_trained_is_what_transformers_loads(
 
 def test_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
     case = "llama"
-    folder, plain, ours = saved(case, tmp_path / "given"), tmp_path / "plain.ckpt", tmp_path / "ours.ckpt"
+    folder, plain, ours = (
+        saved(case, tmp_path / "given"),
+        tmp_path / "plain.ckpt",
+        tmp_path / "ours.ckpt",
+    )
     fitted(None, 1, folder, case).save_checkpoint(plain)
-    assert loss_of(None, 1, folder, case, plain) == pytest.approx(loss_of({}, 1, folder, case, plain), abs=1e-5)
+    assert loss_of(None, 1, folder, case, plain) == pytest.approx(
+        loss_of({}, 1, folder, case, plain), abs=1e-5
+    )
     fitted({}, 1, folder, case).save_checkpoint(ours)
     consolidate(ours, tmp_path / "file.ckpt", weights_only=True)
     expected = loss_of({}, 1, folder, case, ours)
-    assert loss_of(None, 1, folder, case, tmp_path / "file.ckpt") == pytest.approx(expected, abs=1e-5)
+    assert loss_of(None, 1, folder, case, tmp_path / "file.ckpt") == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
@@ -191,14 +225,22 @@ def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
         (folder / name).write_text(name)
     import_model(folder, tmp_path / "checkpoint")
-    main(["convert", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(folder)])
-    beside = {file.name: file.read_text() for file in (tmp_path / "out").glob("*") if file.suffix != ".safetensors"}
+    main(
+        ["convert", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(folder)]
+    )
+    beside = {
+        file.name: file.read_text()
+        for file in (tmp_path / "out").glob("*")
+        if file.suffix != ".safetensors"
+    }
     assert {name for name, text in beside.items() if name == text} == {
         "tokenizer.json", "tokenizer_config.json", "merges.txt",
     }  # fmt: skip
 
 
-def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_what_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved("llama", tmp_path / "given")
     for arguments, reason in (
         ([str(folder), str(folder)], "must not exist yet"),
@@ -210,9 +252,18 @@ def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest
         assert reason in capsys.readouterr().err
     import_model(folder, tmp_path / "checkpoint")
     for arguments, reason in (
-        ([str(folder), str(tmp_path / "out"), "--merge"], "--merge is for what becomes a Hugging Face folder"),
-        ([str(folder), str(tmp_path / "out"), "--tokenizer", str(folder)], "--tokenizer is for what becomes"),
-        ([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(tmp_path)], "files of a tokenizer"),
+        (
+            [str(folder), str(tmp_path / "out"), "--merge"],
+            "--merge is for what becomes a Hugging Face folder",
+        ),
+        (
+            [str(folder), str(tmp_path / "out"), "--tokenizer", str(folder)],
+            "--tokenizer is for what becomes",
+        ),
+        (
+            [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(tmp_path)],
+            "files of a tokenizer",
+        ),
     ):
         with pytest.raises(SystemExit):
             main(["convert", *arguments])

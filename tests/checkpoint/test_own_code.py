@@ -1,4 +1,6 @@
-"""Checkpoints of Hugging Face models that keep their own code become what their save_pretrained writes."""
+"""Checkpoints of Hugging Face models that keep their own code become what their save_pretrained
+writes.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,43 @@ peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 
 V = 53
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 KEYS = {"num_key_value_heads": 2}
-T5: dict[str, Any] = {"vocab_size": V, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+T5: dict[str, Any] = {
+    "vocab_size": V,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+}
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-#: Class, settings and layout of each case. A vocabulary of 53 is padded under tp; files of OLMoE have each expert.
+#: Class, settings and layout of each case. A vocabulary of 53 is padded under tp; files of OLMoE
+#: have each expert.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "tp": ("Olmo2ForCausalLM", {**SIZES, **KEYS}, {"tp": 2}),
     "tied pp": ("Olmo2ForCausalLM", {**SIZES, **KEYS, "tie_word_embeddings": True}, {"pp": 2}),
-    "experts dp": ("OlmoeForCausalLM", {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2}, {}),
-    "experts tp": ("OlmoeForCausalLM", {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2}, {"tp": 2}),
+    "experts dp": (
+        "OlmoeForCausalLM",
+        {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2},
+        {},
+    ),
+    "experts tp": (
+        "OlmoeForCausalLM",
+        {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2},
+        {"tp": 2},
+    ),
     "t5 tp": ("T5ForConditionalGeneration", T5, {"tp": 2}),
     "electra dp": ("ElectraForMaskedLM", {**SIZES, "embedding_size": 16}, {}),
     "adapted": ("Olmo2ForCausalLM", {**SIZES, **KEYS}, {"pp": 2}),
@@ -51,7 +79,9 @@ class Train(LightningModule):
         kind = getattr(transformers, name)
         self.model: Any = kind(kind.config_class(**settings))
         if case == "adapted":
-            self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+            self.model = peft.get_peft_model(
+                self.model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+            )
 
     def training_step(self, tokens: Tensor, _: int) -> Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
@@ -101,7 +131,11 @@ def twin_of(case: str, folder: Path, out: Path) -> Any:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    return {name: one for file in folder.glob("*.safetensors") for name, one in safetensors.load_file(file).items()}
+    return {
+        name: one
+        for file in folder.glob("*.safetensors")
+        for name, one in safetensors.load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "adapted"])
@@ -110,7 +144,16 @@ def test_a_checkpoint_becomes_what_save_pretrained_of_one_process_writes(
 ) -> None:
     twin = twin_of(case, folder, tmp_path / "plain.ckpt")
     twin.save_pretrained(tmp_path / "expected")
-    main(["convert", str(folder / f"{case}.ckpt"), str(tmp_path / "found"), "--verify", "--max-file-bytes", "9000"])
+    main(
+        [
+            "convert",
+            str(folder / f"{case}.ckpt"),
+            str(tmp_path / "found"),
+            "--verify",
+            "--max-file-bytes",
+            "9000",
+        ]
+    )
     assert "tensors differ by 0.0e+00" in capsys.readouterr().out
     found, expected = tensors_in(tmp_path / "found"), tensors_in(tmp_path / "expected")
     assert found.keys() == expected.keys()
@@ -119,11 +162,15 @@ def test_a_checkpoint_becomes_what_save_pretrained_of_one_process_writes(
         assert torch.equal(found[name], tensor), name
     again, report = type(twin).from_pretrained(tmp_path / "found", output_loading_info=True)
     assert not any(report.values()), report
-    configs = [type(twin.config).from_pretrained(tmp_path / name).to_dict() for name in ("found", "expected")]
+    configs = [
+        type(twin.config).from_pretrained(tmp_path / name).to_dict()
+        for name in ("found", "expected")
+    ]
     assert configs[0] == {**configs[1], "_name_or_path": configs[0].get("_name_or_path")}
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(
-        again.eval()(input_ids=tokens, labels=tokens).logits, twin(input_ids=tokens, labels=tokens).logits
+        again.eval()(input_ids=tokens, labels=tokens).logits,
+        twin(input_ids=tokens, labels=tokens).logits,
     )
 
 

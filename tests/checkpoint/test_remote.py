@@ -1,4 +1,6 @@
-"""Checkpoints behind URLs, in one process: visible when their header is written, replaced and cleaned."""
+"""Checkpoints behind URLs, in one process: visible when their header is written, replaced and
+cleaned.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.directory import RemotePlace
 from lightning_megatron.checkpoint.storage import RemoteFolder
-from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    CorruptDataError,
+    UnsupportedError,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, value_in
 
@@ -90,7 +97,9 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
     monkeypatch.setattr(RemoteFolder, "create", fail)
     for path in ("a", "b"):
-        with pytest.raises(CheckpointSaveError, match=rf"PermissionError: .*Access denied.*memory://run/.*/{path}/"):
+        with pytest.raises(
+            CheckpointSaveError, match=rf"PermissionError: .*Access denied.*memory://run/.*/{path}/"
+        ):
             save_checkpoint(f"{ROOT}/{path}", entries(2.0), {}, {}, MESH)
     assert value_in(f"{ROOT}/a") == 1.0
     assert len(files(memory)) == 4
@@ -99,7 +108,13 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
 
 def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) -> None:
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
-    for path in ("a/save-0123456789abcdef/x", "b/save-0123456789abcdef/y", "b/save-me/z", "c/other", "save-0/w"):
+    for path in (
+        "a/save-0123456789abcdef/x",
+        "b/save-0123456789abcdef/y",
+        "b/save-me/z",
+        "c/other",
+        "save-0/w",
+    ):
         memory.pipe_file(f"/run/checkpoints/{path}", b"x")
     assert list_checkpoints(ROOT) == [f"{ROOT}/a"]
     with pytest.raises(CheckpointMismatchError, match="interrupted while saving"):
@@ -128,7 +143,9 @@ def test_behind_a_damaged_header_nothing_is_removed(memory: Any) -> None:
 
 def test_damage_is_found_and_the_newest_whole_one_taken(memory: Any) -> None:
     for step in (1, 2):
-        save_checkpoint(f"{ROOT}/step={step}", entries(float(step)), {"global_step": step}, {}, MESH)
+        save_checkpoint(
+            f"{ROOT}/step={step}", entries(float(step)), {"global_step": step}, {}, MESH
+        )
     assert find_newest(ROOT) == f"{ROOT}/step=2"
     path = next(path for path in memory.find("/run/checkpoints/step=2") if path.endswith("meta.pt"))
     memory.pipe_file(path, memory.cat_file(path)[:-1] + b"x")

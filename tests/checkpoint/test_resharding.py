@@ -1,4 +1,6 @@
-"""A checkpoint saved under one layout is the same under every other: tensors, optimizer state, hyperparameters."""
+"""A checkpoint saved under one layout is the same under every other: tensors, optimizer state,
+hyperparameters.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,30 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.training import MainParameters
-from tests.checkpoint.trained import LAYOUTS, OPTIMIZERS, STEPS, Trained, difference, groups_of, mesh_of
+from tests.checkpoint.trained import (
+    LAYOUTS,
+    OPTIMIZERS,
+    STEPS,
+    Trained,
+    difference,
+    groups_of,
+    mesh_of,
+)
 from tests.training.synthetic import HEAD, WORD, full_gradients, full_parameters, pieces
 from tests.world import run_world
 
-# With AdamW every layout into two others and itself, so that each is read from three; every other optimizer out of
-# slices into whole parameters, and back.
+# With AdamW every layout into two others and itself, so that each is read from three; every other
+# optimizer out of slices into whole parameters, and back.
 NAMES = list(LAYOUTS)
-CASES = [(one, NAMES[(i + step) % len(NAMES)], "AdamW") for i, one in enumerate(NAMES) for step in (0, 1, 3)]
+CASES = [
+    (one, NAMES[(i + step) % len(NAMES)], "AdamW")
+    for i, one in enumerate(NAMES)
+    for step in (0, 1, 3)
+]
 OTHERS = [optimizer for optimizer in OPTIMIZERS if optimizer != "AdamW"]
-CASES += [(*pair, optimizer) for pair in (("dp4", "tp2 pp2"), ("tp4", "dp4")) for optimizer in OTHERS]
+CASES += [
+    (*pair, optimizer) for pair in (("dp4", "tp2 pp2"), ("tp4", "dp4")) for optimizer in OTHERS
+]
 STATES = [("tp2 pp2", "tp2 pp2"), ("tp4", "tp2 pp2"), ("dp4", "tp4")]
 SAVED = list(dict.fromkeys((source, optimizer) for source, _, optimizer in CASES))
 GPTS = {
@@ -66,15 +82,21 @@ def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
         run = Trained(meshes[layout], optimizer, layout)
         run.train()
         run.save(folder / layout / optimizer)
-        found[f"names {layout}"] = {box.name for box in boxes_to_write(run.tensors(), meshes[layout])}
+        found[f"names {layout}"] = {
+            box.name for box in boxes_to_write(run.tensors(), meshes[layout])
+        }
     fulls = {saved: read_full(folder / saved[0] / saved[1]) for saved in SAVED}
     for source, layout, optimizer in CASES:
         run = Trained(meshes[layout], optimizer, layout)
         run.load(folder / source / optimizer)
         found[f"{source} -> {layout}, {optimizer}"] = difference(fulls[source, optimizer], run)
-        found[f"lr {source} -> {layout}, {optimizer}"] = [group["lr"] for group in run.optimizer.param_groups]
+        found[f"lr {source} -> {layout}, {optimizer}"] = [
+            group["lr"] for group in run.optimizer.param_groups
+        ]
     for source, layout in STATES:
-        found[f"state {source} -> {layout}"] = load_rank_state(folder / source / "AdamW", meshes[layout])
+        found[f"state {source} -> {layout}"] = load_rank_state(
+            folder / source / "AdamW", meshes[layout]
+        )
     for layout, mesh in meshes.items():
         again = folder / "again" / layout
         run = Trained(mesh, "AdamW", layout)
@@ -108,7 +130,11 @@ def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
                         view.fill_(7)
                     assert key.startswith("state_dict."), key
             load_model(folder / name, model, main, mesh)
-            wrong = [key for key, value in model.named_parameters() if not torch.equal(value, before[key])]
+            wrong = [
+                key
+                for key, value in model.named_parameters()
+                if not torch.equal(value, before[key])
+            ]
             found[f"{name} {layout}"] = wrong
             mesh.destroy()
     return found
@@ -135,18 +161,31 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
     attempt("missing", lambda: load_tensors(folder / "good", renamed, mesh, prefix="state_dict."))
     word = pieces(ParallelMesh.single())[WORD].spec
     longer = {"state_dict.model.final_norm.weight": Entry(torch.ones(word.full_shape), word)}
-    attempt("shape", lambda: load_tensors(folder / "good", longer if mesh.pp.is_last else {}, mesh, strict=False))
+    attempt(
+        "shape",
+        lambda: load_tensors(
+            folder / "good", longer if mesh.pp.is_last else {}, mesh, strict=False
+        ),
+    )
     loose = load_tensors(folder / "good", renamed, mesh, strict=False, prefix="state_dict.")
     found["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
 
     metadata = load_metadata(folder / "good")["optimizer"]
     regrouped = torch.optim.SGD(list(run.named.values()), lr=0.1)
-    attempt("groups", lambda: load_optimizer(folder / "good", 0, regrouped, run.main, mesh, metadata))
+    attempt(
+        "groups", lambda: load_optimizer(folder / "good", 0, regrouped, run.main, mesh, metadata)
+    )
 
-    # One rank cannot write: nobody sees a new checkpoint, and the old one of that name is still there.
+    # One rank cannot write: nobody sees a new checkpoint, and the old one of that name is still
+    # there.
     state = {"broken": (lambda: None) if rank == 1 else 1}
-    attempt("save", lambda: save_checkpoint(folder / "good", run.tensors(), {"new": True}, state, mesh))
-    attempt("metadata", lambda: save_checkpoint(folder / "bad", run.tensors(), {"broken": lambda: None}, {}, mesh))
+    attempt(
+        "save", lambda: save_checkpoint(folder / "good", run.tensors(), {"new": True}, state, mesh)
+    )
+    attempt(
+        "metadata",
+        lambda: save_checkpoint(folder / "bad", run.tensors(), {"broken": lambda: None}, {}, mesh),
+    )
     found["files"] = " ".join(sorted(path.name for path in folder.iterdir()))
     found["still"] = " ".join(load_metadata(folder / "good"))
     barrier(mesh.world_cpu)
@@ -185,7 +224,9 @@ def test_every_layout_loads_every_other_bitwise(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_loaded_is_saved_again_as_it_was(results: list[dict[str, Any]], layout: str) -> None:
+def test_what_was_loaded_is_saved_again_as_it_was(
+    results: list[dict[str, Any]], layout: str
+) -> None:
     assert all(result["reshard"][f"round trip {layout}"] for result in results)
 
 
@@ -209,11 +250,15 @@ def test_one_process_continues_what_any_layout_saved(
         torch.testing.assert_close(run.named[name].data[rows], twin.data, rtol=0, atol=1e-12)
         for key, want in twin_optimizer.state[twin].items():
             found = run.optimizer.state[run.main.main(name)][key]
-            torch.testing.assert_close(found[rows] if found.ndim else found, want, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                found[rows] if found.ndim else found, want, rtol=0, atol=1e-12
+            )
     run.optimizer.step()
 
 
-def test_entries_are_the_full_tensors_without_padding_or_copies(results: list[dict[str, Any]], folder: Path) -> None:
+def test_entries_are_the_full_tensors_without_padding_or_copies(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
     names = set(read_full(folder / "reshard" / "dp4" / "SGD"))
     assert names == {f"state_dict.{name}" for name in full_parameters()} | {
         f"optimizer.0.state.{name}.momentum_buffer" for name in full_parameters()
@@ -256,10 +301,14 @@ def test_gpt_saved_under_tp2_pp2_loads_under_every_layout(
 
 
 @pytest.mark.parametrize("name", GPTS)
-def test_gpt_of_one_process_loads_what_tp2_pp2_saved(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+def test_gpt_of_one_process_loads_what_tp2_pp2_saved(
+    results: list[dict[str, Any]], folder: Path, name: str
+) -> None:
     want, model = GPT(GPTS[name], seed=3), GPT(GPTS[name], seed=4)
     mesh = ParallelMesh.single()
-    load_model(folder / "gpt" / name, model, MainParameters(dict(model.named_parameters()), mesh), mesh)
+    load_model(
+        folder / "gpt" / name, model, MainParameters(dict(model.named_parameters()), mesh), mesh
+    )
     vocab = GPTS[name].vocab_size
     for (key, found), expected in zip(model.named_parameters(), want.parameters(), strict=True):
         rows = slice(vocab) if "word" in key or "head" in key else slice(None)
@@ -272,21 +321,37 @@ def test_gpt_of_one_process_loads_what_tp2_pp2_saved(results: list[dict[str, Any
         (
             "unexpected",
             [
-                "unexpected in the checkpoint: state_dict.model.layers.0.scale, state_dict.model.layers.1.scale",
+                (
+                    "unexpected in the checkpoint: state_dict.model.layers.0.scale, "
+                    "state_dict.model.layers.1.scale"
+                ),
                 "strict=False",
             ],
         ),
         (
             "missing",
-            ["missing in the checkpoint: state_dict.model.layers.0.query.weight", "unexpected in the checkpoint"],
+            [
+                "missing in the checkpoint: state_dict.model.layers.0.query.weight",
+                "unexpected in the checkpoint",
+            ],
         ),
-        ("shape", ["state_dict.model.final_norm.weight is (4,) in the checkpoint and (10, 4) in the model"]),
+        (
+            "shape",
+            [
+                (
+                    "state_dict.model.final_norm.weight is (4,) in the checkpoint and (10, 4) in "
+                    "the model"
+                )
+            ],
+        ),
         ("groups", ["2 groups were saved, the optimizer has 1", "is in group 0, saved in 1"]),
         ("save", ["failed on 1 of 4 rank(s): rank 1:", "errors/good", "lambda"]),
         ("metadata", ["saving", "errors/bad", "failed on 1 of 4 rank(s): rank 0:"]),
     ],
 )
-def test_every_rank_raises_and_says_what_is_wrong(results: list[dict[str, Any]], what: str, parts: list[str]) -> None:
+def test_every_rank_raises_and_says_what_is_wrong(
+    results: list[dict[str, Any]], what: str, parts: list[str]
+) -> None:
     for result in results:
         for part in parts:
             assert part in result["errors"][what]
@@ -296,7 +361,9 @@ def test_without_strict_what_differs_is_reported(results: list[dict[str, Any]]) 
     assert all(result["errors"]["loose"] == "4 missing, 4 unexpected" for result in results)
 
 
-def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(results: list[dict[str, Any]]) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["errors"]["files"] == "good"
         assert result["errors"]["still"] == "optimizer"

@@ -110,7 +110,9 @@ def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Pat
     for content in (pickle.dumps(Trap(sprung)), pickle.dumps(index)):
         put(path, ".metadata", content)
         for load in (saved_tensors, read_full, lambda path: load_rank_state(path, MESH)):
-            with pytest.raises(CorruptDataError, match=r"c/\.metadata is not: it names posix\.mkdir"):
+            with pytest.raises(
+                CorruptDataError, match=r"c/\.metadata is not: it names posix\.mkdir"
+            ):
                 load(path)
     assert not sprung.exists()
     pickle.loads((path / ".metadata").read_bytes())
@@ -167,14 +169,18 @@ def test_a_checkpoint_does_not_reach_outside_of_its_folder(tmp_path: Path, elsew
     replace(header, folder=elsewhere).write(LocalFolder(path))
     with pytest.raises(CorruptDataError, match="folder that saving made"):
         load_metadata(path)
-    replace(header, files={**header.files, elsewhere: header.files["meta.pt"]}).write(LocalFolder(path))
+    replace(header, files={**header.files, elsewhere: header.files["meta.pt"]}).write(
+        LocalFolder(path)
+    )
     with pytest.raises(CorruptDataError, match="not names of files"):
         read_full(path)
 
 
 def test_types_that_the_user_vouches_for_are_read(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", entries(), {"setting": Setting(3)}, {}, MESH)
-    with pytest.raises(UnsupportedError, match=r"holds tests\.checkpoint\.test_safe_loading\.Setting\. "):
+    with pytest.raises(
+        UnsupportedError, match=r"holds tests\.checkpoint\.test_safe_loading\.Setting\. "
+    ):
         load_metadata(tmp_path / "c")
     with torch.serialization.safe_globals([Setting]):
         assert load_metadata(tmp_path / "c")["setting"].value == 3

@@ -51,7 +51,9 @@ class WithBuffers(nn.Module):
 
 def test_values_tensors_and_rank_state_come_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "checkpoint"
-    save_checkpoint(path, entries(), {"step": 7, "nested": {"lr": [0.1]}}, {"seen": torch.tensor(5)}, MESH)
+    save_checkpoint(
+        path, entries(), {"step": 7, "nested": {"lr": [0.1]}}, {"seen": torch.tensor(5)}, MESH
+    )
     assert is_sharded_checkpoint(path)
     assert load_metadata(path, weights_only=True) == {"step": 7, "nested": {"lr": [0.1]}}
     state = load_rank_state(path, MESH)
@@ -61,7 +63,9 @@ def test_values_tensors_and_rank_state_come_back(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.joinpath("deep").iterdir()] == ["checkpoint"]
 
 
-def run_of(module: nn.Module, dtype: torch.dtype | None = None, build: Callable[..., Any] = plain_sgd) -> Run:
+def run_of(
+    module: nn.Module, dtype: torch.dtype | None = None, build: Callable[..., Any] = plain_sgd
+) -> Run:
     return single(dict(module.named_parameters()), dtype, make=build)
 
 
@@ -74,7 +78,9 @@ def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) 
     half_main.publish()
     half.count.fill_(9)
     save_checkpoint(tmp_path / "a", model_tensors(half, half_main), {}, {}, MESH)
-    assert set(read_full(tmp_path / "a")) == {f"state_dict.{n}" for n in ("linear.weight", "linear.bias", "count")}
+    assert set(read_full(tmp_path / "a")) == {
+        f"state_dict.{n}" for n in ("linear.weight", "linear.bias", "count")
+    }
 
     full_main = MainParameters(dict(full.named_parameters()), MESH)
     load_model(tmp_path / "a", full, full_main, MESH)
@@ -98,7 +104,9 @@ def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) 
     ],
     ids=["amsgrad", "NAdam", "RMSprop", "Adafactor"],
 )
-def test_a_fresh_optimizer_continues_with_the_same_steps(tmp_path: Path, build: Callable[..., Any]) -> None:
+def test_a_fresh_optimizer_continues_with_the_same_steps(
+    tmp_path: Path, build: Callable[..., Any]
+) -> None:
     def start() -> tuple[nn.Module, Run]:
         torch.manual_seed(0)
         module = nn.Linear(3, 2).bfloat16()
@@ -113,9 +121,13 @@ def test_a_fresh_optimizer_continues_with_the_same_steps(tmp_path: Path, build: 
     (module, first), (other, second) = start(), start()
     step(module, first)
     tensors = model_tensors(module, first.main) | optimizer_tensors(2, first.optimizer, first.main)
-    save_checkpoint(tmp_path / "c", tensors, optimizer_metadata(first.optimizer, first.main, MESH), {}, MESH)
+    save_checkpoint(
+        tmp_path / "c", tensors, optimizer_metadata(first.optimizer, first.main, MESH), {}, MESH
+    )
     load_model(tmp_path / "c", other, second.main, MESH)
-    load_optimizer(tmp_path / "c", 2, second.optimizer, second.main, MESH, load_metadata(tmp_path / "c"))
+    load_optimizer(
+        tmp_path / "c", 2, second.optimizer, second.main, MESH, load_metadata(tmp_path / "c")
+    )
     for _ in range(2):
         step(module, first)
         step(other, second)
@@ -124,7 +136,10 @@ def test_a_fresh_optimizer_continues_with_the_same_steps(tmp_path: Path, build: 
 
 
 def test_plain_values_in_an_optimizer_come_back(tmp_path: Path) -> None:
-    run, fresh = single({"weight": nn.Parameter(torch.ones(2))}), single({"weight": nn.Parameter(torch.ones(2))})
+    run, fresh = (
+        single({"weight": nn.Parameter(torch.ones(2))}),
+        single({"weight": nn.Parameter(torch.ones(2))}),
+    )
     run.optimizer.state[run.main.main("weight")]["calls"] = 3
     fresh.optimizer.param_groups[0]["lr"] = 0.5
     metadata = optimizer_metadata(run.optimizer, run.main, MESH)
@@ -137,7 +152,14 @@ def test_plain_values_in_an_optimizer_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("maximize", 7), ("nesterov", "yes"), ("lr", torch.tensor(0.1)), ("lr", True), ("lr", None), ("lr", [0.1])],
+        *[
+            ("maximize", 7),
+            ("nesterov", "yes"),
+            ("lr", torch.tensor(0.1)),
+            ("lr", True),
+            ("lr", None),
+            ("lr", [0.1]),
+        ],
         *[("momentum", "0.9"), ("weight_decay", {})],
     ],
 )
@@ -147,7 +169,10 @@ def test_hyperparameters_of_other_types_are_refused(key: str, value: Any, tmp_pa
     save_checkpoint(tmp_path / "c", optimizer_tensors(0, run.optimizer, run.main), {}, {}, MESH)
     metadata["groups"][0]["hyperparameters"][key] = value
     before = dict(run.optimizer.param_groups[0])
-    with pytest.raises(CheckpointMismatchError, match=f"'{key}' of group 0 of optimizer 0 is .*{type(value).__name__}"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=f"'{key}' of group 0 of optimizer 0 is .*{type(value).__name__}",
+    ):
         load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
     assert run.optimizer.param_groups[0] == before
     for fitting in ({"lr": 1}, {"momentum": 0}, {"maximize": True}, {"of another version": "x"}):
@@ -225,7 +250,9 @@ def test_full_tensors_in_memory_fill_a_model(tmp_path: Path) -> None:
     target = entries(0.0)
     copy_full_tensors({"state_dict.weight": torch.arange(3.0)}, target, MESH)
     assert target["state_dict.weight"].tensor.tolist() == [0, 1, 2]
-    with pytest.raises(CheckpointMismatchError, match="missing in the checkpoint: state_dict.weight"):
+    with pytest.raises(
+        CheckpointMismatchError, match="missing in the checkpoint: state_dict.weight"
+    ):
         copy_full_tensors({}, target, MESH)
 
 
@@ -258,7 +285,12 @@ def test_another_format_and_a_damaged_header_are_refused(tmp_path: Path) -> None
         (tmp_path / "c" / HEADER).write_text(json.dumps(header | {"format": number}))
         with pytest.raises(UnsupportedError, match=remedy):
             load_rank_state(tmp_path / "c", MESH)
-    for damage in ("{", json.dumps(header | {"global_step": 5}), json.dumps(header | {"checksum": 1}), "[]"):
+    for damage in (
+        "{",
+        json.dumps(header | {"global_step": 5}),
+        json.dumps(header | {"checksum": 1}),
+        "[]",
+    ):
         (tmp_path / "c" / HEADER).write_text(damage)
         with pytest.raises(CorruptDataError, match=HEADER):
             load_rank_state(tmp_path / "c", MESH)

@@ -1,4 +1,6 @@
-"""Saving behind training: what is saved is what was there, one save at a time, and failures come up in training."""
+"""Saving behind training: what is saved is what was there, one save at a time, and failures come up
+in training.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
     assert load_rank_state(tmp_path / "a", MESH).values["seen"].tolist() == [0, 0]
 
 
-def test_a_second_save_waits_for_the_first_and_takes_its_memory(tmp_path: Path, writer: CheckpointWriter) -> None:
+def test_a_second_save_waits_for_the_first_and_takes_its_memory(
+    tmp_path: Path, writer: CheckpointWriter
+) -> None:
     tensors = entries(1.0)
     for step in range(4):
         tensors[WEIGHT].tensor.fill_(step)
@@ -111,7 +115,10 @@ def test_a_failure_in_the_background_comes_up_once_in_training(
         "close": writer.close,
         "save": lambda: writer.save(tmp_path / "b", entries(), {}, {}),
     }
-    with pytest.raises(CheckpointSaveError, match=r"rank 0: OSError: .*No space left.*/\.a\.unfinished/__0_0\.distcp"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"rank 0: OSError: .*No space left.*/\.a\.unfinished/__0_0\.distcp",
+    ):
         steps[how]()
     writer.save(tmp_path / "c", entries(3.0), {}, {}, background=True)
     writer.close()
@@ -119,7 +126,9 @@ def test_a_failure_in_the_background_comes_up_once_in_training(
     assert names_in(tmp_path) == ["c"]
 
 
-def test_what_cannot_be_pickled_fails_the_save_and_not_the_next(tmp_path: Path, writer: CheckpointWriter) -> None:
+def test_what_cannot_be_pickled_fails_the_save_and_not_the_next(
+    tmp_path: Path, writer: CheckpointWriter
+) -> None:
     for background in (False, True):
         writer_failed = False
         try:
@@ -183,16 +192,27 @@ def test_values_that_loading_would_refuse_are_named_once_when_they_are_saved(
         for name in ("a", "b"):
             writer.save(tmp_path / name, entries(), metadata, {"path": tmp_path}, background=True)
             writer.wait()
-    assert caplog.text.count("callbacks['Mine']['best'] (tests.checkpoint.test_writer.Unknown)") == 1
+    assert (
+        caplog.text.count("callbacks['Mine']['best'] (tests.checkpoint.test_writer.Unknown)") == 1
+    )
     assert caplog.text.count("path (pathlib.PosixPath)") == 1
     assert "fine" not in caplog.text
-    assert isinstance(load_metadata(tmp_path / "a", weights_only=False)["callbacks"]["Mine"]["best"], Unknown)
+    assert isinstance(
+        load_metadata(tmp_path / "a", weights_only=False)["callbacks"]["Mine"]["best"], Unknown
+    )
 
 
 def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None:
     copies = HostCopies(torch.device("cpu"))
-    tensors = [torch.arange(5, dtype=torch.int8), torch.ones(3, 3).t()[1:], torch.tensor(2.5), torch.empty(0)]
-    pieces = boxes_to_write({str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}, MESH)
+    tensors = [
+        torch.arange(5, dtype=torch.int8),
+        torch.ones(3, 3).t()[1:],
+        torch.tensor(2.5),
+        torch.empty(0),
+    ]
+    pieces = boxes_to_write(
+        {str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}, MESH
+    )
     for _ in range(2):
         copied = copies.copy(pieces)
         assert len(copies._buffers) == 1
@@ -203,7 +223,9 @@ def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None
 
 
 def test_reserved_memory_is_what_a_save_takes(tmp_path: Path, writer: CheckpointWriter) -> None:
-    tensors = {str(number): entry_of(torch.full((1000 * number,), float(number))) for number in range(1, 5)}
+    tensors = {
+        str(number): entry_of(torch.full((1000 * number,), float(number))) for number in range(1, 5)
+    }
     writer.reserve(tensors)
     (buffer,) = writer._copies._buffers
     assert 40_000 <= buffer.memory.nbytes < 80_000
@@ -220,7 +242,9 @@ def test_what_fits_into_spare_memory_is_chosen_in_turn() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", [0, 100 << 20, 10 << 30], ids=["no room", "room for some", "room for all"])
+@pytest.mark.parametrize(
+    "room", [0, 100 << 20, 10 << 30], ids=["no room", "room for some", "room for all"]
+)
 def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

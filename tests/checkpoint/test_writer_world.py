@@ -1,4 +1,6 @@
-"""Saving from several ranks: all learn of a failure, in the same call, and a rank that fails leaves none waiting."""
+"""Saving from several ranks: all learn of a failure, in the same call, and a rank that fails leaves
+none waiting.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ CALLS = 5000
 
 
 def sliced(mesh: ParallelMesh, value: float) -> dict[str, Entry]:
-    """Return a tensor of which every data rank has a flat slice of its tensor-parallel rows, and one that all have."""
+    """Return a tensor of which every data rank has a flat slice of its tensor-parallel rows, and
+    one that all have.
+    """
     spec = ShardSpec(SHAPE, (even_range(SHAPE[0], mesh.tp.size, mesh.tp.rank),))
     local = (SHAPE[0] // mesh.tp.size, SHAPE[1])
     size, part = local[0] * local[1], mesh.data.rank
@@ -49,7 +53,10 @@ def sliced(mesh: ParallelMesh, value: float) -> dict[str, Entry]:
     own = torch.empty(stop - start)
     flat.copy_from_full(own, full_tensor(value))
     shared = torch.full((30_000,), value)
-    return {"sliced": Entry(own, flat, True), "shared": Entry(shared, whole_spec(shared, mesh.tp.rank))}
+    return {
+        "sliced": Entry(own, flat, True),
+        "shared": Entry(shared, whole_spec(shared, mesh.tp.rank)),
+    }
 
 
 def full_tensor(value: float) -> torch.Tensor:
@@ -58,7 +65,9 @@ def full_tensor(value: float) -> torch.Tensor:
 
 def is_right(path: object, value: float) -> bool:
     full = read_full(str(path))
-    return torch.equal(full["sliced"], full_tensor(value)) and set(full["shared"].tolist()) == {value}
+    return torch.equal(full["sliced"], full_tensor(value)) and set(full["shared"].tolist()) == {
+        value
+    }
 
 
 def outcome_of(action: Callable[[], object]) -> str:
@@ -87,7 +96,13 @@ def in_training(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     writer, found = CheckpointWriter(mesh), {}
     for number, delay in enumerate((0.001 + 0.001 * rank, 0.004 * (mesh.world.size - rank), 0.002)):
         tensors = sliced(mesh, 1.0)
-        writer.save(folder / "good", tensors, {"global_step": 7, "epoch": 2}, {"rank": rank}, background=True)
+        writer.save(
+            folder / "good",
+            tensors,
+            {"global_step": 7, "epoch": 2},
+            {"rank": rank},
+            background=True,
+        )
         for entry in tensors.values():
             entry.tensor.fill_(-1)
         found[f"good {number}"] = call_that_raises(writer, delay)
@@ -108,14 +123,24 @@ def in_training(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
 
 
 def failures(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Let one rank fail in every step of a save, with errors that no disk makes, at once and in the background."""
+    """Let one rank fail in every step of a save, with errors that no disk makes, at once and in the
+    background.
+    """
     folder.mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     steps: dict[str, tuple[int, str, type]] = {
         "begin": (0, "lightning_megatron.checkpoint.directory.LocalPlace.begin", ZeroDivisionError),
         "collect": (3, "lightning_megatron.checkpoint.save.boxes_to_write", MemoryError),
-        "plan": (1, "lightning_megatron.checkpoint.planners.ShardSavePlanner.create_local_plan", KeyError),
-        "merge": (0, "lightning_megatron.checkpoint.planners.ShardSavePlanner.create_global_plan", IndexError),
+        "plan": (
+            1,
+            "lightning_megatron.checkpoint.planners.ShardSavePlanner.create_local_plan",
+            KeyError,
+        ),
+        "merge": (
+            0,
+            "lightning_megatron.checkpoint.planners.ShardSavePlanner.create_global_plan",
+            IndexError,
+        ),
         "write": (2, "lightning_megatron.checkpoint.tensor_files._alone", MemoryError),
         "index": (0, "lightning_megatron.checkpoint.tensor_files.write_index", AttributeError),
         "verify": (3, "lightning_megatron.checkpoint.save.read_record", ValueError),
@@ -143,7 +168,9 @@ def raising(kind: type) -> Callable[..., None]:
     return fail
 
 
-def save_and_wait(writer: CheckpointWriter, folder: Path, mesh: ParallelMesh, background: bool) -> None:
+def save_and_wait(
+    writer: CheckpointWriter, folder: Path, mesh: ParallelMesh, background: bool
+) -> None:
     writer.save(folder / "never", sliced(mesh, 2.0), {}, {}, background=background)
     writer.wait()
 
@@ -153,7 +180,13 @@ def elsewhere(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     url, found = f"file://{folder}/remote", {}
     writer = CheckpointWriter(mesh)
     for value in (1.0, 2.0):
-        writer.save(url, sliced(mesh, value), {"global_step": int(value)}, {"rank": rank}, background=value == 2.0)
+        writer.save(
+            url,
+            sliced(mesh, value),
+            {"global_step": int(value)},
+            {"rank": rank},
+            background=value == 2.0,
+        )
         writer.wait()
         found[f"saved {value}"] = is_right(url, value)
         barrier(mesh.world_cpu)
@@ -181,7 +214,9 @@ def elsewhere(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
 def damage(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     """Verify together, what only one rank reads being damaged."""
     for step in (1, 2, 3):
-        save_checkpoint(folder / f"step={step}", sliced(mesh, step), {"global_step": step}, {}, mesh)
+        save_checkpoint(
+            folder / f"step={step}", sliced(mesh, step), {"global_step": step}, {}, mesh
+        )
     verify_checkpoint(folder / "step=3", mesh=mesh)
     found: dict[str, Any] = {"newest": find_newest(folder, mesh=mesh)}
     names = sorted(read_header(folder / "step=3").files)
@@ -217,7 +252,9 @@ def replacing(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Save, "_finish", slow)
         for step in range(4):
-            writer.save(folder / "last", sliced(mesh, step), {"global_step": step}, {}, background=True)
+            writer.save(
+                folder / "last", sliced(mesh, step), {"global_step": step}, {}, background=True
+            )
             if step % 2:
                 writer.poll()
         writer.close()
@@ -225,7 +262,13 @@ def replacing(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     return {"seen": seen, "step": load_metadata(folder / "last")["global_step"]}
 
 
-PARTS = {"training": in_training, "failures": failures, "remote": elsewhere, "damage": damage, "replacing": replacing}
+PARTS = {
+    "training": in_training,
+    "failures": failures,
+    "remote": elsewhere,
+    "damage": damage,
+    "replacing": replacing,
+}
 
 
 def world(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -259,7 +302,9 @@ def test_all_ranks_see_the_end_of_a_save_in_the_same_call(results: list[dict[str
             assert (text == "no error") == (what == "good")
 
 
-def test_slices_saved_in_the_background_are_what_they_were(results: list[dict[str, Any]], folder: Path) -> None:
+def test_slices_saved_in_the_background_are_what_they_were(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
     for rank, result in enumerate(results):
         assert result["training"]["good"]
         assert result["training"]["state"] == rank
@@ -268,10 +313,15 @@ def test_slices_saved_in_the_background_are_what_they_were(results: list[dict[st
     assert is_sharded_checkpoint(folder / "training" / "good")
 
 
-def test_a_full_disk_of_one_rank_is_named_on_all_and_the_last_checkpoint_stays(results: list[dict[str, Any]]) -> None:
+def test_a_full_disk_of_one_rank_is_named_on_all_and_the_last_checkpoint_stays(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         _, text = result["training"]["full disk 0"]
-        assert "failed on 1 of 4 rank(s): rank 2: OSError: [Errno 28] No space left on device: " in text
+        assert (
+            "failed on 1 of 4 rank(s): rank 2: OSError: [Errno 28] No space left on device: "
+            in text
+        )
         assert ".good.unfinished/__2_0.distcp" in text
         assert result["training"]["still good"]
         assert result["training"]["names"] == ["good"]
@@ -315,7 +365,9 @@ def test_a_checkpoint_behind_a_url_is_replaced_when_the_new_one_is_complete(
         assert not found["removed"]
 
 
-def test_what_one_rank_finds_damaged_is_refused_by_all(results: list[dict[str, Any]], folder: Path) -> None:
+def test_what_one_rank_finds_damaged_is_refused_by_all(
+    results: list[dict[str, Any]], folder: Path
+) -> None:
     for result in results:
         found = result["damage"]
         assert found["newest"] == str(folder / "damage" / "step=3")

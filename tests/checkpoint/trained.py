@@ -1,4 +1,6 @@
-"""A model and its optimizer under a layout: trained a little, saved, loaded, and compared with full tensors."""
+"""A model and its optimizer under a layout: trained a little, saved, loaded, and compared with full
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Trained(Run):
 
     def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
         self.named = parameters(mesh)
-        super().__init__(self.named, mesh, division_of(layout), lambda _: OPTIMIZERS[optimizer](groups_of(self.named)))
+        super().__init__(
+            self.named,
+            mesh,
+            division_of(layout),
+            lambda _: OPTIMIZERS[optimizer](groups_of(self.named)),
+        )
 
     def train(self) -> None:
         for _ in range(STEPS):
@@ -63,12 +70,17 @@ def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
     return [
         {"params": matrices, "weight_decay": 0.1},
-        {"params": [parameter for parameter in named.values() if parameter.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in named.values() if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
     ]
 
 
 def difference(full: Mapping[str, Tensor], trained: Trained) -> list[str]:
-    """List the local tensors that are not bitwise their part of the full one, padding and tied copies included."""
+    """List the local tensors that are not bitwise their part of the full one, padding and tied
+    copies included.
+    """
     wrong = []
     for name, entry in trained.tensors().items():
         source = full[name.replace(HEAD, WORD)]

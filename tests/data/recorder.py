@@ -48,11 +48,20 @@ def write_corpus(prefix: Path, num_tokens: int, first: int = 0) -> str:
 
 
 def make_trainer(root: Path, *callbacks: Callback, **options: Any) -> Trainer:
-    defaults = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(**{**defaults, "default_root_dir": root, "callbacks": list(callbacks), **options})
+    defaults = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(
+        **{**defaults, "default_root_dir": root, "callbacks": list(callbacks), **options}
+    )
 
 
-def run(module: Recorder, data: TokenDataModule, trainer: Trainer, ckpt_path: Path | None = None) -> list[list[int]]:
+def run(
+    module: Recorder, data: TokenDataModule, trainer: Trainer, ckpt_path: Path | None = None
+) -> list[list[int]]:
     with warnings.catch_warnings():
         # what Lightning says about workers, checkpoint folders and eval mode does not matter here
         warnings.simplefilter("ignore")

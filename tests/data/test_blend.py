@@ -34,13 +34,19 @@ def test_the_exhaustive_blend_uses_every_sample_once(sizes: list[int]) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(weights=st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), size=st.integers(1, 200))
+@given(
+    weights=st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any),
+    size=st.integers(1, 200),
+)
 def test_every_dataset_keeps_its_share_at_every_step(weights: list[int], size: int) -> None:
     choices = blend(weights, size).tolist()
     total = sum(weights)
     for stop in range(1, size + 1):
         counts = [choices[:stop].count(dataset) for dataset in range(len(weights))]
-        lag = [abs(weight * stop - count * total) for weight, count in zip(weights, counts, strict=True)]
+        lag = [
+            abs(weight * stop - count * total)
+            for weight, count in zip(weights, counts, strict=True)
+        ]
         assert max(lag) <= len(weights) * total
 
 

@@ -1,4 +1,6 @@
-"""A damaged or foreign file beside a corpus gives the very same tokens, or an error of this package that names it."""
+"""A damaged or foreign file beside a corpus gives the very same tokens, or an error of this package
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,27 @@ Content = tuple[list[list[int]], list[int], CorpusDescription | None]
 
 def read(prefix: Path) -> Content:
     corpus = TokenFile(prefix)
-    return [corpus[i].tolist() for i in range(len(corpus))], corpus.document_index.tolist(), corpus.description
+    return (
+        [corpus[i].tolist() for i in range(len(corpus))],
+        corpus.document_index.tolist(),
+        corpus.description,
+    )
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write a corpus by the command's function, one of several sequences a document, and one of another type."""
+    """Write a corpus by the command's function, one of several sequences a document, and one of
+    another type.
+    """
     folder = tmp_path_factory.mktemp("sound")
-    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9)))
+    (folder / "raw.jsonl").write_text(
+        "".join(json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9))
+    )
     preprocess(
-        [str(folder / "raw.jsonl")], str(folder / "a"), EncodingOptions("bytes", append_eod=True), progress=False
+        [str(folder / "raw.jsonl")],
+        str(folder / "a"),
+        EncodingOptions("bytes", append_eod=True),
+        progress=False,
     )
     with TokenFileWriter(folder / "b", tokenizer=ByteTokenizer()) as writer:
         for number in range(6):
@@ -59,9 +72,13 @@ def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
     """Flip, zero, cut, extend, repeat or exchange bytes."""
     start = chance.randrange(max(len(content), 1))
     stop = min(start + chance.choice([1, 2, 8, 64]), len(content))
-    kind = chance.choice(["flip", "set", "zero", "ones", "cut", "extend", "drop", "double", "empty"])
+    kind = chance.choice(
+        ["flip", "set", "zero", "ones", "cut", "extend", "drop", "double", "empty"]
+    )
     new = {
-        "flip": lambda: bytes([content[start] ^ (1 << chance.randrange(8))]) + content[start + 1 : stop],
+        "flip": lambda: (
+            bytes([content[start] ^ (1 << chance.randrange(8))]) + content[start + 1 : stop]
+        ),
         "set": lambda: chance.randbytes(stop - start),
         "zero": lambda: bytes(stop - start),
         "ones": lambda: b"\xff" * (stop - start),
@@ -70,7 +87,11 @@ def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
     }
     if kind in new:
         return content[:start] + new[kind]() + content[stop:]
-    return {"cut": content[:start], "empty": b"", "extend": content + chance.randbytes(chance.choice([1, 4, 8]))}[kind]
+    return {
+        "cut": content[:start],
+        "empty": b"",
+        "extend": content + chance.randbytes(chance.choice([1, 4, 8])),
+    }[kind]
 
 
 def test_damaged_bytes_never_give_other_tokens(sources: list[Path], tmp_path: Path) -> None:
@@ -95,16 +116,36 @@ def test_damaged_bytes_never_give_other_tokens(sources: list[Path], tmp_path: Pa
 
 WRONG_VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 256, 258, 2**31, 2**63, 10**30, 1.0, 257.0, 1e308),
-    *("", "257", "bytes", "0" * 64, "0" * 8, "x" * 10**5, [], [257], {}, {"a": 1}, float("nan"), float("inf")),
+    *(
+        "",
+        "257",
+        "bytes",
+        "0" * 64,
+        "0" * 8,
+        "x" * 10**5,
+        [],
+        [257],
+        {},
+        {"a": 1},
+        float("nan"),
+        float("inf"),
+    ),
 ]
 
 
-def test_wrong_fields_of_a_description_are_refused_by_name(sources: list[Path], tmp_path: Path) -> None:
+def test_wrong_fields_of_a_description_are_refused_by_name(
+    sources: list[Path], tmp_path: Path
+) -> None:
     for source in sources[:2]:
         prefix = copy(source, tmp_path)
         path = Path(f"{prefix}.json")
         fields = json.loads(path.read_text())
-        edits = [{**fields, name: value} for name in fields for value in WRONG_VALUES if not same(fields[name], value)]
+        edits = [
+            {**fields, name: value}
+            for name in fields
+            for value in WRONG_VALUES
+            if not same(fields[name], value)
+        ]
         edits += [{k: v for k, v in fields.items() if k != name} for name in fields]
         edits += [{**fields, "extra": 1}, {**fields, "": None}, {}]
         for edited in edits:
@@ -120,7 +161,11 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("vocab_size", 257.0, r"vocab_size must be a whole number in \[1, 2147483648\]: it is 257\.0"),
+        (
+            "vocab_size",
+            257.0,
+            r"vocab_size must be a whole number in \[1, 2147483648\]: it is 257\.0",
+        ),
         ("vocab_size", True, "vocab_size must be a whole number"),
         ("eod", 257, r"eod must be null or a whole number in \[0, 256\]: it is 257"),
         ("eod", None, r"json is not as it was written: its checksum must be [0-9a-f]{8}"),
@@ -149,7 +194,18 @@ def test_a_wrong_field_is_named_with_rule_value_and_remedy(
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"{", b"null", b"[]", b"{}", b"3", b'"text"', b"\x00" * 300, b"\xff\xfe", b"[" * 10**5),
+        *(
+            b"",
+            b"{",
+            b"null",
+            b"[]",
+            b"{}",
+            b"3",
+            b'"text"',
+            b"\x00" * 300,
+            b"\xff\xfe",
+            b"[" * 10**5,
+        ),
         *(
             b'{"format": "lightning_megatron.corpus"}',
             b'{"version": 2}',
@@ -159,7 +215,9 @@ def test_a_wrong_field_is_named_with_rule_value_and_remedy(
         ),
     ],
 )
-def test_a_description_that_is_none_is_refused(sources: list[Path], tmp_path: Path, content: bytes) -> None:
+def test_a_description_that_is_none_is_refused(
+    sources: list[Path], tmp_path: Path, content: bytes
+) -> None:
     prefix = copy(sources[0], tmp_path)
     Path(f"{prefix}.json").write_bytes(content)
     with pytest.raises(CorruptDataError, match=r"a\.json.*again"):
@@ -169,7 +227,9 @@ def test_a_description_that_is_none_is_refused(sources: list[Path], tmp_path: Pa
 def test_a_key_that_occurs_twice_is_refused(sources: list[Path], tmp_path: Path) -> None:
     prefix = copy(sources[0], tmp_path)
     path = Path(f"{prefix}.json")
-    path.write_text(path.read_text().replace('"vocab_size": 257,', '"vocab_size": 257,\n"vocab_size": 512,'))
+    path.write_text(
+        path.read_text().replace('"vocab_size": 257,', '"vocab_size": 257,\n"vocab_size": 512,')
+    )
     with pytest.raises(CorruptDataError, match="the key 'vocab_size' occurs twice"):
         TokenFile(prefix)
 
@@ -191,14 +251,28 @@ HEADER_EDITS = [
     *((17, "<B", value) for value in range(256) if value != 8),
     *((18, "<Q", value) for value in (0, 1, 17, 19, 2**31, 2**40, 2**62, 2**63, 2**64 - 1)),
     *((26, "<Q", value) for value in (0, 1, 6, 8, 2**31, 2**40, 2**62, 2**64 - 1)),
-    *((34 + 4 * k, "<i", value) for k in (0, 7, 17) for value in (-1, 0, 1, 5, 2**31 - 1, -(2**31))),
-    *((34 + 72 + 8 * k, "<q", value) for k in (0, 1, 17) for value in (-8, 1, 9, 10**6, 2**63 - 1, -(2**63))),
-    *((34 + 72 + 144 + 8 * k, "<q", value) for k in (0, 1, 6) for value in (-1, 2, 17, 19, 2**40, 2**63 - 1)),
+    *(
+        (34 + 4 * k, "<i", value)
+        for k in (0, 7, 17)
+        for value in (-1, 0, 1, 5, 2**31 - 1, -(2**31))
+    ),
+    *(
+        (34 + 72 + 8 * k, "<q", value)
+        for k in (0, 1, 17)
+        for value in (-8, 1, 9, 10**6, 2**63 - 1, -(2**63))
+    ),
+    *(
+        (34 + 72 + 144 + 8 * k, "<q", value)
+        for k in (0, 1, 6)
+        for value in (-1, 2, 17, 19, 2**40, 2**63 - 1)
+    ),
 ]
 
 
 @pytest.mark.parametrize("with_description", [True, False])
-def test_every_field_of_an_index_is_checked(sources: list[Path], tmp_path: Path, with_description: bool) -> None:
+def test_every_field_of_an_index_is_checked(
+    sources: list[Path], tmp_path: Path, with_description: bool
+) -> None:
     prefix = copy(sources[1], tmp_path)
     if not with_description:
         Path(f"{prefix}.json").unlink()
@@ -217,7 +291,8 @@ def test_every_field_of_an_index_is_checked(sources: list[Path], tmp_path: Path,
                 accepted.append((position, value))
         except CorruptDataError as error:
             assert "b.idx" in str(error), error  # noqa: PT017
-    # without checksums nothing tells signed from unsigned 16 bits, or the ends of documents between sequences
+    # without checksums nothing tells signed from unsigned 16 bits, or the ends of documents between
+    # sequences
     assert accepted == ([] if with_description else [(17, 3), (34 + 72 + 144 + 8, 2)])
 
 
@@ -256,7 +331,9 @@ def replace_by_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("replace", [value for name, value in list(globals().items()) if name.startswith("replace_by")])
+@pytest.mark.parametrize(
+    "replace", [value for name, value in list(globals().items()) if name.startswith("replace_by")]
+)
 def test_what_is_no_file_is_refused_without_waiting(
     sources: list[Path], tmp_path: Path, suffix: str, replace: Callable[[Path], None]
 ) -> None:
@@ -342,7 +419,9 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
     path.write_bytes(content)
     # what was found is remembered, too: the ranks that wait need not read the file again
     for _ in range(2):
-        with pytest.raises(CorruptDataError, match=r"a\.bin is not as it was written: its checksum must be"):
+        with pytest.raises(
+            CorruptDataError, match=r"a\.bin is not as it was written: its checksum must be"
+        ):
             set_up()
     assert len(calls) == 2
     set_up(checksums=False)
@@ -354,14 +433,19 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
     set_up()
 
 
-def test_a_file_that_changed_just_now_is_not_remembered(sources: list[Path], tmp_path: Path) -> None:
+def test_a_file_that_changed_just_now_is_not_remembered(
+    sources: list[Path], tmp_path: Path
+) -> None:
     prefix = copy(sources[0], tmp_path)
     corpora.check_corpus_once(TokenFile(prefix), tmp_path / "cache", in_charge=True)
     assert not (tmp_path / "cache").exists()
 
 
 def test_where_nothing_can_be_remembered_one_process_of_a_node_compares(
-    sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sources: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefix = copy(sources[0], tmp_path)
     monkeypatch.setattr("lightning_megatron.data.checked_files.SETTLING_NS", 0)
@@ -374,11 +458,17 @@ def test_where_nothing_can_be_remembered_one_process_of_a_node_compares(
     assert "every run reads them" in caplog.text
 
 
-def test_a_description_of_version_1_is_read_without_checksums(sources: list[Path], tmp_path: Path) -> None:
+def test_a_description_of_version_1_is_read_without_checksums(
+    sources: list[Path], tmp_path: Path
+) -> None:
     prefix = copy(sources[0], tmp_path)
     path = Path(f"{prefix}.json")
     fields = json.loads(path.read_text())
-    old = {name: value for name, value in fields.items() if name not in ("bin_crc32", "idx_sha256", "fields_crc32")}
+    old = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("bin_crc32", "idx_sha256", "fields_crc32")
+    }
     path.write_text(json.dumps({**old, "version": 1}))
     assert read_description(prefix) == read_description(sources[0])
     TokenFile(prefix)
@@ -392,7 +482,9 @@ class Oversized(ByteTokenizer):
 
 
 def test_a_tokenizer_that_contradicts_itself_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(CorruptDataError, match=r"eod must be null or a whole number in \[0, 9\]: it is 256"):
+    with pytest.raises(
+        CorruptDataError, match=r"eod must be null or a whole number in \[0, 9\]: it is 256"
+    ):
         TokenFileWriter(tmp_path / "c", tokenizer=Oversized())
 
 
@@ -408,7 +500,10 @@ def test_a_tokenizer_that_contradicts_itself_is_refused_before_any_work(tmp_path
 def test_a_writer_refuses_what_is_no_list_of_ids(
     tmp_path: Path, tokens: list[Any], lengths: list[int] | None, message: str
 ) -> None:
-    with pytest.raises(CorruptDataError, match=message), TokenFileWriter(tmp_path / "c", vocab_size=257) as writer:
+    with (
+        pytest.raises(CorruptDataError, match=message),
+        TokenFileWriter(tmp_path / "c", vocab_size=257) as writer,
+    ):
         writer.add_document(tokens, lengths=lengths)
     with pytest.raises(CorruptDataError, match="token files hold"):
         TokenFileWriter(tmp_path / "c", dtype="f4")
@@ -428,11 +523,22 @@ def test_a_damaged_cache_gives_the_same_samples(sources: list[Path], tmp_path: P
             content = path.read_bytes()
             path.write_bytes(damaged_bytes(content, chance))
             assert batches() == expected
-        for replace in (replace_by_directory, replace_by_pipe, replace_by_broken_link, replace_by_link_to_device):
+        for replace in (
+            replace_by_directory,
+            replace_by_pipe,
+            replace_by_broken_link,
+            replace_by_link_to_device,
+        ):
             path.unlink()
             replace(path)
             assert batches() == expected
     fields = json.loads((folder / "index.json").read_text())
-    for edited in ([], {}, {"arrays": 3}, {**fields, "arrays": {"../x": "0"}}, {**fields, "fields": {}}):
+    for edited in (
+        [],
+        {},
+        {"arrays": 3},
+        {**fields, "arrays": {"../x": "0"}},
+        {**fields, "fields": {}},
+    ):
         (folder / "index.json").write_text(json.dumps(edited))
         assert batches() == expected

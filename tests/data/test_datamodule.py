@@ -20,7 +20,9 @@ from tests.corpora import SPEECHES, need
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run, write_corpus
 
 
-def test_epochs_of_lightning_take_other_orders_of_the_same_windows(tmp_path: Path, corpus: str) -> None:
+def test_epochs_of_lightning_take_other_orders_of_the_same_windows(
+    tmp_path: Path, corpus: str
+) -> None:
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
     seen = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
     first, second = sum(seen[:11], []), sum(seen[11:], [])
@@ -46,7 +48,11 @@ def test_validation_takes_every_token_once_in_the_same_order(tmp_path: Path, cor
     val = write_corpus(tmp_path / "val", 50, first=1000)
     module = Recorder()
     data = TokenDataModule(corpus, val, seq_length=SEQ_LENGTH, batch_size=5)
-    run(module, data, make_trainer(tmp_path, max_steps=2, num_sanity_val_steps=0, val_check_interval=1))
+    run(
+        module,
+        data,
+        make_trainer(tmp_path, max_steps=2, num_sanity_val_steps=0, val_check_interval=1),
+    )
     first, second = sum(module.validated[:3], []), sum(module.validated[3:], [])
     assert sorted(first) == list(range(1001, 1050))
     assert first == second
@@ -60,7 +66,10 @@ def test_a_split_divides_the_documents(tmp_path: Path, corpus: str) -> None:
         "val": data.val_dataloader(),
         "test": data.test_dataloader(),
     }
-    tokens = {name: {int(t) for batch in part for t in batch["labels"].flatten()} for name, part in parts.items()}
+    tokens = {
+        name: {int(t) for batch in part for t in batch["labels"].flatten()}
+        for name, part in parts.items()
+    }
     tokens = {name: found - {-100} for name, found in tokens.items()}
     assert max(tokens["train"]) < 320 <= min(tokens["val"])
     assert max(tokens["val"]) < 380 <= min(tokens["test"])
@@ -69,7 +78,11 @@ def test_a_split_divides_the_documents(tmp_path: Path, corpus: str) -> None:
 def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path: Path) -> None:
     blend = MappingProxyType({"a": Fraction(1, 4), "b": np.int64(3)})
     data = TokenDataModule(train=blend, data_dir=tmp_path)  # type: ignore[arg-type]
-    assert (data.prefixes["train"], data.weights, data.data_dir) == (["a", "b"], [0.25, 3.0], str(tmp_path))
+    assert (data.prefixes["train"], data.weights, data.data_dir) == (
+        ["a", "b"],
+        [0.25, 3.0],
+        str(tmp_path),
+    )
     with pytest.raises(UnsupportedError, match="split weights must be decimal numbers") as caught:
         TokenDataModule(train="a", split=Path("x" * 5000))  # type: ignore[arg-type]
     assert len(str(caught.value)) < 300
@@ -111,14 +124,18 @@ def test_a_corpus_of_another_tokenizer_is_refused_at_setup(tmp_path: Path) -> No
     prefix = write_text(tmp_path / "c", ["abc"])
     description = tmp_path / "c.json"
     fingerprint = ByteTokenizer.fingerprint
-    description.write_text(description.read_text().replace(fingerprint, "0" * 64).replace('"bytes"', '"other"'))
+    description.write_text(
+        description.read_text().replace(fingerprint, "0" * 64).replace('"bytes"', '"other"')
+    )
     with pytest.raises(CorruptDataError, match="written with 'other' .* but 'bytes'"):
         TokenDataModule(prefix, tokenizer="bytes").setup("fit")
     with pytest.raises(CorruptDataError, match="must share a tokenizer"):
         TokenDataModule([prefix, write_text(tmp_path / "d", ["abc"])]).setup("fit")
 
 
-def test_a_corpus_without_description_needs_a_tokenizer_for_its_vocabulary_only(corpus: str) -> None:
+def test_a_corpus_without_description_needs_a_tokenizer_for_its_vocabulary_only(
+    corpus: str,
+) -> None:
     data = TokenDataModule(corpus, seq_length=4)
     data.setup("fit")
     assert next(iter(data.train_dataloader()))["tokens"].shape == (1, 4)
@@ -142,7 +159,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
         ({"train": "a", "val": "b", "split": "9,1"}, "split divides"),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         TokenDataModule(**arguments)
 
@@ -162,7 +181,8 @@ def test_the_speeches_need_no_further_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", ["passes", "megatron"])
 @pytest.mark.parametrize(
-    "split", ["", "a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"]
+    "split",
+    ["", "a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"],
 )
 def test_splits_without_meaning_are_refused_at_once(split: str, order: Any) -> None:
     with pytest.raises(UnsupportedError, match="split weights"):
@@ -187,7 +207,15 @@ def test_masking_after_documents_needs_their_end(tmp_path: Path) -> None:
         TokenDataModule(str(tmp_path / "c"), seq_length=4, mask_after_eod=True).train_dataloader()
 
 
-STATE = {"epoch": 0, "consumed": 8, "batches": 0, "num_samples": 99, "global_batch_size": 4, "steps": 2, "order": "x"}
+STATE = {
+    "epoch": 0,
+    "consumed": 8,
+    "batches": 0,
+    "num_samples": 99,
+    "global_batch_size": 4,
+    "steps": 2,
+    "order": "x",
+}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +230,9 @@ STATE = {"epoch": 0, "consumed": 8, "batches": 0, "num_samples": 99, "global_bat
         ({"order": 3}, "in the order 3"),
     ],
 )
-def test_a_position_that_cannot_be_is_refused(corpus: str, change: dict[str, Any], message: str) -> None:
+def test_a_position_that_cannot_be_is_refused(
+    corpus: str, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
         TokenDataModule(corpus).load_state_dict({**STATE, **change})
 

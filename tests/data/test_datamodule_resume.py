@@ -45,7 +45,11 @@ BY_EPOCHS = {"max_epochs": 2}
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("module_class", [Recorder, EarlyAsker])
 def test_a_killed_run_continues_with_the_next_sample(
-    tmp_path: Path, corpus: str, limits: dict[str, int], num_workers: int, module_class: type[Recorder]
+    tmp_path: Path,
+    corpus: str,
+    limits: dict[str, int],
+    num_workers: int,
+    module_class: type[Recorder],
 ) -> None:
     def data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=num_workers)
@@ -62,9 +66,15 @@ def test_a_killed_run_continues_with_the_next_sample(
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])
-def test_another_batch_size_continues_at_the_same_sample(tmp_path: Path, corpus: str, batch_size: int) -> None:
+def test_another_batch_size_continues_at_the_same_sample(
+    tmp_path: Path, corpus: str, batch_size: int
+) -> None:
     path, limits = tmp_path / "killed.ckpt", {"max_steps": 12, "max_epochs": -1}
-    whole = run(Recorder(), TokenDataModule(corpus, seq_length=4, batch_size=1), make_trainer(tmp_path, max_steps=300))
+    whole = run(
+        Recorder(),
+        TokenDataModule(corpus, seq_length=4, batch_size=1),
+        make_trainer(tmp_path, max_steps=300),
+    )
     order = [window for [window] in whole]
     first = run(
         Recorder(),
@@ -72,7 +82,10 @@ def test_another_batch_size_continues_at_the_same_sample(tmp_path: Path, corpus:
         make_trainer(tmp_path, StopAfter(5, path), **limits),
     )
     rest = run(
-        Recorder(), TokenDataModule(corpus, seq_length=4, batch_size=batch_size), make_trainer(tmp_path, **limits), path
+        Recorder(),
+        TokenDataModule(corpus, seq_length=4, batch_size=batch_size),
+        make_trainer(tmp_path, **limits),
+        path,
     )
     assert len(rest) == 7
     taken = sum(first + rest, [])
@@ -80,7 +93,9 @@ def test_another_batch_size_continues_at_the_same_sample(tmp_path: Path, corpus:
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])
-def test_a_run_by_epochs_may_change_its_batch_size_within_one(tmp_path: Path, corpus: str, batch_size: int) -> None:
+def test_a_run_by_epochs_may_change_its_batch_size_within_one(
+    tmp_path: Path, corpus: str, batch_size: int
+) -> None:
     path = tmp_path / "killed.ckpt"
 
     def data(size: int) -> TokenDataModule:
@@ -138,7 +153,9 @@ def test_a_strategy_that_restores_late_continues_with_the_next_sample(
     tmp_path: Path, corpus: str, limits: dict[str, int]
 ) -> None:
     def trainer(*callbacks: Callback) -> Trainer:
-        return make_trainer(tmp_path, *callbacks, strategy=LateStrategy(), accelerator="auto", **limits)
+        return make_trainer(
+            tmp_path, *callbacks, strategy=LateStrategy(), accelerator="auto", **limits
+        )
 
     def data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=1)
@@ -157,13 +174,23 @@ def test_checkpoints_of_validation_within_an_epoch_resume(tmp_path: Path, corpus
         def on_validation_end(self, trainer: Trainer, _: LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
 
-    limits = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    limits = {
+        "max_epochs": 2,
+        "val_check_interval": 3,
+        "limit_val_batches": 2,
+        "num_sanity_val_steps": 0,
+    }
     whole = run(Recorder(), data(), make_trainer(tmp_path, SaveAfterValidation(), **limits))
     for step in (3, 9, 14):
-        assert run(Recorder(), data(), make_trainer(tmp_path, **limits), tmp_path / f"{step}.ckpt") == whole[step:]
+        assert (
+            run(Recorder(), data(), make_trainer(tmp_path, **limits), tmp_path / f"{step}.ckpt")
+            == whole[step:]
+        )
 
 
-def test_a_finished_run_goes_on_with_more_steps_where_it_stopped(tmp_path: Path, corpus: str) -> None:
+def test_a_finished_run_goes_on_with_more_steps_where_it_stopped(
+    tmp_path: Path, corpus: str
+) -> None:
     def data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
 
@@ -211,9 +238,13 @@ def test_checkpoints_at_the_end_of_epochs_resume(tmp_path: Path, corpus: str) ->
     assert rest == whole[11:]
 
 
-def test_other_training_data_start_from_their_beginning_with_a_warning(tmp_path: Path, corpus: str) -> None:
+def test_other_training_data_start_from_their_beginning_with_a_warning(
+    tmp_path: Path, corpus: str
+) -> None:
     path = tmp_path / "killed.ckpt"
-    first, second = (TokenDataModule(corpus, seq_length=4, batch_size=4, seed=seed) for seed in (1, 2))
+    first, second = (
+        TokenDataModule(corpus, seq_length=4, batch_size=4, seed=seed) for seed in (1, 2)
+    )
     run(Recorder(), first, make_trainer(tmp_path, StopAfter(3, path), max_steps=9))
     fresh = run(Recorder(), second, make_trainer(tmp_path, max_steps=9))
     module = Recorder()
@@ -233,7 +264,9 @@ class TwoReplicas(DDPStrategy):
 
 
 @pytest.mark.parametrize("stop", [None, 4])
-def test_lightning_leaves_the_sampler_of_a_distributed_run_alone(tmp_path: Path, corpus: str, stop: int | None) -> None:
+def test_lightning_leaves_the_sampler_of_a_distributed_run_alone(
+    tmp_path: Path, corpus: str, stop: int | None
+) -> None:
     def data(batch_size: int) -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=batch_size)
 

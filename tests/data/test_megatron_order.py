@@ -1,7 +1,8 @@
-"""Order "megatron" takes the samples of Megatron-Core: by sequence, with its splits, blends and shuffles.
+"""Order "megatron" takes the samples of Megatron-Core: by sequence, with its splits, blends and
+shuffles.
 
-The expected values are those of megatron-core 0.16.1: its BlendedMegatronDatasetBuilder over these corpora (with
-blend_per_split, or blend and split), helpers.cpp, and parse_and_normalize_split with
+The expected values are those of megatron-core 0.16.1: its BlendedMegatronDatasetBuilder over these
+corpora (with blend_per_split, or blend and split), helpers.cpp, and parse_and_normalize_split with
 convert_split_vector_to_split_matrix.
 """
 
@@ -51,7 +52,8 @@ def training_windows(train: Any, **options: Any) -> list[list[int]]:
     return [samples[i].tolist() for i in range(len(samples))]
 
 
-# corpora, weights, split, samples asked for; number of windows, first tokens of some, CRC-32 of all as 64-bit integers
+# corpora, weights, split, samples asked for; number of windows, first tokens of some, CRC-32 of all
+# as 64-bit integers
 GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[int], int]] = [
     ("a", None, None, None, 25, [149, 52, 77, 11, 50, 71, 105, 120, 20, 1, 89, 25], 88036341),
     ("a", None, None, 70, 70, [116, 73, 76, 49, 3, 30, 117, 112, 111, 105, 142, 144], 1794080181),
@@ -59,16 +61,58 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
     # the weight of a corpus that is split alone makes it build more windows, here one more epoch
     ("a", None, "80,10,10", 58, 58, [31, 63, 77, 95, 45, 104, 29, 87, 58, 3, 23, 103], 4243324719),
     ("a", [1.0], "80,10,10", 58, 58, [106, 63, 15, 25, 33, 46, 70, 3, 41, 58, 45, 41], 3815429840),
-    ("ab", [0.7, 0.3], None, 60, 60, [89, 1000, 113, 52, 1013, 20, 77, 1082, 149, 105, 115, 1069], 942611696),
-    ("ab", [2.0, 1.0], "7,2,1", 60, 60, [81, 1073, 99, 19, 1058, 37, 46, 1013, 27, 91, 1055, 6], 1428638257),
-    ("ab", None, None, None, 41, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3739637134),
-    ("ab", None, None, 30, 30, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3490849211),
+    (
+        "ab",
+        [0.7, 0.3],
+        None,
+        60,
+        60,
+        [89, 1000, 113, 52, 1013, 20, 77, 1082, 149, 105, 115, 1069],
+        942611696,
+    ),
+    (
+        "ab",
+        [2.0, 1.0],
+        "7,2,1",
+        60,
+        60,
+        [81, 1073, 99, 19, 1058, 37, 46, 1013, 27, 91, 1055, 6],
+        1428638257,
+    ),
+    (
+        "ab",
+        None,
+        None,
+        None,
+        41,
+        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
+        3739637134,
+    ),
+    (
+        "ab",
+        None,
+        None,
+        30,
+        30,
+        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
+        3490849211,
+    ),
     # without weights there is no more than one epoch
-    ("ab", None, None, 500, 41, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3739637134),
+    (
+        "ab",
+        None,
+        None,
+        500,
+        41,
+        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
+        3739637134,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("names", "weights", "split", "size", "count", "firsts", "checksum"), GOLDEN)
+@pytest.mark.parametrize(
+    ("names", "weights", "split", "size", "count", "firsts", "checksum"), GOLDEN
+)
 def test_training_windows_are_those_of_megatron(
     tmp_path: Path,
     names: str,
@@ -89,7 +133,9 @@ def test_training_windows_are_those_of_megatron(
     assert training_windows(train, split=split, order="megatron", train_samples=size) == windows
 
 
-def windows_as_megatron_says(sequences: list[list[int]], seq_length: int, size: int, seed: int) -> list[list[int]]:
+def windows_as_megatron_says(
+    sequences: list[list[int]], seq_length: int, size: int, seed: int
+) -> list[list[int]]:
     """Restate the rule of one corpus: epochs of shuffled sequences in one row, cut and shuffled."""
     tokens = sum(map(len, sequences))
     epochs = 1
@@ -126,7 +172,11 @@ def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path)
                 for length in lengths:
                     sequences.append(list(range(first, first + length)))
                     first += length
-        seq_length, size, seed = chance.randint(2, 9), chance.randint(1, 120), chance.randrange(10**6)
+        seq_length, size, seed = (
+            chance.randint(2, 9),
+            chance.randint(1, 120),
+            chance.randrange(10**6),
+        )
         options = SampleOptions(seq_length, seed=seed, order="megatron")
         samples = blend_samples([(TokenFile(prefix), None)], None, options, size)
         found = [samples[i].tolist() for i in range(len(samples))]
@@ -156,10 +206,15 @@ def test_exact_splits_differ_where_doubles_round() -> None:
     assert split_as_megatron(30, "90,5,5")[1] == range(27, 29)
 
 
-def choose_as_megatron_says(weights: list[float], size: int, limits: list[int] | None = None) -> list[int]:
+def choose_as_megatron_says(
+    weights: list[float], size: int, limits: list[int] | None = None
+) -> list[int]:
     counts, chosen = [0] * len(weights), []
     for step in range(size):
-        lags = [weight * max(float(step), 1.0) - float(count) for weight, count in zip(weights, counts, strict=True)]
+        lags = [
+            weight * max(float(step), 1.0) - float(count)
+            for weight, count in zip(weights, counts, strict=True)
+        ]
         if limits is not None:
             pairs = zip(lags, counts, limits, strict=True)
             lags = [-math.inf if count == limit else lag for lag, count, limit in pairs]
@@ -169,7 +224,8 @@ def choose_as_megatron_says(weights: list[float], size: int, limits: list[int] |
 
 
 def test_blends_draw_as_doubles_do() -> None:
-    # where both lag equally, exact integers take the first; doubles of 0.7 and 0.3 sometimes the second
+    # where both lag equally, exact integers take the first; doubles of 0.7 and 0.3 sometimes the
+    # second
     golden = (
         "01001001000100100100010010010001001001000100100100010010010001001001000100100100010010010010001001000100"
         "10010001001001000100100100010010010001001001000100100100010010010010001001001000100100010010010001001001"
@@ -183,7 +239,10 @@ def test_blends_draw_as_doubles_do() -> None:
     assert "".join(map(str, blend_exhaustively_as_megatron([90, 10, 25]).tolist())) == golden
     chance, differ = random.Random(15), 0
     for _ in range(60):
-        weights = [chance.choice([chance.randint(1, 9) / 10, chance.random()]) for _ in range(chance.randint(1, 5))]
+        weights = [
+            chance.choice([chance.randint(1, 9) / 10, chance.random()])
+            for _ in range(chance.randint(1, 5))
+        ]
         shares = (np.array(weights) / np.sum(np.array(weights))).tolist()
         assert blend_as_megatron(weights, 200).tolist() == choose_as_megatron_says(shares, 200)
         sizes = [chance.randint(1, 60) for _ in weights]
@@ -200,7 +259,9 @@ def test_weights_that_megatron_refuses_are_refused(weights: list[float]) -> None
         normalize(weights)
 
 
-@pytest.mark.parametrize("weights", ["", "a", "1,2,3,4", "1,,1", "-1,2", "1e3,1", "nan", "inf", "0,0,0", "9" * 400])
+@pytest.mark.parametrize(
+    "weights", ["", "a", "1,2,3,4", "1,,1", "-1,2", "1e3,1", "nan", "inf", "0,0,0", "9" * 400]
+)
 def test_splits_without_meaning_are_refused(weights: str) -> None:
     with pytest.raises(UnsupportedError, match="split weights"):
         split_as_megatron(10, weights)
@@ -211,7 +272,10 @@ def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path: Path) -> 
     for order in ("passes", "megatron"):
         data = TokenDataModule(prefix, split="60,20,20", seq_length=6, order=order)  # type: ignore[arg-type]
         loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
-        seen = [{int(token) for batch in loader for token in batch["tokens"].flatten()} for loader in loaders]
+        seen = [
+            {int(token) for batch in loader for token in batch["tokens"].flatten()}
+            for loader in loaders
+        ]
         # rows that are filled up hold token 0
         for first, second in ((0, 1), (0, 2), (1, 2)):
             assert not seen[first] & seen[second] - {0}
@@ -223,7 +287,9 @@ def test_the_order_of_a_corpus_of_whole_documents_keeps_its_key(tmp_path: Path) 
             writer.add_document(np.arange(9) + number)
     corpora = [(TokenFile(tmp_path / "c"), None)]
     keys = [
-        blend_samples(corpora, None, SampleOptions(4, order="spread", by_sequence=by_sequence)).order_key
+        blend_samples(
+            corpora, None, SampleOptions(4, order="spread", by_sequence=by_sequence)
+        ).order_key
         for by_sequence in (False, True)
     ]
     assert keys[0] == keys[1]

@@ -1,4 +1,6 @@
-"""Data-parallel ranks share each global batch without overlap, and any number of them continues at any sample."""
+"""Data-parallel ranks share each global batch without overlap, and any number of them continues at
+any sample.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,22 @@ class Trainer:
         return self.finished
 
 
-def make(num_samples: int, batch_size: int, dp_size: int, **options: object) -> list[TokenBatchSampler]:
-    return [TokenBatchSampler(num_samples, batch_size, rank, dp_size, **options) for rank in range(dp_size)]  # type: ignore[arg-type]
+def make(
+    num_samples: int, batch_size: int, dp_size: int, **options: object
+) -> list[TokenBatchSampler]:
+    return [
+        TokenBatchSampler(num_samples, batch_size, rank, dp_size, **options)
+        for rank in range(dp_size)
+    ]  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_samples=st.integers(16, 60), size=sizes, seed=st.sampled_from([None, 3]), epoch=st.integers(0, 2))
+@given(
+    num_samples=st.integers(16, 60),
+    size=sizes,
+    seed=st.sampled_from([None, 3]),
+    epoch=st.integers(0, 2),
+)
 def test_ranks_take_contiguous_disjoint_shares(
     num_samples: int, size: tuple[int, int], seed: int | None, epoch: int
 ) -> None:
@@ -43,7 +55,10 @@ def test_ranks_take_contiguous_disjoint_shares(
 
 
 @settings(max_examples=100, deadline=None)
-@given(num_samples=st.integers(16, 60), parts=st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=4))
+@given(
+    num_samples=st.integers(16, 60),
+    parts=st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=4),
+)
 def test_other_ranks_and_batch_sizes_neither_repeat_nor_skip(
     num_samples: int, parts: list[tuple[tuple[int, int], int]]
 ) -> None:
@@ -92,7 +107,9 @@ def test_epochs_have_different_orders_that_are_the_same_everywhere() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(num_samples=st.integers(1, 40), size=sizes)
-def test_evaluation_takes_every_sample_once_in_equal_shapes(num_samples: int, size: tuple[int, int]) -> None:
+def test_evaluation_takes_every_sample_once_in_equal_shapes(
+    num_samples: int, size: tuple[int, int]
+) -> None:
     samplers = make(num_samples, *size, drop_last=False)
     rows = list(zip(*samplers, strict=True))
     assert len(rows) == len(samplers[0])
@@ -119,7 +136,11 @@ def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((10, 0, 0, 1), "batch_size 0"), ((10, 1, 2, 2), "dp_rank 2"), ((5, 3, 0, 2), "3 x 2 = 6, but there are 5")],
+    [
+        ((10, 0, 0, 1), "batch_size 0"),
+        ((10, 1, 2, 2), "dp_rank 2"),
+        ((5, 3, 0, 2), "3 x 2 = 6, but there are 5"),
+    ],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=message):

@@ -1,4 +1,6 @@
-"""Samples read the right tokens, refuse foreign ids, and their index is cached under all that it depends on."""
+"""Samples read the right tokens, refuse foreign ids, and their index is cached under all that it
+depends on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
 
 def test_samples_in_order_overlap_in_one_token(tmp_path: Path) -> None:
     samples = GPTSamples(write(tmp_path / "c", [3, 0, 5, 2]), SampleOptions(4, order="sequential"))
-    assert [samples[i].tolist() for i in range(len(samples))] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9]]
+    assert [samples[i].tolist() for i in range(len(samples))] == [
+        [0, 1, 2, 3, 4],
+        [4, 5, 6, 7, 8],
+        [8, 9],
+    ]
     with pytest.raises(IndexError):
         samples[3]
 
@@ -45,8 +51,13 @@ def test_one_epoch_has_every_window_once(tmp_path: Path, order: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 1), n=st.integers(1, 25))
-def test_any_number_of_samples_can_be_had(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], n: int) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 1),
+    n=st.integers(1, 25),
+)
+def test_any_number_of_samples_can_be_had(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], n: int
+) -> None:
     corpus = write(tmp_path_factory.mktemp("c") / "c", lengths)
     samples = GPTSamples(corpus, SampleOptions(3), num_samples=n)
     assert [len(samples[i]) for i in range(len(samples))] == [4] * n
@@ -63,24 +74,41 @@ def test_documents_of_several_sequences_stay_whole(tmp_path: Path) -> None:
 def test_a_split_reads_its_own_documents(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", [4, 0, 6, 5])
     assert len(corpus.document_starts) == 4  # the empty document has nothing to split
-    assert GPTSamples(corpus, SampleOptions(5, order="sequential"), range(1, 2))[0].tolist() == [4, 5, 6, 7, 8, 9]
+    assert GPTSamples(corpus, SampleOptions(5, order="sequential"), range(1, 2))[0].tolist() == [
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+    ]
 
 
 def test_too_few_tokens_are_refused_with_the_count(tmp_path: Path) -> None:
-    with pytest.raises(CorruptDataError, match=r"has 4 tokens in documents \[0, 1\); one window .* needs 9"):
+    with pytest.raises(
+        CorruptDataError, match=r"has 4 tokens in documents \[0, 1\); one window .* needs 9"
+    ):
         GPTSamples(write(tmp_path / "c", [4]), SampleOptions(8))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_when_read(tmp_path: Path) -> None:
-    samples = GPTSamples(write(tmp_path / "c", [20]), SampleOptions(4, order="sequential", vocab_size=10))
+    samples = GPTSamples(
+        write(tmp_path / "c", [20]), SampleOptions(4, order="sequential", vocab_size=10)
+    )
     assert samples[1].tolist() == [4, 5, 6, 7, 8]
-    with pytest.raises(CorruptDataError, match=r"vocabulary of 10 tokens: sample 2 .* holds 8 to 12"):
+    with pytest.raises(
+        CorruptDataError, match=r"vocabulary of 10 tokens: sample 2 .* holds 8 to 12"
+    ):
         samples[2]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"seq_length": 0}, "seq_length"), ({"seed": -1}, "seed of data"), ({"order": "random"}, "order must be")],
+    [
+        ({"seq_length": 0}, "seq_length"),
+        ({"seed": -1}, "seed of data"),
+        ({"order": "random"}, "order must be"),
+    ],
 )
 def test_options_without_meaning_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
@@ -96,14 +124,20 @@ def test_a_weighted_blend_draws_each_corpus_as_often_as_it_says(tmp_path: Path) 
 
 
 def test_corpora_without_weights_are_used_once_each(tmp_path: Path) -> None:
-    corpora = [(write(tmp_path / "a", [41]), None), (write(tmp_path / "b", [121], first=1000), None)]
+    corpora = [
+        (write(tmp_path / "a", [41]), None),
+        (write(tmp_path / "b", [121], first=1000), None),
+    ]
     blended = blend_samples(corpora, None, SampleOptions(4, order="sequential"))
     predicted = sorted(token for i in range(len(blended)) for token in blended[i][1:].tolist())
     assert predicted == [*range(1, 41), *range(1001, 1121)]
 
 
 def test_the_index_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus, options = write(tmp_path / "c", [50, 50]), SampleOptions(8, cache_dir=str(tmp_path / "cache"))
+    corpus, options = (
+        write(tmp_path / "c", [50, 50]),
+        SampleOptions(8, cache_dir=str(tmp_path / "cache")),
+    )
     first = GPTSamples(corpus, options, num_samples=30)
 
     def never(*_: object) -> None:
@@ -145,14 +179,19 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
 ) -> None:
     corpus, cache = write(tmp_path / "c", [50, 50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
-    expected = [window.tolist() for window in map(GPTSamples(corpus, options, num_samples=9).__getitem__, range(9))]
+    expected = [
+        window.tolist()
+        for window in map(GPTSamples(corpus, options, num_samples=9).__getitem__, range(9))
+    ]
     folder = next(path for path in cache.iterdir() if path.is_dir())
     path = folder / ("index.json" if damage == "json" else "shuffle.npy")
     content = path.read_bytes()
     if damage == "remove":
         path.unlink()
     else:
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage == "flip" else content[:-3])
+        path.write_bytes(
+            content[:-1] + bytes([content[-1] ^ 1]) if damage == "flip" else content[:-3]
+        )
     with caplog.at_level(logging.WARNING, logger="lightning_megatron"):
         samples = GPTSamples(corpus, options, num_samples=9)
         assert "is damaged" in caplog.text
@@ -162,7 +201,9 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
     assert caplog.text == ""
 
 
-def test_a_cache_that_is_there_is_read_without_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_is_there_is_read_without_writing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     corpus, cache = write(tmp_path / "c", [50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
     GPTSamples(corpus, options, num_samples=3)

@@ -25,7 +25,9 @@ def test_the_parts_are_split_in_time_and_nothing_is_lost() -> None:
 
 def test_a_changed_speech_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "speeches").mkdir()
-    (tmp_path / "metadata.csv").write_text(f"fileid,year,date,sha256\na,1800,1800-01-01,{'0' * 64}\n")
+    (tmp_path / "metadata.csv").write_text(
+        f"fileid,year,date,sha256\na,1800,1800-01-01,{'0' * 64}\n"
+    )
     (tmp_path / "speeches" / "a.txt").write_text("changed")
     monkeypatch.setattr(speeches, "locate_installed", lambda *_, **__: tmp_path)
     with pytest.raises(CorruptDataError, match=r"a\.txt has sha256"):
@@ -36,7 +38,9 @@ def test_a_changed_speech_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_several_processes_write_the_corpus_once(tmp_path: Path) -> None:
     need(SPEECHES)
     with multiprocessing.get_context("fork").Pool(3) as pool:
-        results = [pool.apply_async(prepare_speeches, (tmp_path, ByteTokenizer())) for _ in range(3)]
+        results = [
+            pool.apply_async(prepare_speeches, (tmp_path, ByteTokenizer())) for _ in range(3)
+        ]
         first, *others = [result.get(timeout=60) for result in results]
     assert others == [first, first]
     assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx", ".json", ".lock"}

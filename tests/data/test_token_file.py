@@ -1,4 +1,6 @@
-"""Token files are Megatron's, byte by byte, appear whole or not at all, and damage is refused with the reason."""
+"""Token files are Megatron's, byte by byte, appear whole or not at all, and damage is refused with
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.data.description import CorpusDescription, description_path, read_description
+from lightning_megatron.data.description import (
+    CorpusDescription,
+    description_path,
+    read_description,
+)
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.token_index import bin_path, idx_path, smallest_dtype
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError
 
-# 16-bit tokens, sequences of 3, 2 and 4 tokens, documents [0, 1) and [1, 3): the index that Megatron-Core writes.
+# 16-bit tokens, sequences of 3, 2 and 4 tokens, documents [0, 1) and [1, 3): the index that
+# Megatron-Core writes.
 GOLDEN_INDEX = bytes.fromhex(
     "4d4d49444944580000"  # "MMIDIDX\0\0"
     + "0100000000000000"  # version 1
@@ -80,9 +87,14 @@ def test_what_is_written_is_read_back(
             writer.add_document(tokens)
     corpus = TokenFile(prefix)
     assert corpus.num_documents == len(documents)
-    assert [corpus[i].tolist() for i in range(len(corpus))] == [tokens for tokens in documents if tokens]
+    assert [corpus[i].tolist() for i in range(len(corpus))] == [
+        tokens for tokens in documents if tokens
+    ]
     bounds = corpus.document_index
-    sizes = [int(corpus.starts[stop] - corpus.starts[start]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    sizes = [
+        int(corpus.starts[stop] - corpus.starts[start])
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
     assert sizes == [len(tokens) for tokens in documents]
 
 
@@ -94,7 +106,12 @@ def test_a_reader_crosses_to_another_process_by_name(tmp_path: Path) -> None:
 
 
 def test_the_token_type_follows_the_vocabulary_as_in_megatron() -> None:
-    assert [str(smallest_dtype(size)) for size in (257, 65499, 65500, None)] == ["uint16", "uint16", "int32", "int32"]
+    assert [str(smallest_dtype(size)) for size in (257, 65499, 65500, None)] == [
+        "uint16",
+        "uint16",
+        "int32",
+        "int32",
+    ]
 
 
 def damage_header(position: int, value: bytes) -> bytes:
@@ -120,7 +137,9 @@ def damage_header(position: int, value: bytes) -> bytes:
         (damage_header(17, b"\x04"), "the offset of sequence 1"),
     ],
 )
-def test_a_damaged_index_is_refused_with_the_reason(tmp_path: Path, index: bytes, reason: str) -> None:
+def test_a_damaged_index_is_refused_with_the_reason(
+    tmp_path: Path, index: bytes, reason: str
+) -> None:
     prefix = write_golden(tmp_path)
     idx_path(prefix).write_bytes(index)
     with pytest.raises(CorruptDataError, match=reason):
@@ -129,9 +148,14 @@ def test_a_damaged_index_is_refused_with_the_reason(tmp_path: Path, index: bytes
 
 @pytest.mark.parametrize(
     ("tokens", "reason"),
-    [(GOLDEN_TOKENS[:-2], "truncated: .* 18 bytes, 16 found"), (GOLDEN_TOKENS + b"\x00", "too long: .* 19 found")],
+    [
+        (GOLDEN_TOKENS[:-2], "truncated: .* 18 bytes, 16 found"),
+        (GOLDEN_TOKENS + b"\x00", "too long: .* 19 found"),
+    ],
 )
-def test_tokens_of_another_size_than_the_index_says_are_refused(tmp_path: Path, tokens: bytes, reason: str) -> None:
+def test_tokens_of_another_size_than_the_index_says_are_refused(
+    tmp_path: Path, tokens: bytes, reason: str
+) -> None:
     prefix = write_golden(tmp_path)
     bin_path(prefix).write_bytes(tokens)
     with pytest.raises(CorruptDataError, match=reason):
@@ -174,7 +198,8 @@ def test_an_interrupted_writer_leaves_an_older_corpus_as_it_was(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype", "token"), [(257, None, 257), (257, None, -1), (None, "u2", 65536), (None, "i4", 2**31)]
+    ("vocab_size", "dtype", "token"),
+    [(257, None, 257), (257, None, -1), (None, "u2", 65536), (None, "i4", 2**31)],
 )
 def test_tokens_outside_vocabulary_or_type_are_refused(
     tmp_path: Path, vocab_size: int | None, dtype: str | None, token: int
@@ -191,7 +216,9 @@ def test_the_description_counts_tokens_documents_and_bytes(tmp_path: Path) -> No
     with TokenFileWriter(tmp_path / "c", tokenizer=tokenizer) as writer:
         writer.add_document([*tokenizer.encode("né"), 256], num_bytes=3)
         writer.add_document([])
-    expected = CorpusDescription("bytes", tokenizer.fingerprint, 257, 256, num_documents=2, num_tokens=4, num_bytes=3)
+    expected = CorpusDescription(
+        "bytes", tokenizer.fingerprint, 257, 256, num_documents=2, num_tokens=4, num_bytes=3
+    )
     assert read_description(tmp_path / "c") == expected
     assert TokenFile(tmp_path / "c").description == expected
 

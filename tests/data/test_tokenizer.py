@@ -42,7 +42,10 @@ def test_gpt2_gives_the_published_ids() -> None:
 
 
 def test_a_directory_with_vocabulary_and_merges_is_the_same_tokenizer() -> None:
-    by_name, by_path = load_tokenizer("gpt2") if need(GPT2_BPE) else None, load_tokenizer(need(GPT2_BPE))
+    by_name, by_path = (
+        load_tokenizer("gpt2") if need(GPT2_BPE) else None,
+        load_tokenizer(need(GPT2_BPE)),
+    )
     assert by_name is not None
     assert by_path.fingerprint == by_name.fingerprint
     assert by_path.encode("Fellow citizens") == by_name.encode("Fellow citizens")
@@ -50,14 +53,18 @@ def test_a_directory_with_vocabulary_and_merges_is_the_same_tokenizer() -> None:
 
 def write_word_tokenizer(path: Path, words: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    model = tokenizers.models.WordLevel(
+        {word: i for i, word in enumerate(words)}, unk_token="[UNK]"
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.enable_truncation(2)
     tokenizer.save(str(path))
 
 
-def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncation(tmp_path: Path) -> None:
+def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncation(
+    tmp_path: Path,
+) -> None:
     write_word_tokenizer(tmp_path / "tokenizer.json", ["[UNK]", "a", "b", "</s>"])
     by_file, by_directory = load_tokenizer(tmp_path / "tokenizer.json"), load_tokenizer(tmp_path)
     assert by_file.encode("a b c a b") == by_directory.encode("a b c a b") == [1, 2, 0, 1, 2]
@@ -88,7 +95,9 @@ def test_no_special_tokens_are_added_to_text() -> None:
 
 
 def test_an_unknown_tokenizer_is_refused_with_what_can_be_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"Use 'bytes', 'gpt2', the path of a tokenizer\.json"):
+    with pytest.raises(
+        UnsupportedError, match=r"Use 'bytes', 'gpt2', the path of a tokenizer\.json"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -103,7 +112,16 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
     content = path.read_bytes()
     expected = load_tokenizer(path).encode("a b c")
     chance = random.Random(2)
-    damages = [b"", b"{}", b"[]", b"null", b"\xff" * 9, content[:-9], b"[" * 10**5, content.replace(b'"b"', b'"a"')]
+    damages = [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff" * 9,
+        content[:-9],
+        b"[" * 10**5,
+        content.replace(b'"b"', b'"a"'),
+    ]
     for _ in range(60):
         place = chance.randrange(len(content))
         damages += [content[:place], content[:place] + chance.randbytes(3) + content[place + 3 :]]
@@ -113,7 +131,9 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
         try:
             assert len(load_tokenizer(path).encode("a b c")) == len(expected)
         except CorruptDataError as error:
-            refused += "tokenizer.json" in str(error) and "Copy the files of the tokenizer again" in str(error)
+            refused += "tokenizer.json" in str(
+                error
+            ) and "Copy the files of the tokenizer again" in str(error)
     assert refused > 100
 
 
@@ -130,7 +150,9 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
         ('{"a": 0}', "#version: 0.2\na b\n"),
     ],
 )
-def test_a_damaged_vocabulary_or_merges_are_refused(tmp_path: Path, vocab: str, merges: str) -> None:
+def test_a_damaged_vocabulary_or_merges_are_refused(
+    tmp_path: Path, vocab: str, merges: str
+) -> None:
     pytest.importorskip("tokenizers", reason="pip install tokenizers")
     (tmp_path / "vocab.json").write_text(vocab)
     (tmp_path / "merges.txt").write_text(merges)

@@ -1,4 +1,6 @@
-"""Windows, orders and splits are Megatron's where they have the same name, and exact where Megatron rounds."""
+"""Windows, orders and splits are Megatron's where they have the same name, and exact where Megatron
+rounds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from lightning_megatron.data.windows import (
     window_starts,
 )
 
-some_lengths = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 1)
+some_lengths = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(
+    lambda sizes: sum(sizes) > 1
+)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,42 @@ def test_windows_start_where_megatron_starts_them(
 
 def test_documents_and_windows_are_shuffled_as_megatron_shuffles_them() -> None:
     random = np.random.RandomState(1234)
-    assert shuffle_documents(5, 3, random, False).tolist() == [3, 1, 0, 2, 4, 2, 0, 2, 1, 4, 3, 4, 0, 1, 3]
+    assert shuffle_documents(5, 3, random, False).tolist() == [
+        3,
+        1,
+        0,
+        2,
+        4,
+        2,
+        0,
+        2,
+        1,
+        4,
+        3,
+        4,
+        0,
+        1,
+        3,
+    ]
     assert shuffle_windows(7, 7, random).tolist() == [5, 1, 3, 4, 0, 6, 2]
     random = np.random.RandomState(1234)
-    assert shuffle_documents(5, 3, random, True).tolist() == [2, 2, 4, 1, 0, 3, 4, 0, 1, 3, 0, 4, 3, 2, 1]
+    assert shuffle_documents(5, 3, random, True).tolist() == [
+        2,
+        2,
+        4,
+        1,
+        0,
+        3,
+        4,
+        0,
+        1,
+        3,
+        0,
+        4,
+        3,
+        2,
+        1,
+    ]
     assert shuffle_windows(5, 7, random).tolist() == [1, 3, 2, 0, 4, 6, 5]
 
 
@@ -56,8 +92,12 @@ def test_counts_are_exact_where_float32_is_one_short() -> None:
     assert num_windows(2**60 + 2, 2, drop_last=False) == 2**59 + 1
 
 
-@given(tokens=st.integers(2, 10**15), seq_length=st.integers(1, 10**5), samples=st.integers(1, 10**9))
-def test_epochs_are_the_fewest_that_hold_the_samples(tokens: int, seq_length: int, samples: int) -> None:
+@given(
+    tokens=st.integers(2, 10**15), seq_length=st.integers(1, 10**5), samples=st.integers(1, 10**9)
+)
+def test_epochs_are_the_fewest_that_hold_the_samples(
+    tokens: int, seq_length: int, samples: int
+) -> None:
     epochs = num_epochs(tokens, seq_length, samples)
     assert num_windows(epochs * tokens, seq_length) >= samples
     assert epochs == 1 or num_windows((epochs - 1) * tokens, seq_length) < samples
@@ -68,7 +108,8 @@ def read(lengths: list[int], documents: np.ndarray, starts: np.ndarray, window: 
     row = [int(d) * 100 + i for d in documents for i in range(lengths[d])]
     ends = np.cumsum([lengths[d] for d in documents])
     first, last = (
-        int(ends[place] - lengths[documents[place]]) + int(offset) for place, offset in starts[window : window + 2]
+        int(ends[place] - lengths[documents[place]]) + int(offset)
+        for place, offset in starts[window : window + 2]
     )
     return row[first : last + 1]
 
@@ -77,16 +118,27 @@ def read(lengths: list[int], documents: np.ndarray, starts: np.ndarray, window: 
 @given(lengths=some_lengths, seq_length=st.integers(1, 9))
 def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_length: int) -> None:
     index = index_once(np.array(lengths), seq_length)
-    assert sorted(index_once(np.array(lengths), seq_length, seed=1).shuffle) == list(range(len(index.starts) - 1))
-    windows = [read(lengths, index.documents, index.starts, k) for k in range(len(index.starts) - 1)]
+    assert sorted(index_once(np.array(lengths), seq_length, seed=1).shuffle) == list(
+        range(len(index.starts) - 1)
+    )
+    windows = [
+        read(lengths, index.documents, index.starts, k) for k in range(len(index.starts) - 1)
+    ]
     row = [d * 100 + i for d, size in enumerate(lengths) for i in range(size)]
     assert [token for window in windows for token in window[1:]] == row[1:]
     assert all(len(window) == seq_length + 1 for window in windows[:-1])
 
 
 @settings(max_examples=60)
-@given(lengths=some_lengths, seq_length=st.integers(1, 9), samples=st.integers(1, 30), more=st.integers(0, 30))
-def test_more_samples_only_continue_the_passes(lengths: list[int], seq_length: int, samples: int, more: int) -> None:
+@given(
+    lengths=some_lengths,
+    seq_length=st.integers(1, 9),
+    samples=st.integers(1, 30),
+    more=st.integers(0, 30),
+)
+def test_more_samples_only_continue_the_passes(
+    lengths: list[int], seq_length: int, samples: int, more: int
+) -> None:
     few = index_passes(np.array(lengths), seq_length, samples, seed=5)
     many = index_passes(np.array(lengths), seq_length, samples + more, seed=5)
     assert len(few.shuffle) == samples
@@ -102,7 +154,9 @@ def test_each_pass_sees_every_document_before_any_again() -> None:
     index = index_passes(lengths, 8, 30, seed=1)
     for number in range(3):
         assert sorted(index.documents[10 * number : 10 * number + 10]) == list(range(10))
-        assert sorted(index.shuffle[10 * number : 10 * number + 10]) == list(range(10 * number, 10 * number + 10))
+        assert sorted(index.shuffle[10 * number : 10 * number + 10]) == list(
+            range(10 * number, 10 * number + 10)
+        )
     assert index.documents[:10].tolist() != index.documents[10:20].tolist()
 
 
@@ -121,7 +175,9 @@ def test_the_order_of_megatron_has_the_samples_that_were_asked_for(
     count = len(index.starts) - 1
     assert count >= samples
     assert sorted(index.shuffle) == list(range(count))
-    assert all(len(read(lengths, index.documents, index.starts, k)) == seq_length + 1 for k in range(count))
+    assert all(
+        len(read(lengths, index.documents, index.starts, k)) == seq_length + 1 for k in range(count)
+    )
 
 
 def test_splits_are_exact_and_leave_nothing_out() -> None:
@@ -134,14 +190,20 @@ def test_splits_are_exact_and_leave_nothing_out() -> None:
     assert split_range(2**53 + 1, "1,0")[0] == range(2**53 + 1)
 
 
-@given(count=st.integers(0, 10**12), weights=st.lists(st.integers(0, 1000), min_size=1, max_size=4).filter(any))
+@given(
+    count=st.integers(0, 10**12),
+    weights=st.lists(st.integers(0, 1000), min_size=1, max_size=4).filter(any),
+)
 def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
     parts = split_range(count, ",".join(map(str, weights)))
     assert parts[0].start == 0
     assert parts[-1].stop == count
     assert all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False))
     total = sum(weights)
-    assert all(abs(len(part) * total - count * weight) <= total for part, weight in zip(parts, weights, strict=True))
+    assert all(
+        abs(len(part) * total - count * weight) <= total
+        for part, weight in zip(parts, weights, strict=True)
+    )
 
 
 @pytest.mark.parametrize("weights", ["0,0", "1,-1"])

@@ -1,4 +1,6 @@
-"""The mixture that everything else is compared with: one product for one token and one expert after the other."""
+"""The mixture that everything else is compared with: one product for one token and one expert after
+the other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ def _swiglu(inner: Tensor) -> Tensor:
     return inner[:half] * torch.sigmoid(inner[:half]) * inner[half:]
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": _swiglu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": _swiglu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ def route(case: str, num_tokens: int, size: int, num_experts: int, *what: object
     if case == "dropped":
         experts[::2, 0] = -1
     probabilities = draw("probabilities", case, *what, shape=(num_tokens, top_k)).abs()
-    hidden, outer = (draw(name, case, *what, shape=(num_tokens, size)) for name in ("hidden", "outer"))
+    hidden, outer = (
+        draw(name, case, *what, shape=(num_tokens, size)) for name in ("hidden", "outer")
+    )
     return Routed(hidden.requires_grad_(), probabilities.requires_grad_(), experts, outer)
 
 
@@ -64,7 +72,9 @@ def dense(routed: Routed, weights: list[tuple[Tensor, Tensor]], activation: str)
         activation: What is between them.
     """
     outputs = []
-    for token, chosen, scales in zip(routed.hidden, routed.experts.tolist(), routed.probabilities, strict=True):
+    for token, chosen, scales in zip(
+        routed.hidden, routed.experts.tolist(), routed.probabilities, strict=True
+    ):
         total = torch.zeros_like(token)
         for expert, scale in zip(chosen, scales, strict=True):
             if expert >= 0:

@@ -21,7 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softmax over the chosen": {},
     "softmax over all": {"normalize_top_k": False, "score_scale": 2.5},
     "sigmoid": {"scoring": "sigmoid", "normalize_top_k": False},
-    "sigmoid over the chosen": {"scoring": "sigmoid", "score_scale": 1.5, "aux_loss_scope": "sequence"},
+    "sigmoid over the chosen": {
+        "scoring": "sigmoid",
+        "score_scale": 1.5,
+        "aux_loss_scope": "sequence",
+    },
     "groups": {"num_groups": 4, "top_k_groups": 2, "aux_loss_scope": "sequence"},
     "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True},
     "biases": {"expert_bias": True, "normalize_top_k": False},
@@ -39,11 +43,15 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def config_of(**settings: Any) -> ExpertsConfig:
-    return ExpertsConfig(**{"num_experts": E, "top_k": K, "ffn_hidden_size": 4, **LOSSES, **settings})
+    return ExpertsConfig(
+        **{"num_experts": E, "top_k": K, "ffn_hidden_size": 4, **LOSSES, **settings}
+    )
 
 
 def router_of(config: ExpertsConfig, mesh: ParallelMesh | None = None, **options: Any) -> Router:
-    """Build a router whose weight, biases and shares are the same numbers everywhere, far from even ones."""
+    """Build a router whose weight, biases and shares are the same numbers everywhere, far from even
+    ones.
+    """
     router = Router(config, D, mesh or ParallelMesh.single(), **options).double()
     with torch.no_grad():
         router.weight.copy_(draw(E, D, seed=1))
@@ -74,7 +82,9 @@ def choose_by_hand(scores: list[float], config: ExpertsConfig) -> list[int]:
     return sorted(eligible, key=lambda e: -scores[e])[: config.top_k]
 
 
-def balance_by_hand(shares: list[Tensor], choices: list[list[int]], config: ExpertsConfig) -> Tensor:
+def balance_by_hand(
+    shares: list[Tensor], choices: list[list[int]], config: ExpertsConfig
+) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     for expert in range(config.num_experts):
         times = sum(expert in chosen for chosen in choices)
@@ -87,7 +97,9 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
     """Route one token after the other."""
     config, bias = router.config, router.expert_bias
     capacity = (
-        math.inf if config.capacity_factor is None else expert_capacity(hidden.shape[0] * hidden.shape[1], config)
+        math.inf
+        if config.capacity_factor is None
+        else expert_capacity(hidden.shape[0] * hidden.shape[1], config)
     )
     load, taken, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
     probabilities, experts, unbiased, shares, squares = [], [], [], [], []
@@ -97,8 +109,14 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
         shares.append(scores / scores.sum())
         squares.append(powers.sum().log() ** 2)
         unbiased.append(choose_by_hand(scores.tolist(), config))
-        chosen = list(unbiased[-1]) if bias is None else choose_by_hand((scores + bias).tolist(), config)
-        total = sum((scores[e] for e in chosen), start=torch.zeros(())) if config.normalize_top_k else 1.0
+        chosen = (
+            list(unbiased[-1]) if bias is None else choose_by_hand((scores + bias).tolist(), config)
+        )
+        total = (
+            sum((scores[e] for e in chosen), start=torch.zeros(()))
+            if config.normalize_top_k
+            else 1.0
+        )
         for choice, expert in enumerate(chosen):
             load[expert] += 1
             taken[expert] += 1
@@ -110,14 +128,18 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
         experts.append(chosen)
     if config.aux_loss_scope == "sequence":
         count = hidden.shape[1]
-        parts = [balance_by_hand(shares[b::count], unbiased[b::count], config) for b in range(count)]
+        parts = [
+            balance_by_hand(shares[b::count], unbiased[b::count], config) for b in range(count)
+        ]
         balance = torch.stack(parts).mean()
     elif config.aux_loss_scope == "global":
         assert router.step_shares is not None
         balance = config.num_experts * (torch.stack(shares).mean(0) * router.step_shares).sum()
     else:
         # Whether a choice is dropped or not, it counts.
-        balance = balance_by_hand(shares, [choose_by_hand(s.tolist(), config) for s in shares], config)
+        balance = balance_by_hand(
+            shares, [choose_by_hand(s.tolist(), config) for s in shares], config
+        )
     return ByHand(
         torch.stack(probabilities).view(-1, config.top_k),
         experts,
@@ -131,7 +153,10 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
 
 def main_loss(probabilities: Tensor) -> Tensor:
     """Weigh each choice of each token differently."""
-    return (probabilities * torch.arange(probabilities.numel(), dtype=probabilities.dtype).view_as(probabilities)).sum()
+    return (
+        probabilities
+        * torch.arange(probabilities.numel(), dtype=probabilities.dtype).view_as(probabilities)
+    ).sum()
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:

@@ -12,7 +12,19 @@ from lightning_megatron.experts.routing.balance import update_bias_
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.recompute import replayed
-from tests.experts.routed_by_hand import B, D, E, K, S, config_of, draw, gradients, losses_of, main_loss, router_of
+from tests.experts.routed_by_hand import (
+    B,
+    D,
+    E,
+    K,
+    S,
+    config_of,
+    draw,
+    gradients,
+    losses_of,
+    main_loss,
+    router_of,
+)
 from tests.oracles import assert_equal
 
 
@@ -21,7 +33,10 @@ def test_an_attached_loss_has_its_gradient_at_any_scale() -> None:
     hidden = [draw(S, B, D, seed=seed).requires_grad_() for seed in (4, 5)]
     # Two microbatches and a loss scale of 1024.
     scale = 1024.0 / 2
-    total = sum((main_loss(r.probabilities) + losses_of(r) for r in map(router, hidden)), start=torch.zeros(()))
+    total = sum(
+        (main_loss(r.probabilities) + losses_of(r) for r in map(router, hidden)),
+        start=torch.zeros(()),
+    )
     expected = gradients(total * scale, *hidden, router.weight)
     for form in (scale, torch.tensor(scale)):
         router.weight.grad = None
@@ -36,7 +51,11 @@ def test_an_attached_loss_has_its_gradient_at_any_scale() -> None:
 
 
 def test_a_scale_on_the_device_is_read_in_the_backward_pass() -> None:
-    x, loss, scale = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True), torch.tensor(1.0)
+    x, loss, scale = (
+        torch.ones(2, requires_grad=True),
+        torch.ones((), requires_grad=True),
+        torch.tensor(1.0),
+    )
     attached = attach_loss(x, loss, scale)
     scale.fill_(3.0)
     attached.sum().backward()
@@ -92,7 +111,9 @@ def test_biases_move_towards_the_mean_load_and_shares_follow_it() -> None:
 
 
 def test_biases_bring_balance_without_a_loss() -> None:
-    router = router_of(config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0))
+    router = router_of(
+        config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0)
+    )
     hidden = draw(40, B, D, seed=9)
     before = router(hidden).load
     for _ in range(60):

@@ -30,7 +30,9 @@ class Kernels:
     def __init__(self) -> None:
         self.launches: list[tuple[Pass, Tensor]] = []
 
-    def __call__(self, which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
+    def __call__(
+        self, which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0
+    ) -> Tensor:
         self.launches.append((which, result))
         stack = b if which in {Pass.FORWARD, Pass.DATA_GRAD} else result
         num_groups, n, k = stack.shape
@@ -74,7 +76,12 @@ def weights_in(memory: Tensor, step: int) -> list[nn.Parameter]:
 
 def product_of(grad: Tensor, rows: Tensor) -> Tensor:
     bounds = [0, *ENDS.tolist()]
-    return torch.stack([grad[i:j].float().t() @ rows[i:j].float() for i, j in zip(bounds, bounds[1:], strict=False)])
+    return torch.stack(
+        [
+            grad[i:j].float().t() @ rows[i:j].float()
+            for i, j in zip(bounds, bounds[1:], strict=False)
+        ]
+    )
 
 
 @pytest.mark.parametrize("step", [OUT * IN, OUT * IN + 2 * IN, OUT * IN + 8])
@@ -113,11 +120,15 @@ def test_one_launch_writes_all_slots_and_the_next_adds_to_them(kernels: Kernels)
         assert slot is not None
         assert torch.allclose(slot.gradient, expected[number], atol=1e-5)
         assert weight.grad is None
-    assert sums.view(4, step)[:, OUT * IN :].isnan().all(), "what lies between the slots was written"
+    assert sums.view(4, step)[:, OUT * IN :].isnan().all(), (
+        "what lies between the slots was written"
+    )
 
 
 @pytest.mark.parametrize("scales", [[0.5] * 4, [0.5, 0.5, 2.0, 0.5]], ids=["one", "several"])
-def test_gradients_are_multiplied_by_the_scale_of_their_slots(kernels: Kernels, scales: list[float]) -> None:
+def test_gradients_are_multiplied_by_the_scale_of_their_slots(
+    kernels: Kernels, scales: list[float]
+) -> None:
     weights, sums = weights_in(draw(4 * OUT * IN), OUT * IN), torch.full((4, OUT, IN), torch.nan)
     for weight, part, scale in zip(weights, sums, scales, strict=True):
         set_slot(weight, GradientSlot(part, lambda: None, scale=scale))
@@ -127,17 +138,24 @@ def test_gradients_are_multiplied_by_the_scale_of_their_slots(kernels: Kernels, 
     is_one = len(set(scales)) == 1
     assert (Pass.WEIGHT_GRAD_ADD in kernels.passes) == is_one
     expected = 2 * torch.tensor(scales).view(-1, 1, 1) * product_of(outer, rows)
-    assert torch.allclose(sums, expected, atol=1e-5 if is_one else 5e-2, rtol=1e-5 if is_one else 2e-2)
+    assert torch.allclose(
+        sums, expected, atol=1e-5 if is_one else 5e-2, rtol=1e-5 if is_one else 2e-2
+    )
 
 
 @pytest.mark.parametrize("why", ["apart", "half", "some hold a sum", "one refuses"])
 def test_slots_that_one_launch_cannot_serve_get_a_gradient_each(kernels: Kernels, why: str) -> None:
-    weights, dtype = weights_in(draw(4 * OUT * IN), OUT * IN), torch.bfloat16 if why == "half" else torch.float32
+    weights, dtype = (
+        weights_in(draw(4 * OUT * IN), OUT * IN),
+        torch.bfloat16 if why == "half" else torch.float32,
+    )
     stack = torch.zeros(4, OUT, IN, dtype=dtype)
     for number, weight in enumerate(weights):
         view = stack[number].clone() if why == "apart" else stack[number]
         refuses = why == "one refuses" and number == 3
-        set_slot(weight, GradientSlot(view, lambda: None, accepts=lambda refuses=refuses: not refuses))
+        set_slot(
+            weight, GradientSlot(view, lambda: None, accepts=lambda refuses=refuses: not refuses)
+        )
     if why == "some hold a sum":
         slot_of(weights[0]).is_empty = False
     rows, outer = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
@@ -153,7 +171,12 @@ def test_experts_in_training_are_multiplied_and_summed_in_place(kernels: Kernels
     wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single()).bfloat16()})
     initialize_(wrapped, "cpu", 0)
     module = wrapped["experts"]
-    Run(dict(module.named_parameters()), ParallelMesh.single(), Division(main_dtype=torch.float32), torch.optim.AdamW)
+    Run(
+        dict(module.named_parameters()),
+        ParallelMesh.single(),
+        Division(main_dtype=torch.float32),
+        torch.optim.AdamW,
+    )
     for name in ("gate_up", "down"):
         rows = draw(NUM_ROWS, module.weights(name)[0].shape[1], seed=2).requires_grad_()
         output = grouped_linear(rows, module.weights(name), ENDS, "bundled")
@@ -201,7 +224,9 @@ def test_the_owner_of_slots_is_asked_and_told_of_all_at_once(kernels: Kernels) -
         return Owner(lambda: accepts[0], lambda: said.append(len(slots)))
 
     for number, weight in enumerate(weights):
-        set_slot(weight, GradientSlot(sums[number], lambda: said.append(1), lambda: accepts[0], join))
+        set_slot(
+            weight, GradientSlot(sums[number], lambda: said.append(1), lambda: accepts[0], join)
+        )
     rows, outer = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
     for accepts[0] in (True, False, True):
         grouped_linear(rows, weights, ENDS, "bundled").backward(outer)
@@ -214,7 +239,10 @@ def test_weights_that_have_moved_are_found_where_they_are(kernels: Kernels) -> N
     for weight, part in zip(weights, sums, strict=True):
         set_slot(weight, GradientSlot(part, lambda: None))
     rows = draw(NUM_ROWS, IN, seed=2)
-    for moved in (draw(4 * OUT * IN, seed=3), torch.cat([draw(4 * OUT * IN, seed=4), draw(IN, seed=5)])):
+    for moved in (
+        draw(4 * OUT * IN, seed=3),
+        torch.cat([draw(4 * OUT * IN, seed=4), draw(IN, seed=5)]),
+    ):
         step = moved.numel() // 4
         for number, weight in enumerate(weights):
             weight.data = moved[number * step : number * step + OUT * IN].view(OUT, IN)
@@ -230,5 +258,7 @@ def test_weights_that_change_before_the_backward_pass_are_refused(kernels: Kerne
     output = grouped_linear(draw(NUM_ROWS, IN).requires_grad_(), weights, ENDS, "bundled")
     with torch.no_grad():
         weights[2].mul_(2)
-    with pytest.raises(RuntimeError, match="weights must not change between a forward and its backward pass"):
+    with pytest.raises(
+        RuntimeError, match="weights must not change between a forward and its backward pass"
+    ):
         output.sum().backward()

@@ -34,17 +34,25 @@ def forget() -> None:
     choose_backend._load.cache_clear()
 
 
-def chosen(dtype: torch.dtype = BF16, num_groups: int = 4, n: int = 64, k: int = 64) -> ProductChoice:
+def chosen(
+    dtype: torch.dtype = BF16, num_groups: int = 4, n: int = 64, k: int = 64
+) -> ProductChoice:
     return choose_product(GPU, dtype, num_groups, k, n)
 
 
-def test_built_kernels_come_first_and_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_built_kernels_come_first_and_the_choice_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("INFO", logger=choose_backend.__name__):
         assert chosen().backend == chosen().backend == "bundled"
-    assert [record.getMessage() for record in caplog.records] == [f"grouped products by bundled: {chosen().reason}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"grouped products by bundled: {chosen().reason}"
+    ]
 
 
-def test_without_a_library_torchs_kernel_is_taken_and_the_command_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_torchs_kernel_is_taken_and_the_command_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(choose_backend, "find_library", lambda cache, sources: None)
     assert chosen().backend == "grouped_mm"
     assert "Build one: lightning-megatron kernels build" in chosen().reason
@@ -60,7 +68,9 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_gpus_take_torchs_kernel_or_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_backend, "why_not_runnable", lambda index: f"GPU {index} has compute capability 10.0")
+    monkeypatch.setattr(
+        choose_backend, "why_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen().backend == "grouped_mm"
     assert "GPU 0 has compute capability 10.0" in chosen().reason

@@ -29,7 +29,11 @@ CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
 LAYOUTS = {"ep2": {"ep": 2}, "ep4": {"ep": 4}, "ep2 etp2": {"ep": 2, "etp": 2}, "etp2": {"etp": 2}}
 TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all", "one_sided")
 #: How many tokens a rank has.
-SIZES = {"some": lambda rank: NUM_TOKENS, "none": lambda rank: 0, "different": lambda rank: 2 * rank}
+SIZES = {
+    "some": lambda rank: NUM_TOKENS,
+    "none": lambda rank: 0,
+    "different": lambda rank: 2 * rank,
+}
 
 
 def runs() -> list[tuple[str, Transport, str, str]]:
@@ -67,7 +71,10 @@ def expected(case: str, tokens: str, mesh: ParallelMesh, grid: list[int]) -> dic
 
 
 def results_of(output: torch.Tensor, routed: Routed) -> dict[str, Any]:
-    gradients = {"hidden": _gradient(routed.hidden), "probabilities": _gradient(routed.probabilities)}
+    gradients = {
+        "hidden": _gradient(routed.hidden),
+        "probabilities": _gradient(routed.probabilities),
+    }
     return {"output": output.detach(), **gradients}
 
 
@@ -78,7 +85,10 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) -> dict[str, float]:
     grid = next(ranks for ranks in mesh.layout.expert_groups("etp-ep") if mesh.rank in ranks)
     wanted = expected(case, tokens, mesh, grid)
-    module, routed = experts_on(mesh), route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank)
+    module, routed = (
+        experts_on(mesh),
+        route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank),
+    )
     dispatcher = choose_dispatcher(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
     sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
     output = dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
@@ -96,8 +106,12 @@ def _distance(one: Any, other: torch.Tensor) -> float:
 
 
 def resumed(folder: str, before: ParallelMesh, after: ParallelMesh) -> float:
-    """Train a step in one layout and one in another, and return how far that is from two in the latter."""
-    first, second, both = (TrainedExperts(experts_on(mesh), mesh) for mesh in (before, after, after))
+    """Train a step in one layout and one in another, and return how far that is from two in the
+    latter.
+    """
+    first, second, both = (
+        TrainedExperts(experts_on(mesh), mesh) for mesh in (before, after, after)
+    )
     first.train(0)
     first.save(folder)
     both.train(0)
@@ -108,9 +122,13 @@ def resumed(folder: str, before: ParallelMesh, after: ParallelMesh) -> float:
     return max(_distance(one.detach(), other.detach()) for one, other in pairs)
 
 
-def world(rank: int, size: int, folder: str) -> tuple[dict[tuple[str, ...], dict[str, float]], dict[str, float]]:
+def world(
+    rank: int, size: int, folder: str
+) -> tuple[dict[tuple[str, ...], dict[str, float]], dict[str, float]]:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody has written with NaN
-    meshes = {name: ParallelMesh.create(ParallelLayout(size, **sizes)) for name, sizes in LAYOUTS.items()}
+    meshes = {
+        name: ParallelMesh.create(ParallelLayout(size, **sizes)) for name, sizes in LAYOUTS.items()
+    }
     errors = {run: errors_of(*run[1:], meshes[run[0]]) for run in runs()}
     names = list(meshes)
     saved = {
@@ -126,7 +144,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("run", runs(), ids=" ".join)
-def test_outputs_and_all_gradients_equal_those_of_one_process(results: list[Any], run: tuple[str, ...]) -> None:
+def test_outputs_and_all_gradients_equal_those_of_one_process(
+    results: list[Any], run: tuple[str, ...]
+) -> None:
     for rank, (found, _) in enumerate(results):
         for what, error in found[run].items():
             assert error < 1e-10, f"rank {rank}: {what} differs by {error}"
@@ -158,14 +178,25 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
 @pytest.mark.parametrize(
     ("why_not", "top_k", "has_shared", "kind", "reason"),
     [
-        (None, 2, False, "one_sided", "at least ep (2), and these GPUs write into each other's memory"),
+        (
+            None,
+            2,
+            False,
+            "one_sided",
+            "at least ep (2), and these GPUs write into each other's memory",
+        ),
         (None, 1, False, "all_to_all", "top_k (1) is below ep (2)"),
         (None, 2, True, "all_gather", "no puts: it runs beside the shared expert"),
         ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
     ],
 )
 def test_gpus_put_tokens_where_they_can(
-    monkeypatch: pytest.MonkeyPatch, why_not: str | None, top_k: int, has_shared: bool, kind: str, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    why_not: str | None,
+    top_k: int,
+    has_shared: bool,
+    kind: str,
+    reason: str,
 ) -> None:
     single = ParallelMesh.single()
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
@@ -180,6 +211,8 @@ def test_gpus_put_tokens_where_they_can(
 def test_puts_that_were_asked_for_are_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
     monkeypatch.setattr(peer_transfer, "why_no_puts", lambda axis, device: "ranks are far apart")
-    with pytest.raises(UnsupportedError, match="write into each other's memory: ranks are far apart") as raised:
+    with pytest.raises(
+        UnsupportedError, match="write into each other's memory: ranks are far apart"
+    ) as raised:
         choose_dispatcher(4, 2, mesh, "one_sided")
     assert "'all_gather', 'all_to_all' or 'auto'" in str(raised.value)

@@ -1,4 +1,6 @@
-"""Grouped products equal one product for each group, by every kernel, and leave rows of no group alone."""
+"""Grouped products equal one product for each group, by every kernel, and leave rows of no group
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ ENDS = {
 }
 NUM_ROWS, OUT, IN = 16, 24, 16
 backends = pytest.mark.parametrize(
-    ("backend", "dtype", "limit"), [("loop", torch.float64, 1e-12), ("grouped_mm", torch.float32, 1e-4)]
+    ("backend", "dtype", "limit"),
+    [("loop", torch.float64, 1e-12), ("grouped_mm", torch.float32, 1e-4)],
 )
 
 
@@ -42,7 +45,9 @@ def test_outputs_and_gradients_equal_those_of_one_product_a_group(
     last = ENDS[case][-1]
     rows[last:] = outer[last:] = torch.nan  # whoever reads a row of no group spoils a sum
     rows.requires_grad_(), stack.requires_grad_()
-    output = grouped_linear(rows, stack.unbind(), torch.tensor(ENDS[case], dtype=torch.int32), backend)
+    output = grouped_linear(
+        rows, stack.unbind(), torch.tensor(ENDS[case], dtype=torch.int32), backend
+    )
     found = torch.autograd.grad(output, (rows, stack), outer)
     expected = torch.zeros(NUM_ROWS, OUT, dtype=dtype)
     start = 0
@@ -76,7 +81,11 @@ def test_weights_at_equal_distances_are_multiplied_where_they_lie() -> None:
     view = stacked(weights)
     assert view.data_ptr() == weights[0].data_ptr()
     assert torch.equal(view, torch.stack(weights))
-    for apart in (weights[::-1], [weights[0], weights[2], weights[1]], [w.clone() for w in weights]):
+    for apart in (
+        weights[::-1],
+        [weights[0], weights[2], weights[1]],
+        [w.clone() for w in weights],
+    ):
         assert torch.equal(stacked(apart), torch.stack(apart))
     assert torch.equal(stacked([weights[0], weights[0]]), torch.stack([weights[0], weights[0]]))
 
@@ -87,7 +96,9 @@ def test_gradients_go_to_slots_where_there_are_some() -> None:
     weights[2].requires_grad_(False)
     sums, seen = torch.zeros_like(stack), []
     for number in (0, 2):
-        set_slot(weights[number], GradientSlot(sums[number], lambda number=number: seen.append(number)))
+        set_slot(
+            weights[number], GradientSlot(sums[number], lambda number=number: seen.append(number))
+        )
     ends = torch.tensor(ENDS["random"], dtype=torch.int32)
     for _ in range(2):
         grouped_linear(rows, weights, ends).backward(outer)

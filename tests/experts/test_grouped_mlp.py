@@ -1,4 +1,6 @@
-"""Experts behind permute and unpermute equal one product for one token after the other, gradients included."""
+"""Experts behind permute and unpermute equal one product for one token after the other, gradients
+included.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.compute.backends import stacked
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
-from lightning_megatron.experts.transport.permute import map_rows, permute, permute_probabilities, unpermute
+from lightning_megatron.experts.transport.permute import (
+    map_rows,
+    permute,
+    permute_probabilities,
+    unpermute,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
@@ -63,7 +70,9 @@ def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
     module, routed = experts_of(activation), route(case, num_tokens, SIZE, NUM_EXPERTS)
     inputs = (routed.hidden, routed.probabilities, *module.parameters())
     expected = dense(routed, weights_of(module), activation)
-    wanted = torch.autograd.grad((expected * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True)
+    wanted = torch.autograd.grad(
+        (expected * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True
+    )
     output = mixture(routed, module)
     assert torch.allclose(output, expected, atol=1e-10, rtol=0)
     found = torch.autograd.grad((output * routed.outer).sum(), inputs)
@@ -82,7 +91,10 @@ def test_unpermute_multiplies_by_probabilities_as_experts_do(case: str) -> None:
     assert torch.allclose(doubled, expected, atol=1e-10, rtol=0)
     found = torch.autograd.grad((doubled * routed.outer).sum(), inputs)
     wanted = torch.autograd.grad((expected * routed.outer).sum(), inputs)
-    assert all(torch.allclose(one, other, atol=1e-10, rtol=0) for one, other in zip(found, wanted, strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-10, rtol=0)
+        for one, other in zip(found, wanted, strict=True)
+    )
 
 
 def test_rows_of_an_expert_keep_the_order_of_tokens_and_sizes_follow_from_shapes() -> None:
@@ -112,7 +124,10 @@ def test_experts_equal_those_of_hugging_face(case: str) -> None:
     names = [name for name, _ in theirs.named_parameters()]
     leaves = (*inputs, *[weight for name in names for weight in weights[name]])
     found = torch.autograd.grad((output * routed.outer).sum(), leaves)
-    stacks = [torch.stack(found[start : start + NUM_EXPERTS]) for start in range(2, len(found), NUM_EXPERTS)]
+    stacks = [
+        torch.stack(found[start : start + NUM_EXPERTS])
+        for start in range(2, len(found), NUM_EXPERTS)
+    ]
     for one, other in zip([*found[:2], *stacks], wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-10, rtol=0)
 
@@ -133,9 +148,13 @@ def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_those_of_the_
 
 
 def test_sorting_tokens_and_back_reads_nothing_from_the_device() -> None:
-    # A fake tensor has no values: whoever asks for one, or for a size that depends on some, is told so.
+    # A fake tensor has no values: whoever asks for one, or for a size that depends on some, is told
+    # so.
     with FakeTensorMode():
-        hidden, probabilities = torch.empty(9, SIZE, requires_grad=True), torch.empty(9, 2, requires_grad=True)
+        hidden, probabilities = (
+            torch.empty(9, SIZE, requires_grad=True),
+            torch.empty(9, 2, requires_grad=True),
+        )
         row_map = map_rows(torch.zeros(9, 2, dtype=torch.int64), 0, NUM_EXPERTS)
         rows = permute(hidden, row_map) * permute_probabilities(probabilities, row_map).unsqueeze(1)
         unpermute(rows, row_map).sum().backward()
@@ -159,12 +178,17 @@ def test_first_values_depend_on_seed_and_number_alone() -> None:
     initialize_(wrapped, "cpu", 3)
     names = {name for name, _ in wrapped.named_parameters()}
     kinds = ("gate_up", "down")
-    assert names == {f"experts.{number}.{kind}.weight" for number in range(NUM_EXPERTS) for kind in kinds}
+    assert names == {
+        f"experts.{number}.{kind}.weight" for number in range(NUM_EXPERTS) for kind in kinds
+    }
     first = wrapped.get_parameter("experts.0.gate_up.weight")
     assert not torch.equal(first, wrapped.get_parameter("experts.1.gate_up.weight"))
     assert shard_spec_of(first).is_expert
 
 
 def test_more_ranks_than_experts_are_refused() -> None:
-    with pytest.raises(ParallelPlanError, match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or"):
+    with pytest.raises(
+        ParallelPlanError,
+        match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or",
+    ):
         even_range(NUM_EXPERTS, 8, 0, what="num_experts", axis="ep")

@@ -30,7 +30,9 @@ def test_torch_accepts_schema_fakes_and_autograd_of_the_operators(backend: str |
     torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ENDS, backend))
     weights = [weight.detach() for weight in weights]
     torch.library.opcheck(ops.grouped_linear_input_gradient.default, (grad, weights, ENDS, backend))
-    torch.library.opcheck(ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend))
+    torch.library.opcheck(
+        ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend)
+    )
 
 
 def test_a_compiled_product_equals_the_eager_one_also_where_parts_are_frozen() -> None:
@@ -43,7 +45,10 @@ def test_a_compiled_product_equals_the_eager_one_also_where_parts_are_frozen() -
         outer = draw("outer", shape=(NUM_ROWS, OUT))
         found, expected = compiled(rows, weights, ENDS), grouped_linear(rows, weights, ENDS)
         assert torch.equal(found, expected)
-        pairs = (torch.autograd.grad(output, tuple(leaves.values()), outer) for output in (found, expected))
+        pairs = (
+            torch.autograd.grad(output, tuple(leaves.values()), outer)
+            for output in (found, expected)
+        )
         assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
 
 
@@ -52,11 +57,17 @@ def test_experts_compile_into_one_graph() -> None:
     wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single()).double()})
     initialize_(wrapped, "cpu", 0)
     module = wrapped["experts"]
-    rows, probabilities = draw("rows", shape=(NUM_ROWS, IN)), draw("probabilities", shape=(NUM_ROWS,))
+    rows, probabilities = (
+        draw("rows", shape=(NUM_ROWS, IN)),
+        draw("probabilities", shape=(NUM_ROWS,)),
+    )
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     expected = module(rows, probabilities, ENDS)
     wanted = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
     output = compiled(rows, probabilities, ENDS)
     found = torch.autograd.grad(output.square().sum(), list(module.parameters()))
     assert torch.allclose(output, expected, atol=1e-12, rtol=0)
-    assert all(torch.allclose(one, other, atol=1e-12, rtol=0) for one, other in zip(found, wanted, strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-12, rtol=0)
+        for one, other in zip(found, wanted, strict=True)
+    )

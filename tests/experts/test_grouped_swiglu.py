@@ -1,4 +1,6 @@
-"""Product and SwiGLU in one launch: when, and what is handed to the kernels, shown by stand-ins that compute it."""
+"""Product and SwiGLU in one launch: when, and what is handed to the kernels, shown by stand-ins
+that compute it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ class Launches:
         self._kernels = kernels
 
     def __call__(
-        self, result: Tensor, kept: Tensor | None, rows: Tensor, stack: Tensor, probabilities: Tensor, ends: Tensor
+        self,
+        result: Tensor,
+        kept: Tensor | None,
+        rows: Tensor,
+        stack: Tensor,
+        probabilities: Tensor,
+        ends: Tensor,
     ) -> None:
         self.kept.append(kept is not None)
         assert probabilities.dtype == torch.float32
@@ -62,7 +70,9 @@ class Computed(torch.autograd.Function):
             return (*torch.autograd.grad(swiglu(*leaves), leaves, grad), None)
 
 
-def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor) -> Tensor:
+def apply_weighted_swiglu(
+    gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor
+) -> Tensor:
     return Computed.apply(gate_up, probabilities, (computed,))
 
 
@@ -80,7 +90,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that the bundled kernels are there."""
-    monkeypatch.setattr(choose_backend, "choose_product", lambda *kind: ProductChoice("bundled", "they are there"))
+    monkeypatch.setattr(
+        choose_backend, "choose_product", lambda *kind: ProductChoice("bundled", "they are there")
+    )
     choose_swiglu.cache_clear()
     yield
     choose_swiglu.cache_clear()
@@ -94,7 +106,10 @@ def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Lau
     last, outer, results = int(ENDS[-1]), draw(NUM_ROWS, FEATURES, seed=1), []
     outer[last:] = 0
     for fused in (True, False):
-        rows, probabilities = draw(NUM_ROWS, IN, seed=2).requires_grad_(), torch.rand(NUM_ROWS).requires_grad_()
+        rows, probabilities = (
+            draw(NUM_ROWS, IN, seed=2).requires_grad_(),
+            torch.rand(NUM_ROWS).requires_grad_(),
+        )
         torch.nn.init.constant_(probabilities, 0.7)
         weights = [draw(2 * FEATURES, IN, seed=3 + e).requires_grad_() for e in range(4)]
         if fused:
@@ -110,7 +125,10 @@ def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Lau
 
 
 def test_without_gradients_the_product_is_not_kept(launches: Launches) -> None:
-    rows, weights = draw(NUM_ROWS, IN), [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)]
+    rows, weights = (
+        draw(NUM_ROWS, IN),
+        [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)],
+    )
     kept = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     with torch.no_grad():
         alone = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
@@ -125,7 +143,9 @@ def test_experts_take_one_launch_for_swiglu_where_it_is_chosen(
     activation: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=FEATURES)
-    wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)})  # type: ignore[arg-type]
+    wrapped = nn.ModuleDict(
+        {"experts": GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)}
+    )  # type: ignore[arg-type]
     initialize_(wrapped, "cpu", 0)
     module, rows = wrapped["experts"].bfloat16(), draw(NUM_ROWS, IN)
     expected = module(rows, torch.ones(NUM_ROWS), ENDS)
@@ -151,7 +171,10 @@ def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixt
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert not choose_swiglu(GPU, BF16, 32, 4096, 1024).is_fused
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == "SwiGLU of experts in the product's kernel: it saves a pass over the product's result"
+    assert (
+        first
+        == "SwiGLU of experts in the product's kernel: it saves a pass over the product's result"
+    )
     assert second.startswith(
         "SwiGLU of experts apart: the reduction over 4096 is at least 4096, and 1024 columns do not"
     )

@@ -1,4 +1,6 @@
-"""The layer of experts equals a loop over tokens, Hugging Face's own, and one process in every expert grid."""
+"""The layer of experts equals a loop over tokens, Hugging Face's own, and one process in every
+expert grid.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_of(mesh: ParallelMesh | None = None, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+def layer_of(
+    mesh: ParallelMesh | None = None, options: dict[str, Any] | None = None, **settings: Any
+) -> Any:
     """Build a layer whose weights are the same numbers in every layout."""
     config = ExpertsConfig(
-        **{"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_hidden_size": INNER, **LOSSES, **settings}
+        **{
+            "num_experts": NUM_EXPERTS,
+            "top_k": TOP_K,
+            "ffn_hidden_size": INNER,
+            **LOSSES,
+            **settings,
+        }
     )
     layer = MixtureOfExperts(SIZE, config, mesh or ParallelMesh.single(), **options or {}).double()
     for name, parameter in layer.named_parameters():
@@ -51,8 +61,12 @@ def hidden_of(*what: object) -> Tensor:
     return draw("hidden", *what, shape=(S, B, SIZE))
 
 
-def run(layer: MixtureOfExperts, hidden: Tensor, outer: Tensor, weight: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return output and gradient of the input, and leave those of parameters."""
+def run(
+    layer: MixtureOfExperts, hidden: Tensor, outer: Tensor, weight: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Run forward and backward; return output and gradient of the input, and leave those of
+    parameters.
+    """
     hidden = hidden.clone().requires_grad_()
     layer.loss_weight.value = weight
     output = layer(hidden)
@@ -66,16 +80,26 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
     routed = route_by_hand(hidden, layer.router)
     weights = dict(layer.experts.named_parameters())
     outputs = []
-    for token, chosen, scales in zip(hidden.flatten(0, 1), routed.experts, routed.probabilities, strict=True):
+    for token, chosen, scales in zip(
+        hidden.flatten(0, 1), routed.experts, routed.probabilities, strict=True
+    ):
         total = torch.zeros_like(token)
         for expert, scale in zip(chosen, scales, strict=True):
             if expert >= 0:
                 inner = ACTIVATIONS["swiglu"](weights[f"{expert}.gate_up.weight"] @ token)
                 total = total + scale * (weights[f"{expert}.down.weight"] @ inner)
         if layer.shared is not None:
-            update = layer.shared.down.weight @ ACTIVATIONS["swiglu"](layer.shared.gate_up.weight @ token)
+            update = layer.shared.down.weight @ ACTIVATIONS["swiglu"](
+                layer.shared.gate_up.weight @ token
+            )
             total = (
-                total + (1.0 if layer.shared.gate is None else (layer.shared.gate.weight @ token).sigmoid()) * update
+                total
+                + (
+                    1.0
+                    if layer.shared.gate is None
+                    else (layer.shared.gate.weight @ token).sigmoid()
+                )
+                * update
             )
         outputs.append(total)
     return torch.stack(outputs).view(hidden.shape), routed.balance_loss + routed.z_loss
@@ -83,7 +107,9 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(name: str, recomputes: bool) -> None:
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
+    name: str, recomputes: bool
+) -> None:
     layer, twin = layer_of(**SETTINGS[name]), layer_of(**SETTINGS[name])
     layer.recomputes_experts = recomputes
     hidden, outer = hidden_of(name), draw("outer", name, shape=(S, B, SIZE))
@@ -94,7 +120,9 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(name: str, reco
     assert_equal(output, expected, "output")
     assert_equal(gradient, hidden.grad, "input")
     for (what, found), wanted in zip(layer.named_parameters(), twin.parameters(), strict=True):
-        assert_equal(found.grad, torch.zeros_like(found) if wanted.grad is None else wanted.grad, what)
+        assert_equal(
+            found.grad, torch.zeros_like(found) if wanted.grad is None else wanted.grad, what
+        )
 
 
 def test_what_is_routed_is_counted_once() -> None:
@@ -113,16 +141,26 @@ def test_what_is_routed_is_counted_once() -> None:
 def hugging_face_layers() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     sizes = {"hidden_size": SIZE, "num_experts_per_tok": TOP_K, "experts_implementation": "eager"}
     mixtral = MixtralConfig(**sizes, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
-    qwen = Qwen3MoeConfig(**sizes, moe_intermediate_size=INNER, num_experts=NUM_EXPERTS, norm_topk_prob=False)
+    qwen = Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=INNER, num_experts=NUM_EXPERTS, norm_topk_prob=False
+    )
     deepseek = DeepseekV3Config(
         **sizes, moe_intermediate_size=INNER, n_routed_experts=NUM_EXPERTS, n_shared_experts=2, n_group=2, topk_group=1,
         routed_scaling_factor=2.5, norm_topk_prob=True,
     )  # fmt: skip
-    groups = {"num_groups": 2, "top_k_groups": 1, "score_scale": 2.5, "shared_ffn_hidden_size": 2 * INNER}
+    groups = {
+        "num_groups": 2,
+        "top_k_groups": 1,
+        "score_scale": 2.5,
+        "shared_ffn_hidden_size": 2 * INNER,
+    }
     return {
         "mixtral": (MixtralSparseMoeBlock(mixtral), {}),
         "qwen3": (Qwen3MoeSparseMoeBlock(qwen), {"normalize_top_k": False}),
-        "deepseek": (DeepseekV3MoE(deepseek), {"scoring": "sigmoid", "expert_bias": True, **groups}),
+        "deepseek": (
+            DeepseekV3MoE(deepseek),
+            {"scoring": "sigmoid", "expert_bias": True, **groups},
+        ),
     }
 
 
@@ -153,8 +191,13 @@ def test_layer_equals_hugging_faces_own(name: str) -> None:
     assert_equal(output, expected, "output")
     assert_equal(gradient, hidden.grad, "input")
     assert_equal(layer.router.weight.grad, theirs.gate.weight.grad, "router")
-    for what, wanted in (("gate_up", theirs.experts.gate_up_proj), ("down", theirs.experts.down_proj)):
-        assert_equal(torch.stack([weight.grad for weight in layer.experts.weights(what)]), wanted.grad, what)
+    for what, wanted in (
+        ("gate_up", theirs.experts.gate_up_proj),
+        ("down", theirs.experts.down_proj),
+    ):
+        assert_equal(
+            torch.stack([weight.grad for weight in layer.experts.weights(what)]), wanted.grad, what
+        )
 
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -170,9 +213,13 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 
 def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int]]:
-    """Name settings, sequence parallelism, transport and length; a length that tp does not divide is padded."""
+    """Name settings, sequence parallelism, transport and length; a length that tp does not divide
+    is padded.
+    """
     found = [(name, False, "auto", S) for name in SETTINGS]
-    found += [("plain", False, transport, S) for transport in ("all_gather", "all_to_all", "one_sided")]
+    found += [
+        ("plain", False, transport, S) for transport in ("all_gather", "all_to_all", "one_sided")
+    ]
     if layout.tp > 1:
         found += [(name, True, "auto", S) for name in SETTINGS]
         found += [("plain", True, transport, S) for transport in ("all_to_all", "one_sided")]
@@ -199,11 +246,20 @@ def _grids(rank: int, size: int) -> dict[str, dict[str, float]]:
 
 
 def errors_of(mesh: ParallelMesh, name: str, transport: str, length: int) -> dict[str, float]:
-    """Return how far outputs and gradients are from one process that has the tokens of all data ranks."""
-    layer, twin = layer_of(mesh, {"transport": transport}, **SETTINGS[name]), layer_of(**SETTINGS[name])
+    """Return how far outputs and gradients are from one process that has the tokens of all data
+    ranks.
+    """
+    layer, twin = (
+        layer_of(mesh, {"transport": transport}, **SETTINGS[name]),
+        layer_of(**SETTINGS[name]),
+    )
     # Microbatches of one sequence, by data rank.
-    inputs = [draw("hidden", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)]
-    outers = [draw("outer", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)]
+    inputs = [
+        draw("hidden", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)
+    ]
+    outers = [
+        draw("outer", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)
+    ]
     truths = [run(twin, *both) for both in zip(inputs, outers, strict=True)]
     here = [tensor[mesh.dp.rank] for tensor in (inputs, outers)]
     expected = truths[mesh.dp.rank]
@@ -211,7 +267,10 @@ def errors_of(mesh: ParallelMesh, name: str, transport: str, length: int) -> dic
         here = [one.chunk(mesh.tp.size)[mesh.tp.rank] for one in here]
         expected = tuple(one.chunk(mesh.tp.size)[mesh.tp.rank] for one in expected)
     output, gradient = run(layer, *here)
-    found = {"output": float((output - expected[0]).abs().max()), "input": float((gradient - expected[1]).abs().max())}
+    found = {
+        "output": float((output - expected[0]).abs().max()),
+        "input": float((gradient - expected[1]).abs().max()),
+    }
     wanted = dict(twin.named_parameters())
     for what, parameter in layer.named_parameters():
         assert parameter.grad is not None, what
@@ -225,7 +284,9 @@ def errors_of(mesh: ParallelMesh, name: str, transport: str, length: int) -> dic
 
 def test_every_expert_grid_equals_one_process() -> None:
     for errors in run_world(_grids, 4):
-        assert len(errors) == len([case for grid in GRIDS.values() for case in cases(ParallelLayout(4, **grid))])
+        assert len(errors) == len(
+            [case for grid in GRIDS.values() for case in cases(ParallelLayout(4, **grid))]
+        )
         for what, found in errors.items():
             assert max(found.values()) < 1e-10, (what, found)
 

@@ -1,4 +1,6 @@
-"""The router against a plain loop over tokens in float64, against Hugging Face, and between layouts."""
+"""The router against a plain loop over tokens in float64, against Hugging Face, and between
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_router_equals_a_loop_over_tokens(name: str) -> None:
     routing, twin = router(hidden), route_by_hand(hidden, router)
     assert routing.experts.tolist() == twin.experts
     assert routing.load.tolist() == twin.load
-    assert routing.counts.tolist() == [sum(chosen.count(e) for chosen in twin.experts) for e in range(E)]
+    assert routing.counts.tolist() == [
+        sum(chosen.count(e) for chosen in twin.experts) for e in range(E)
+    ]
     assert (0 if routing.dropped is None else int(routing.dropped)) == twin.dropped
     assert routing.probabilities.dtype == torch.float64
     for field in ("probabilities", "balance_loss", "z_loss"):
@@ -61,7 +65,11 @@ def test_router_equals_a_loop_over_tokens(name: str) -> None:
         ("balance_loss", routing.balance_loss, twin.balance_loss),
         ("z_loss", routing.z_loss, twin.z_loss),
     ):
-        pairs = zip(gradients_of(actual, hidden, router), gradients_of(expected, hidden, router), strict=True)
+        pairs = zip(
+            gradients_of(actual, hidden, router),
+            gradients_of(expected, hidden, router),
+            strict=True,
+        )
         for found, wanted in pairs:
             assert_equal(found, wanted, f"gradient of {what}")
 
@@ -71,8 +79,14 @@ def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
 
 
 def test_settings_drop_some_choices_or_none() -> None:
-    dropped = {name: router_of(config_of(**SETTINGS[name]))(draw(S, B, D, seed=4)).dropped for name in SETTINGS}
-    assert {name for name, number in dropped.items() if number} == {"capacity", "hardly any capacity"}
+    dropped = {
+        name: router_of(config_of(**SETTINGS[name]))(draw(S, B, D, seed=4)).dropped
+        for name in SETTINGS
+    }
+    assert {name for name, number in dropped.items() if number} == {
+        "capacity",
+        "hardly any capacity",
+    }
     assert int(dropped["more capacity than tokens"]) == 0
 
 
@@ -112,14 +126,20 @@ def test_router_equals_that_of_hugging_face(name: str) -> None:
     assert expected.dtype == torch.float64
     assert_equal(actual, expected, "probabilities")
     found = gradients(main_loss(actual), hidden, router.weight)
-    for one, other in zip(found, gradients(main_loss(expected), hidden, theirs.weight), strict=True):
+    for one, other in zip(
+        found, gradients(main_loss(expected), hidden, theirs.weight), strict=True
+    ):
         assert_equal(one, other, "gradient")
     if config.scoring == "softmax":
         # Theirs is top_k where experts are alike, ours is 1.
         auxiliary = load_balancing_loss_func((theirs(hidden)[0],), E, K) * config.aux_loss / K
         mine = router(hidden).balance_loss
         assert_equal(mine, auxiliary, "auxiliary loss")
-        assert_equal(gradients(mine, hidden)[0], gradients(auxiliary, hidden)[0], "gradient of the auxiliary loss")
+        assert_equal(
+            gradients(mine, hidden)[0],
+            gradients(auxiliary, hidden)[0],
+            "gradient of the auxiliary loss",
+        )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -189,8 +209,14 @@ def test_forced_balance_gives_every_expert_as_many_tokens() -> None:
     routing = router(hidden)
     assert routing.counts.tolist() == [8 * B * K // E] * E
     assert all(len(set(chosen)) == K for chosen in routing.experts.tolist())
-    assert_equal(routing.probabilities.sum(-1), torch.ones(8 * B, dtype=torch.float64), "sum of a token")
-    assert_equal(routing.balance_loss, torch.tensor(0.3, dtype=torch.float64), "auxiliary loss of balanced experts")
+    assert_equal(
+        routing.probabilities.sum(-1), torch.ones(8 * B, dtype=torch.float64), "sum of a token"
+    )
+    assert_equal(
+        routing.balance_loss,
+        torch.tensor(0.3, dtype=torch.float64),
+        "auxiliary loss of balanced experts",
+    )
 
 
 def test_state_holds_biases_and_shares_where_settings_need_them() -> None:
@@ -201,7 +227,9 @@ def test_state_holds_biases_and_shares_where_settings_need_them() -> None:
 
 def test_biases_stay_in_float32_and_are_there_when_the_model_is_built_on_meta() -> None:
     with torch.device("meta"):
-        router = Router(config_of(expert_bias=True, aux_loss_scope="global"), D, ParallelMesh.single())
+        router = Router(
+            config_of(expert_bias=True, aux_loss_scope="global"), D, ParallelMesh.single()
+        )
     assert router.weight.is_meta
     initialize_(router, "cpu", seed=0)
     router.update_(torch.arange(E))
@@ -215,7 +243,10 @@ def test_biases_stay_in_float32_and_are_there_when_the_model_is_built_on_meta() 
 # One process against two ranks.
 
 WORLD_SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: SETTINGS[name] for name in ("groups", "DeepSeek-V3", "the last step's load", "capacity")},
+    **{
+        name: SETTINGS[name]
+        for name in ("groups", "DeepSeek-V3", "the last step's load", "capacity")
+    },
     "jitter": {"jitter": 0.3, "capacity_factor": 0.9, "aux_loss_scope": "sequence"},
 }
 
@@ -245,7 +276,9 @@ def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: st
     router = router_of(config, mesh)
     routing = router(hidden)
     assert torch.equal(routing.experts, own(expected.experts).flatten(0, 1)), what
-    assert_equal(routing.probabilities, own(expected.probabilities).flatten(0, 1), f"{what}: probabilities")
+    assert_equal(
+        routing.probabilities, own(expected.probabilities).flatten(0, 1), f"{what}: probabilities"
+    )
     # Gradients are averaged over the data group, which cp is part of.
     attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
     part = (own(weights).flatten(0, 1) * attached).sum() * mesh.cp.size
@@ -253,7 +286,11 @@ def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: st
     spec = shard_spec_of(router.weight, mesh.tp.rank)
     assert spec.partial == mesh.sequence_parallel, what
     grad_weight = gather_full(grad_weight, spec, mesh, sum_copies=spec.partial)
-    assert_equal(all_reduce_(grad_weight, mesh.data, "mean"), wanted_weight, f"{what}: gradient of the weight")
+    assert_equal(
+        all_reduce_(grad_weight, mesh.data, "mean"),
+        wanted_weight,
+        f"{what}: gradient of the weight",
+    )
     assert_equal(grad_hidden / mesh.cp.size, own(wanted_hidden), f"{what}: gradient of hidden")
     for field in ("balance_loss", "z_loss"):
         value = getattr(routing, field).detach().clone()
@@ -261,17 +298,25 @@ def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: st
         if mesh.sequence_parallel:
             all_reduce_(value, mesh.tp)
         assert_equal(value, getattr(expected, field), f"{what}: {field}")
-    assert torch.equal(add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh), expected.load.long()), what
+    assert torch.equal(
+        add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh), expected.load.long()
+    ), what
 
 
 def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> Router:
-    """Take three steps on the microbatches of this data rank, in the way that a caller of a router should."""
+    """Take three steps on the microbatches of this data rank, in the way that a caller of a router
+    should.
+    """
     router = router_of(config, mesh)
     for step in range(3):
         load = torch.zeros(E, dtype=torch.int32)
         for number in range(num_microbatches):
-            routing = router(draw(S, B, D, seed=10 * step + mesh.dp.rank * num_microbatches + number))
-            attached = attach_loss(routing.probabilities, losses_of(routing), 1.0 / num_microbatches)
+            routing = router(
+                draw(S, B, D, seed=10 * step + mesh.dp.rank * num_microbatches + number)
+            )
+            attached = attach_loss(
+                routing.probabilities, losses_of(routing), 1.0 / num_microbatches
+            )
             (main_loss(attached) / (S * B * num_microbatches)).backward()
             load += routing.load
         assert router.weight.grad is not None
@@ -292,7 +337,9 @@ def check_cuts(rank: int, size: int) -> None:
                 compare_with_one_process(config, mesh, f"{name}, {cut}")
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(2))
-    config = config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.05, aux_loss_scope="global")
+    config = config_of(
+        scoring="sigmoid", expert_bias=True, expert_bias_rate=0.05, aux_loss_scope="global"
+    )
     expected = train(config, ParallelMesh.single(), 4).state_dict()
     assert float((expected["weight"] - draw(E, D, seed=1)).abs().max()) > 0.1
     for name, value in train(config, mesh, 2).state_dict().items():

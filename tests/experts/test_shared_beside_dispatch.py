@@ -1,4 +1,6 @@
-"""The shared expert runs while tokens are on their way to experts, and backward while their gradients are."""
+"""The shared expert runs while tokens are on their way to experts, and backward while their
+gradients are.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,18 @@ from lightning_megatron.experts.routing.statistics import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.experts.routed_by_hand import LOSSES, SETTINGS, B, D, E, S, config_of, draw, route_by_hand, router_of
+from tests.experts.routed_by_hand import (
+    LOSSES,
+    SETTINGS,
+    B,
+    D,
+    E,
+    S,
+    config_of,
+    draw,
+    route_by_hand,
+    router_of,
+)
 from tests.oracles import assert_equal, sequence_part
 from tests.world import run_world
 
@@ -26,7 +37,9 @@ LAYERS, MICROBATCHES = (1, 3), 4
 
 
 def microbatch(layer: int, number: int) -> Tensor:
-    """Draw the tokens that a layer has in a microbatch of the step, so that layers and microbatches differ."""
+    """Draw the tokens that a layer has in a microbatch of the step, so that layers and microbatches
+    differ.
+    """
     return draw(S, B, D, seed=10 * layer + number)
 
 
@@ -50,10 +63,16 @@ def test_a_step_equals_a_loop_over_its_tokens() -> None:
         router = router_of(config_of(**settings))
         assert tuple(found) == LAYERS
         for layer, step in found.items():
-            twins = [route_by_hand(microbatch(layer, number), router) for number in range(MICROBATCHES)]
-            assert step.load.tolist() == [sum(loads) for loads in zip(*(twin.load for twin in twins), strict=True)]
+            twins = [
+                route_by_hand(microbatch(layer, number), router) for number in range(MICROBATCHES)
+            ]
+            assert step.load.tolist() == [
+                sum(loads) for loads in zip(*(twin.load for twin in twins), strict=True)
+            ]
             assert int(step.dropped) == sum(twin.dropped for twin in twins), name
-            assert_equal(step.entropy, sum(twin.entropy for twin in twins) / MICROBATCHES, f"{name}: entropy")
+            assert_equal(
+                step.entropy, sum(twin.entropy for twin in twins) / MICROBATCHES, f"{name}: entropy"
+            )
             balance = sum(twin.balance_loss for twin in twins) / MICROBATCHES / LOSSES["aux_loss"]
             assert_equal(step.balance_loss, balance, f"{name}: balance_loss")
             z = sum(twin.z_loss for twin in twins) / MICROBATCHES / LOSSES["z_loss"]
@@ -110,7 +129,9 @@ CUTS: dict[str, tuple[dict[str, int], bool]] = {
 
 def check_cuts(rank: int, size: int) -> None:
     for cut, (sizes, sequence_parallel) in CUTS.items():
-        mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(size, **sizes), sequence_parallel=sequence_parallel
+        )
         for settings in ({"scoring": "sigmoid"}, {"capacity_factor": 0.7}):
             if mesh.cp.size > 1 and "capacity_factor" in settings:
                 continue  # A capacity is that of a cp rank.
@@ -121,7 +142,8 @@ def check_cuts(rank: int, size: int) -> None:
                     actual, wanted = getattr(found[layer], field), getattr(expected[layer], field)
                     assert_equal(actual.double(), wanted.double(), f"{cut}, layer {layer}: {field}")
                 assert torch.equal(
-                    found[layer].load, add_over_tokens_(layers[layer].load.to(torch.int64, copy=True), mesh)
+                    found[layer].load,
+                    add_over_tokens_(layers[layer].load.to(torch.int64, copy=True), mesh),
                 ), cut
         mesh.destroy()
 

@@ -16,7 +16,11 @@ class TrainedExperts(Run):
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
         self.module = module
-        super().__init__(dict(module.named_parameters()), mesh, make=lambda named: torch.optim.AdamW(named, lr=0.1))
+        super().__init__(
+            dict(module.named_parameters()),
+            mesh,
+            make=lambda named: torch.optim.AdamW(named, lr=0.1),
+        )
 
     def train(self, number: int) -> None:
         """Make a step by gradients that add up to the same in every layout."""

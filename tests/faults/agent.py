@@ -75,7 +75,9 @@ def attempts(job: Job, rank: int = 0) -> list[Attempt]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Popen | None = None) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, process: subprocess.Popen | None = None
+) -> None:
     """Wait, and fail if the process ends before."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -88,14 +90,26 @@ def wait_until(condition: Callable[[], bool], what: str, process: subprocess.Pop
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the variables of a process that nobody has launched."""
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    launched = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PL_GLOBAL_SEED",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in launched}
     return {**kept, "OMP_NUM_THREADS": "1", "TORCH_SHOW_CPP_STACKTRACES": "0", **changes}
 
 
 @contextmanager
 def started(
-    job: Job, *torchrun: str, before: Sequence[str] = (), variables: Mapping[str, str] | None = None, name: str = "out"
+    job: Job,
+    *torchrun: str,
+    before: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    name: str = "out",
 ) -> Iterator[subprocess.Popen]:
     """Run a job for the length of the block, under torchrun if arguments for it are given.
 
@@ -108,10 +122,18 @@ def started(
     """
     number = len(list(job.root.glob(f"{name}_*.txt")))
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-    # What failed jobs leave for their other ranks, and torchrun's logs, go with the folder of the test.
+    # What failed jobs leave for their other ranks, and torchrun's logs, go with the folder of the
+    # test.
     temporary = job.root / "tmp"
     temporary.mkdir(exist_ok=True)
-    command = [*before, sys.executable, *launcher, "-m", "tests.faults.train", json.dumps(asdict(job))]
+    command = [
+        *before,
+        sys.executable,
+        *launcher,
+        "-m",
+        "tests.faults.train",
+        json.dumps(asdict(job)),
+    ]
     with (job.root / f"{name}_{number}.txt").open("w") as output:
         process = subprocess.Popen(
             command,
@@ -131,7 +153,11 @@ def started(
                     process.wait(20)
             process.kill()
             process.wait()
-            for pid in {one.pid for rank in range(job.devices * job.num_nodes) for one in attempts(job, rank)}:
+            for pid in {
+                one.pid
+                for rank in range(job.devices * job.num_nodes)
+                for one in attempts(job, rank)
+            }:
                 with suppress(OSError):
                     if "tests.faults.train" in Path("/proc", str(pid), "cmdline").read_text():
                         os.kill(pid, signal.SIGKILL)
@@ -144,7 +170,10 @@ def finish(process: subprocess.Popen) -> int:
 
 def outputs(job: Job) -> str:
     """Return the end of what the processes printed, for messages."""
-    return "\n".join(f"== {path.name}\n{path.read_text()[-4000:]}" for path in sorted(job.root.glob("*out_*.txt")))
+    return "\n".join(
+        f"== {path.name}\n{path.read_text()[-4000:]}"
+        for path in sorted(job.root.glob("*out_*.txt"))
+    )
 
 
 def standalone(max_restarts: int = 0, ranks: int = 2) -> tuple[str, ...]:
@@ -163,7 +192,10 @@ def newest_step(job: Job) -> int:
         return 0
     while True:
         try:
-            return max((load_metadata(path)["global_step"] for path in list_checkpoints(job.checkpoints)), default=0)
+            return max(
+                (load_metadata(path)["global_step"] for path in list_checkpoints(job.checkpoints)),
+                default=0,
+            )
         except (OSError, ValueError):
             continue  # a checkpoint was removed between the two
 
@@ -188,7 +220,8 @@ class Kill:
 
 
 def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Random) -> Kill:
-    """Kill a random rank at a random moment after a step has been reached, and wait for the restart.
+    """Kill a random rank at a random moment after a step has been reached, and wait for the
+    restart.
 
     Args:
         job: The training.
@@ -211,13 +244,17 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
     kill = Kill(rank, moment, before[0], newest_step(job))
     os.kill(attempts(job, rank)[-1].pid, signal.SIGKILL)
     wait_until(
-        lambda: all(len(attempts(job, rank)) > count for rank, count in zip(ranks, before, strict=True)),
+        lambda: all(
+            len(attempts(job, rank)) > count for rank, count in zip(ranks, before, strict=True)
+        ),
         f"the restart after {kill}",
         process,
     )
-    # Known only now: training went on while the checkpoints were looked at. An attempt that did not resume counts as
-    # little as the one before it.
-    kill.last_step = next((one.last_step for one in reversed(attempts(job)[: kill.attempt]) if one.last_step), 0)
+    # Known only now: training went on while the checkpoints were looked at. An attempt that did not
+    # resume counts as little as the one before it.
+    kill.last_step = next(
+        (one.last_step for one in reversed(attempts(job)[: kill.attempt]) if one.last_step), 0
+    )
     return kill
 
 
@@ -234,12 +271,16 @@ def again(job: Job, folder: Path, **changes: object) -> Job:
 
 
 def assert_same_end(job: Job, whole: Job) -> None:
-    """Compare the losses of all steps, however often each was done, and the weights and moments at the end."""
+    """Compare the losses of all steps, however often each was done, and the weights and moments at
+    the end.
+    """
     (reference,) = attempts(whole)
     done: dict[int, str] = {}
     for attempt in attempts(job):
         for step, loss in attempt.losses.items():
-            assert loss == reference.losses[step], f"step {step} of the attempt that resumed at {attempt.resumed}"
+            assert loss == reference.losses[step], (
+                f"step {step} of the attempt that resumed at {attempt.resumed}"
+            )
         done |= attempt.losses
     assert done.keys() == reference.losses.keys()
     found, expected = tensors_of(job), tensors_of(whole)

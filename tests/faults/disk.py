@@ -62,13 +62,19 @@ def small_disk(folder: Path, size: int) -> Iterator[Disk]:
     """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() or missing:
-        pytest.skip(f"a disk of one's own needs root and {', '.join(TOOLS)}: user {os.geteuid()}, missing {missing}")
+        pytest.skip(
+            f"a disk of one's own needs root and {', '.join(TOOLS)}: user {os.geteuid()}, missing "
+            f"{missing}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     script = 'mount -t tmpfs -o "size=$1" tmpfs "$0"'
     with ExitStack() as stack:
         try:
             opened = namespace(
-                "--mount", "--propagation=private", script=script, arguments=(os.fspath(folder), str(size))
+                "--mount",
+                "--propagation=private",
+                script=script,
+                arguments=(os.fspath(folder), str(size)),
             )
             process = stack.enter_context(opened)
         except RuntimeError as error:

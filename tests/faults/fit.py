@@ -21,7 +21,9 @@ from tests.faults.train import LENGTH, VOCABULARY, Job, note
 
 
 class Log(Callback):
-    """Write down where a fit begins, the loss of every step, exactly, with its samples, and what ended the fit."""
+    """Write down where a fit begins, the loss of every step, exactly, with its samples, and what
+    ended the fit.
+    """
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
@@ -30,16 +32,25 @@ class Log(Callback):
         note(self.job, self.rank, "resume", trainer.global_step, trainer.world_size)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: dict[str, Tensor],
+        batch_idx: int,
     ) -> None:
         loss = float(trainer.callback_metrics["train_loss"])
         samples = (zlib.crc32(tokens.numpy().tobytes()) for tokens in batch["tokens"])
         note(self.job, self.rank, "step", trainer.global_step, loss.hex(), *samples)
         time.sleep(self.job.seconds)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         text = " ".join(str(exception).split())
-        note(self.job, self.rank, "error", trainer.global_step, f"{type(exception).__name__}: {text}")
+        note(
+            self.job, self.rank, "error", trainer.global_step, f"{type(exception).__name__}: {text}"
+        )
 
 
 class SavesLogged(MegatronStrategy):
@@ -84,11 +95,22 @@ def fit(job: Job, rank: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         gradient_clip_val=1.0,
-        callbacks=[Log(job, rank), ModelCheckpoint(job.checkpoints, every_n_train_steps=job.save_every)],
+        callbacks=[
+            Log(job, rank),
+            ModelCheckpoint(job.checkpoints, every_n_train_steps=job.save_every),
+        ],
         default_root_dir=job.folder,
     )
-    sizes = {"vocab_size": VOCABULARY, "max_seq_length": 16, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
-    module = CausalLM(GPTConfig.gpt2(**sizes, vocab_multiple=16, hidden_dropout=job.dropout), learning_rate=0.01)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "max_seq_length": 16,
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+    }
+    module = CausalLM(
+        GPTConfig.gpt2(**sizes, vocab_multiple=16, hidden_dropout=job.dropout), learning_rate=0.01
+    )
     data = TokenDataModule(
         train=str(job.root / "corpus"),
         seq_length=LENGTH,

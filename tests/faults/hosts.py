@@ -1,4 +1,6 @@
-"""Two hosts of their own on one machine: network namespaces with a cable between them, each with a host name."""
+"""Two hosts of their own on one machine: network namespaces with a cable between them, each with a
+host name.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +94,14 @@ def host(name: str, address: str) -> Iterator[Host]:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Return two hosts that are connected to each other and to nothing else; skip the test where that cannot be."""
+    """Return two hosts that are connected to each other and to nothing else; skip the test where
+    that cannot be.
+    """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() or missing:
-        pytest.skip(f"two hosts need root and {', '.join(TOOLS)}: user {os.geteuid()}, missing {missing}")
+        pytest.skip(
+            f"two hosts need root and {', '.join(TOOLS)}: user {os.geteuid()}, missing {missing}"
+        )
     with ExitStack() as stack:
         try:
             one = stack.enter_context(host("one", "10.77.0.1"))

@@ -45,10 +45,19 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, rank = sys.argv[1], int(sys.argv[2])
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     strategy = MegatronStrategy(timeout=TIMEOUT)
     trainer = Trainer(
-        accelerator="cpu", devices=3, strategy=strategy, max_epochs=1, enable_checkpointing=False, **quiet
+        accelerator="cpu",
+        devices=3,
+        strategy=strategy,
+        max_epochs=1,
+        enable_checkpointing=False,
+        **quiet,
     )
     trainer.fit(HangingLM(kind, rank), loader(32, 4))
 

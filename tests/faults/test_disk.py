@@ -1,4 +1,6 @@
-"""A disk that takes no more ends a training with its name, and costs only the steps since the last whole checkpoint."""
+"""A disk that takes no more ends a training with its name, and costs only the steps since the last
+whole checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,18 @@ def disk(undisturbed: Job, tmp_path: Path) -> Iterator[Disk]:
     """Mount a disk with room for one checkpoint and half of another."""
     (checkpoint,) = list_checkpoints(undisturbed.checkpoints)
     page = 4096
-    size = sum(-(-file.stat().st_size // page) * page for file in Path(checkpoint).rglob("*") if file.is_file())
+    size = sum(
+        -(-file.stat().st_size // page) * page
+        for file in Path(checkpoint).rglob("*")
+        if file.is_file()
+    )
     with small_disk(tmp_path / "checkpoints", size * 3 // 2) as made:
         yield made
 
 
 def failed_step(job: Job, disk: Disk, reason: str) -> int:
-    """Return the step whose save ended the training, once all ranks have said so and the one before is seen whole.
+    """Return the step whose save ended the training, once all ranks have said so and the one before
+    is seen whole.
 
     Args:
         job: The training.
@@ -67,7 +74,10 @@ def failed_step(job: Job, disk: Disk, reason: str) -> int:
     for rank in range(job.devices):
         (attempt,) = attempts(job, rank)
         assert attempt.error.startswith("CheckpointSaveError: "), outputs(job)
-        path = re.search(r"saving (\S+-step=(\d+)\.ckpt) failed on \d of \d rank\(s\): rank \d: OSError", attempt.error)
+        path = re.search(
+            r"saving (\S+-step=(\d+)\.ckpt) failed on \d of \d rank\(s\): rank \d: OSError",
+            attempt.error,
+        )
         assert path is not None, attempt.error
         where = f"{job.checkpoints}/.{Path(path[1]).name}.unfinished"
         assert f"{reason}: '{where}" in attempt.error
@@ -141,13 +151,19 @@ def test_the_older_checkpoint_is_removed_when_the_newer_one_is_complete(
 
     watched("publish")
     watched("remove")
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         strategy=MegatronStrategy(microbatch_size=2, async_save=async_save),
         max_epochs=1,
-        callbacks=[ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)],
+        callbacks=[
+            ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
+        ],
         **quiet,
     )
     trainer.fit(TinyLM(), loader(32, 4))

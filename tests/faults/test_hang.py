@@ -1,4 +1,6 @@
-"""A job with a rank that does not arrive ends before its timeout, and says which rank, where, and in which step."""
+"""A job with a rank that does not arrive ends before its timeout, and says which rank, where, and
+in which step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.groups.journal import Call, Journal
-from lightning_megatron.strategy.process.positions import Position, hang_report, is_ahead, missing_ranks
+from lightning_megatron.strategy.process.positions import (
+    Position,
+    hang_report,
+    is_ahead,
+    missing_ranks,
+)
 from tests.faults.run_hang import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +42,8 @@ def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(ki
     assert "rank 0" not in report
     assert "rank 2" not in report
     assert re.search(
-        r"rank 0: train, global_step 2; in all_reduce over data \(number \d+ there, ranks 0, 1, 2", waiting
+        r"rank 0: train, global_step 2; in all_reduce over data \(number \d+ there, ranks 0, 1, 2",
+        waiting,
     )
     assert done.stderr.count("did not arrive:") == 1
     if kind == "sleep":
@@ -64,24 +72,43 @@ def test_a_live_position_survives_its_journey_as_text() -> None:
 
 
 def at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> Position:
-    return Position(rank, "host", 100 + rank, "", 1, 0.0, "train, global_step 5", waits, call, counts, ("a.py:1 in f",))
+    return Position(
+        rank,
+        "host",
+        100 + rank,
+        "",
+        1,
+        0.0,
+        "train, global_step 5",
+        waits,
+        call,
+        counts,
+        ("a.py:1 in f",),
+    )
 
 
 DP = Call("all_reduce", "dp", 4, (0, 2))
 TP = Call("all_gather", "tp", 9, (0, 1))
 
 
-def test_the_rank_outside_collectives_is_at_fault_not_those_that_wait_for_others_who_wait_for_it() -> None:
+def test_the_rank_outside_collectives_is_at_fault_not_those_that_wait_for_others_who_wait_for_it() -> (
+    None
+):
     # 1 waits for 0 over tp, 0 waits for 2 over dp, 2 computes.
-    positions = {0: at(0, DP, dp=4, tp=8), 1: at(1, TP, dp=3, tp=9), 2: at(2, DP._replace(number=3), False, dp=3)}
+    positions = {
+        0: at(0, DP, dp=4, tp=8),
+        1: at(1, TP, dp=3, tp=9),
+        2: at(2, DP._replace(number=3), False, dp=3),
+    }
     assert missing_ranks(positions, {}, 3) == [2]
 
 
 def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() -> None:
     positions = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
     assert missing_ranks(positions, {2: 5.0}, 3) == [2]
-    assert "rank 2 (host, process 102): train, global_step 5, no sign of life for 5 s" in hang_report(
-        positions, [2], {2: 5.0}
+    assert (
+        "rank 2 (host, process 102): train, global_step 5, no sign of life for 5 s"
+        in hang_report(positions, [2], {2: 5.0})
     )
 
 
@@ -92,7 +119,11 @@ def test_a_rank_that_never_spoke_is_at_fault() -> None:
 
 
 def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_counts() -> None:
-    positions = {0: at(0, DP, dp=4, tp=8), 1: at(1, TP, tp=9), 2: at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3)}
+    positions = {
+        0: at(0, DP, dp=4, tp=8),
+        1: at(1, TP, tp=9),
+        2: at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3),
+    }
     assert missing_ranks(positions, {}, 3) == [0, 1, 2]
 
 

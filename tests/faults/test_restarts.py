@@ -50,7 +50,11 @@ def undisturbed(num_kills: int, tmp_path_factory: pytest.TempPathFactory) -> Job
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
-    async_save: bool, num_kills: int, undisturbed: Job, tmp_path: Path, request: pytest.FixtureRequest
+    async_save: bool,
+    num_kills: int,
+    undisturbed: Job,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     job = again(undisturbed, tmp_path, async_save=async_save, seconds=0.02)
     draw = random.Random(f"{request.config.getoption('--kill-seed', 0)} {async_save}")
@@ -58,17 +62,25 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
     with started(job, *standalone(max_restarts=10 * num_kills)) as process:
         wait_until(lambda: bool(attempts(job) and attempts(job, 1)), "the first start", process)
         for number in range(num_kills):
-            target = (job.steps - 2 * SAVE_EVERY) * number // num_kills + draw.randint(1, SAVE_EVERY)
+            target = (job.steps - 2 * SAVE_EVERY) * number // num_kills + draw.randint(
+                1, SAVE_EVERY
+            )
             kills.append(kill_one(job, process, target, draw))
             print(f"{time.strftime('%X')} {number + 1}: {kills[-1]}", flush=True)
         assert finish(process) == 0, outputs(job)
     assert len(attempts(job)) > num_kills
     for kill in kills:
         attempt = attempts(job)[kill.attempt]
-        # Killed early, an attempt has not resumed anything. Rank 0 saves a step before it writes down its end.
-        assert attempt.resumed is None or kill.complete <= attempt.resumed <= kill.last_step + 1, (kill, attempt)
+        # Killed early, an attempt has not resumed anything. Rank 0 saves a step before it writes
+        # down its end.
+        assert attempt.resumed is None or kill.complete <= attempt.resumed <= kill.last_step + 1, (
+            kill,
+            attempt,
+        )
         # One save may be under way in the background when the next one is due.
-        assert attempt.resumed is None or kill.last_step - attempt.resumed <= SAVE_EVERY * (2 if async_save else 1)
+        assert attempt.resumed is None or kill.last_step - attempt.resumed <= SAVE_EVERY * (
+            2 if async_save else 1
+        )
     assert_same_end(job, undisturbed)
 
 
@@ -79,15 +91,19 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on_there(
     job = again(undisturbed, tmp_path, seconds=0.3)
     arguments = standalone() if launcher == "torchrun" else ()
     with started(job, *arguments) as process:
-        wait_until(lambda: bool(attempts(job)) and attempts(job)[-1].last_step >= 6, "step 6", process)
+        wait_until(
+            lambda: bool(attempts(job)) and attempts(job)[-1].last_step >= 6, "step 6", process
+        )
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-        # A scheduler signals all processes, not only the one that launches; and some do so again and again.
+        # A scheduler signals all processes, not only the one that launches; and some do so again
+        # and again.
         for rank in (0, 1):
             with suppress(ProcessLookupError):
                 os.kill(attempts(job, rank)[-1].pid, signal.SIGTERM)
         code = finish(process)
-    # torchrun has exit codes of its own for a job that was told to end: a thread of its may abort it on its way out.
+    # torchrun has exit codes of its own for a job that was told to end: a thread of its may abort
+    # it on its way out.
     assert code in ((1, -signal.SIGABRT) if launcher == "torchrun" else (143,)), outputs(job)
     (first,) = attempts(job)
     assert first.last_step < job.steps

@@ -1,4 +1,6 @@
-"""A process that is told to end saves the step that it is in, and leaves with the code that schedulers expect."""
+"""A process that is told to end saves the step that it is in, and leaves with the code that
+schedulers expect.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,25 @@ class Interrupt(Callback):
     def __init__(self, batch: int, action: Callable[[], None]) -> None:
         self.batch, self.action = batch, action
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self.batch:
             self.action()
 
 
 def trainer_of(
-    folder: Path, *callbacks: Callback, interval: int = 1, enable_checkpointing: bool = True, **options: Any
+    folder: Path,
+    *callbacks: Callback,
+    interval: int = 1,
+    enable_checkpointing: bool = True,
+    **options: Any,
 ) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return Trainer(
         accelerator="cpu",
         devices=1,
@@ -63,7 +75,10 @@ def test_the_step_is_finished_saved_beside_other_checkpoints_and_found_as_last(
 ) -> None:
     folder = tmp_path / "checkpoints"
     trainer = trainer_of(
-        tmp_path, Interrupt(3, tell()), ModelCheckpoint(folder, every_n_train_steps=3), async_save=async_save
+        tmp_path,
+        Interrupt(3, tell()),
+        ModelCheckpoint(folder, every_n_train_steps=3),
+        async_save=async_save,
     )
     fit_until_told(trainer)
     assert trainer.received_sigterm
@@ -77,7 +92,9 @@ def test_the_step_is_finished_saved_beside_other_checkpoints_and_found_as_last(
     assert resumed.global_step == 16
 
 
-def test_without_a_checkpoint_callback_the_root_folder_gets_the_checkpoint_and_last_finds_it(tmp_path: Path) -> None:
+def test_without_a_checkpoint_callback_the_root_folder_gets_the_checkpoint_and_last_finds_it(
+    tmp_path: Path,
+) -> None:
     fit_until_told(trainer_of(tmp_path, Interrupt(1, tell()), enable_checkpointing=False))
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
     resumed = trainer_of(tmp_path, enable_checkpointing=False)
@@ -139,7 +156,15 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
     command.chmod(0o755)
-    variables = {"NTASKS": 1, "JOB_ID": 4321, "JOB_NAME": "train", "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NNODES": 1}
+    variables = {
+        "NTASKS": 1,
+        "JOB_ID": 4321,
+        "JOB_NAME": "train",
+        "PROCID": 0,
+        "LOCALID": 0,
+        "NODEID": 0,
+        "NNODES": 1,
+    }
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
@@ -147,11 +172,14 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_slurm_job_is_submitted_again_and_goes_on_by_itself(tmp_path: Path, slurm: Path, number: int) -> None:
+def test_a_slurm_job_is_submitted_again_and_goes_on_by_itself(
+    tmp_path: Path, slurm: Path, number: int
+) -> None:
     folder = tmp_path / "checkpoints"
     for steps in (2, 4):
         trainer = trainer_of(tmp_path, Interrupt(steps - 1, tell(number)), ModelCheckpoint(folder))
-        # Without ckpt_path: Lightning finds the checkpoint under the name that it would have given it.
+        # Without ckpt_path: Lightning finds the checkpoint under the name that it would have given
+        # it.
         fit_until_told(trainer)
         assert load_metadata(folder / CHECKPOINT_NAME)["global_step"] == steps
         (link,) = tmp_path.glob("hpc_ckpt_*.ckpt")

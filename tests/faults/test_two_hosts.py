@@ -1,4 +1,6 @@
-"""A training on two hosts outlives the loss of one: it goes on with fewer data-parallel ranks, as if none had gone."""
+"""A training on two hosts outlives the loss of one: it goes on with fewer data-parallel ranks, as
+if none had gone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture
 def undisturbed(hosts: tuple[Host, Host], tmp_path: Path) -> Job:
-    """Train on one host; sums over other numbers of ranks round differently, in float64 by very little."""
+    """Train on one host; sums over other numbers of ranks round differently, in float64 by very
+    little.
+    """
     folder = tmp_path / "undisturbed"
     write_corpus(folder)
     job = Job(folder=str(folder), steps=20, devices=1, precision="64-true", dropout=0.0)
@@ -47,7 +51,9 @@ def undisturbed(hosts: tuple[Host, Host], tmp_path: Path) -> Job:
 
 
 def torchrun(host: Host, first: Host) -> tuple[str, ...]:
-    """Return the arguments by which a host takes part; what the timeouts are about is the loss, not the start."""
+    """Return the arguments by which a host takes part; what the timeouts are about is the loss, not
+    the start.
+    """
     settings = {"is_host": int(host is first), "last_call_timeout": 3, "keep_alive_interval": 2}
     return (
         "--nnodes=1:2",
@@ -63,14 +69,18 @@ def torchrun(host: Host, first: Host) -> tuple[str, ...]:
 
 
 def variables(job: Job, host: Host) -> dict[str, str]:
-    """Return the variables of a host's processes: its own device, and its own folder for temporary files."""
+    """Return the variables of a host's processes: its own device, and its own folder for temporary
+    files.
+    """
     folder = job.root / f"temporary-{host.name}"
     folder.mkdir(exist_ok=True)
     return {"GLOO_SOCKET_IFNAME": host.device, "TMPDIR": str(folder)}
 
 
 def history(job: Job, rank: int) -> dict[int, Attempt]:
-    """Return for every step the last attempt in which a rank took it, if the job had that rank then."""
+    """Return for every step the last attempt in which a rank took it, if the job had that rank
+    then.
+    """
     found: dict[int, Attempt] = {}
     for attempt in attempts(job, rank):
         if attempt.resumed is not None:
@@ -98,7 +108,9 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
     one, two = hosts
     folder = tmp_path / "disturbed"
     folder.mkdir()
-    job = again(undisturbed, folder, devices=RANKS, num_nodes=2, elastic=True, seconds=0.1, timeout=15.0)
+    job = again(
+        undisturbed, folder, devices=RANKS, num_nodes=2, elastic=True, seconds=0.1, timeout=15.0
+    )
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
@@ -115,7 +127,12 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
 
         def both_train() -> bool:
             last = attempts(job)[-1:]
-            return bool(last) and last[0].num_ranks == 2 * RANKS and len(last[0].saved) > 0 and last[0].last_step >= 7
+            return (
+                bool(last)
+                and last[0].num_ranks == 2 * RANKS
+                and len(last[0].saved) > 0
+                and last[0].last_step >= 7
+            )
 
         wait_until(both_train, "a save on both hosts", first)
         complete = newest_step(job)
@@ -123,10 +140,15 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
         two.lose()
         second.wait()
         lost = attempts(job)[-1]
-        wait_until(lambda: attempts(job)[-1].pid != lost.pid, "a start without the lost host", first)
+        wait_until(
+            lambda: attempts(job)[-1].pid != lost.pid, "a start without the lost host", first
+        )
         assert finish(first) == 0, outputs(job)
-    # What waited in vain said for whom, before the timeout, though the others could no longer say anything.
-    assert re.search(r"did not arrive:\n  rank [23] \(two, process \d+\): train, global_step \d", outputs(job))
+    # What waited in vain said for whom, before the timeout, though the others could no longer say
+    # anything.
+    assert re.search(
+        r"did not arrive:\n  rank [23] \(two, process \d+\): train, global_step \d", outputs(job)
+    )
     begun = [attempt for attempt in attempts(job) if attempt.resumed is not None]
     number = [attempt.pid for attempt in begun].index(lost.pid)
     lost, resumed = begun[number : number + 2]
@@ -138,13 +160,18 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
 
 
 def assert_same(job: Job, whole: Job) -> None:
-    """Compare what a training that changed its number of ranks has done with what another did, up to rounding."""
+    """Compare what a training that changed its number of ranks has done with what another did, up
+    to rounding.
+    """
     (reference,) = attempts(whole)
     assert history(job, 0).keys() == reference.losses.keys()
     for attempt in attempts(job):
         for step, loss in attempt.losses.items():
             expected = float.fromhex(reference.losses[step])
-            assert float.fromhex(loss) == pytest.approx(expected, rel=1e-9), (step, attempt.num_ranks)
+            assert float.fromhex(loss) == pytest.approx(expected, rel=1e-9), (
+                step,
+                attempt.num_ranks,
+            )
     taken = samples_of(job)
     assert taken == samples_of(whole)
     counts = Counter(sample for samples in taken.values() for sample in samples)

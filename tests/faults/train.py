@@ -1,4 +1,5 @@
-"""Train a tiny GPT on made-up tokens, logging every step, resuming from the last checkpoint if there is one.
+"""Train a tiny GPT on made-up tokens, logging every step, resuming from the last checkpoint if
+there is one.
 
 `torchrun --nproc-per-node 2 -m tests.faults.train '{"folder": "/tmp/x", "steps": 20}'`
 """

@@ -43,12 +43,16 @@ def poisoned(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
     """Compare whole results: the norm of their difference beside that of what is wanted."""
-    error = float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
+    error = float(
+        (found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30)
+    )
     assert error < limit, f"{what}: relative error {error:.1e}"
 
 
 def captured(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
-    """Run a step once on a stream of its own, as graphs want it, and capture it; return what replays fill as well."""
+    """Run a step once on a stream of its own, as graphs want it, and capture it; return what
+    replays fill as well.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

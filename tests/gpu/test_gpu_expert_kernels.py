@@ -1,4 +1,6 @@
-"""On a GPU the kernels of experts give float64's results, and a mixture on them that of torch's operators."""
+"""On a GPU the kernels of experts give float64's results, and a mixture on them that of torch's
+operators.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ DEVICE = torch.device("cuda", 0)
 SIZE, LENGTH, BATCH = 256, 64, 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 @pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype) -> None:
@@ -46,12 +50,17 @@ def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_the_routers_product_is_that_of_float32(dtype: torch.dtype) -> None:
     draw = Draw(DEVICE, dtype)
-    hidden, weight = draw(1000, 2, 2048).requires_grad_(), draw(128, 2048, scale=0.02).requires_grad_()
+    hidden, weight = (
+        draw(1000, 2, 2048).requires_grad_(),
+        draw(128, 2048, scale=0.02).requires_grad_(),
+    )
     outer = torch.randn(1000, 2, 128, device=DEVICE)
     # Rows whose sum is zero, as of a softmax's gradient: rounding them first would show.
     outer -= outer.mean(-1, keepdim=True)
     logits = exact_linear(hidden, weight)
-    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    wide_hidden, wide_weight = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
+    )
     expected = wide_hidden @ wide_weight.t()
     assert logits.dtype == torch.float32
     distance = (logits - expected).abs().max() / expected.abs().max()
@@ -77,10 +86,14 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
     hidden = hidden.detach().requires_grad_()
     routing = router(hidden)
     dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
-    sent = dispatcher.receive(dispatcher.send(hidden.flatten(0, 1), routing.probabilities, routing.experts))
+    sent = dispatcher.receive(
+        dispatcher.send(hidden.flatten(0, 1), routing.probabilities, routing.experts)
+    )
     output = dispatcher.combine(experts(sent.rows, sent.probabilities, sent.ends), sent)
     losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
-    outer = torch.randn(output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    outer = torch.randn(
+        output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)
+    )
     total = (output.float() * outer).sum() + sum(losses, start=torch.zeros((), device=DEVICE))
     leaves = (hidden, *router.parameters(), *experts.parameters())
     grads = torch.autograd.grad(total, leaves)
@@ -90,20 +103,32 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
 SETTINGS = {
     "softmax": {"aux_loss": 10.0, "z_loss": 1.0},
     "sequence": {"aux_loss": 10.0, "aux_loss_scope": "sequence", "normalize_top_k": False},
-    "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True, "aux_loss": 1.0},
+    "DeepSeek-V3": {
+        "scoring": "sigmoid",
+        "num_groups": 4,
+        "top_k_groups": 2,
+        "expert_bias": True,
+        "aux_loss": 1.0,
+    },
     "capacity": {"capacity_factor": 0.8},
 }
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_mixture_agrees_with_that_on_the_operators_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_agrees_with_that_on_the_operators_of_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128, **SETTINGS[name])
     hidden = Draw(DEVICE, torch.bfloat16)(LENGTH, BATCH, SIZE)
     fused, again = mixture(config, hidden), mixture(config, hidden)
-    assert all(torch.equal(one, other) for one, other in zip(fused, again, strict=True)), "other bits the second time"
+    assert all(torch.equal(one, other) for one, other in zip(fused, again, strict=True)), (
+        "other bits the second time"
+    )
     monkeypatch.setattr(choose_kernels, "is_served", lambda tensor: False)
     for number, (one, other) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
-        distance = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12))
+        distance = float(
+            (one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12)
+        )
         assert distance < 2e-2, f"{number}: {distance} from torch's operators"
 
 
@@ -117,11 +142,16 @@ def test_a_captured_graph_follows_new_choices() -> None:
 
     def step() -> Tensor:
         sent = dispatcher.receive(dispatcher.send(hidden, probabilities, experts))
-        return dispatcher.combine(sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent)
+        return dispatcher.combine(
+            sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent
+        )
 
     with torch.no_grad():
         graph, replayed = captured(step)
-        for new in (torch.rand(300, 16, device=DEVICE).topk(4).indices, torch.full_like(experts, -1)):
+        for new in (
+            torch.rand(300, 16, device=DEVICE).topk(4).indices,
+            torch.full_like(experts, -1),
+        ):
             experts.copy_(new)
             graph.replay()
             assert torch.equal(replayed, step())

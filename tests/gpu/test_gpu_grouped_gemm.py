@@ -1,4 +1,6 @@
-"""On a GPU every variant of the grouped GEMM gives float64's results, whatever the sizes of groups are."""
+"""On a GPU every variant of the grouped GEMM gives float64's results, whatever the sizes of groups
+are.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = [variant for variant in VARIANTS if pass_of(variant) is not Pass.FORWARD_SWIGLU]
 
-#: Sizes of groups, n and k: sizes that no tile divides, empty groups anywhere, many groups, one group, none filled.
+#: Sizes of groups, n and k: sizes that no tile divides, empty groups anywhere, many groups, one
+#: group, none filled.
 CASES = {
     "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 520, 320),
     "tiny": ([i % 7 for i in range(70)], 136, 264),
@@ -39,7 +42,9 @@ def library() -> None:
     load_library(found.path)
 
 
-def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int], alpha: float = 1.0) -> Tensor:
+def reference(
+    which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int], alpha: float = 1.0
+) -> Tensor:
     """Compute in float64 what d must become; what no group reaches keeps what is there."""
     full = d.double()
     if which is Pass.WEIGHT_GRAD_BF16 or which is Pass.WEIGHT_GRAD_FP32:
@@ -73,17 +78,25 @@ def operands(which: Pass, sizes: list[int], n: int, k: int) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("variant", PLAIN)
-@pytest.mark.parametrize(("along_n", "band", "idle_sms"), [(False, 0, 0), (True, 3, 35)], ids=["plain", "banded"])
-def test_every_variant_equals_float64(variant: str, along_n: bool, band: int, idle_sms: int) -> None:
+@pytest.mark.parametrize(
+    ("along_n", "band", "idle_sms"), [(False, 0, 0), (True, 3, 35)], ids=["plain", "banded"]
+)
+def test_every_variant_equals_float64(
+    variant: str, along_n: bool, band: int, idle_sms: int
+) -> None:
     which = pass_of(variant)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
     for name, (sizes, n, k) in CASES.items():
         a, b, d = operands(which, sizes, n, k)
         ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-        workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(
+            workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda"
+        )
         alpha = 0.375 if which in {Pass.WEIGHT_GRAD_FP32, Pass.WEIGHT_GRAD_ADD} else 1.0
         expected = reference(which, a, b, d, sizes, alpha)
-        torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, along_n, band, num_sms, alpha)
+        torch.ops.lm_kernels.grouped_gemm(
+            d, a, b, ends, workspace, variant, along_n, band, num_sms, alpha
+        )
         rows = sum(sizes)
         if which in {Pass.FORWARD, Pass.DATA_GRAD}:
             assert (d[rows:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
@@ -104,7 +117,14 @@ def test_what_does_not_fit_is_refused() -> None:
         "a must be contiguous": (d, a.t().contiguous().t(), b, ends, workspace, variant),
         "group_ends has the wrong dtype": (d, a, b, ends.long(), workspace, variant),
         "the workspace is too small": (d, a, b, ends, workspace[:1024], variant),
-        "a must start at a multiple of 16": (d[1:], a.flatten()[4:-60].view(-1, 64), b, ends, workspace, variant),
+        "a must start at a multiple of 16": (
+            d[1:],
+            a.flatten()[4:-60].view(-1, 64),
+            b,
+            ends,
+            workspace,
+            variant,
+        ),
     }.items():
         with pytest.raises(RuntimeError, match=message):
             run(*given, False, 0, 8)
@@ -136,7 +156,10 @@ def test_weights_and_results_may_lie_apart() -> None:
 @pytest.mark.parametrize("variant", [name for name in PLAIN if name.startswith("weight_grad")])
 def test_no_rows_at_all_give_zeros_or_leave_the_sums(variant: str) -> None:
     which = pass_of(variant)
-    a, b, d = (tensor[:0] if number < 2 else tensor for number, tensor in enumerate(operands(which, [0, 0], 64, 128)))
+    a, b, d = (
+        tensor[:0] if number < 2 else tensor
+        for number, tensor in enumerate(operands(which, [0, 0], 64, 128))
+    )
     before = d.clone()
     ends, num_sms = torch.zeros(2, dtype=torch.int32, device="cuda"), 132
     workspace = torch.empty(workspace_bytes(2, num_sms), dtype=torch.uint8, device="cuda")
@@ -148,5 +171,17 @@ def test_the_schema_says_what_is_written() -> None:
     a, b, d = operands(Pass.FORWARD, [8, 16], 64, 64)
     ends = torch.tensor([8, 24], device="cuda").int()
     workspace = torch.zeros(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda")
-    given = (d.zero_(), a.nan_to_num(), b, ends, workspace, "forward_pingpong_128x128_1x2", False, 0, 8)
-    torch.library.opcheck(torch.ops.lm_kernels.grouped_gemm.default, given, test_utils="test_schema")
+    given = (
+        d.zero_(),
+        a.nan_to_num(),
+        b,
+        ends,
+        workspace,
+        "forward_pingpong_128x128_1x2",
+        False,
+        0,
+        8,
+    )
+    torch.library.opcheck(
+        torch.ops.lm_kernels.grouped_gemm.default, given, test_utils="test_schema"
+    )

@@ -1,4 +1,6 @@
-"""On a GPU the products of experts run on the bundled kernels: eager, compiled, in graphs, and straight into slots."""
+"""On a GPU the products of experts run on the bundled kernels: eager, compiled, in graphs, and
+straight into slots.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def _library() -> None:
         pytest.skip(choice.reason)
 
 
-def expected(rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute output, gradient of rows and gradients of weights in float64, of the rows that are in groups."""
+def expected(
+    rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute output, gradient of rows and gradients of weights in float64, of the rows that are in
+    groups.
+    """
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     outputs, grad_rows, grad_weights = [], [], []
     for weight, (start, stop) in zip(weights.double(), pairwise(bounds), strict=True):
@@ -63,7 +69,9 @@ def test_autograd_equals_float64(backend: Backend, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("backend", ["bundled", "loop"])
 @pytest.mark.parametrize("gap", [0, 2 * K, 64, None], ids=["dense", "whole rows", "any", "apart"])
-def test_microbatches_are_summed_in_float32_where_the_slots_are(gap: int | None, backend: Backend) -> None:
+def test_microbatches_are_summed_in_float32_where_the_slots_are(
+    gap: int | None, backend: Backend
+) -> None:
     step = N * K + (gap or 0)
     memory = draw(E * step)
     weights = [nn.Parameter(memory[e * step : e * step + N * K].view(N, K)) for e in range(E)]
@@ -93,7 +101,8 @@ def test_one_graph_serves_all_ends() -> None:
     slots = [GradientSlot(part, lambda: None) for part in sums]
     replaced = torch.zeros(E, N, K, device="cuda")
     fresh = [GradientSlot(part, lambda: None) for part in replaced]
-    # Results that a graph allocates may lie where its workspaces were: here rows of no group are to stay as they are.
+    # Results that a graph allocates may lie where its workspaces were: here rows of no group are to
+    # stay as they are.
     results = [torch.empty_like(outer), torch.empty_like(rows), torch.empty_like(weights)]
 
     def step() -> None:
@@ -127,7 +136,9 @@ def test_one_graph_serves_all_ends() -> None:
         assert_close(results[2], wanted[2], HALF, "gradients of weights")
         assert_close(sums, wanted[2] + 1, SUM, "sums")
         assert_close(replaced, wanted[2], SUM, "replaced sums")
-        assert all((result[last:] == UNTOUCHED).all() for result in results[:2]), "rows of no group were written"
+        assert all((result[last:] == UNTOUCHED).all() for result in results[:2]), (
+            "rows of no group were written"
+        )
 
 
 def test_two_streams_do_not_disturb_each_other() -> None:
@@ -149,10 +160,16 @@ def test_torch_accepts_the_operators_on_a_gpu() -> None:
     rows, outer, ends = draw(R, K).requires_grad_(), draw(R, N), ends_of(sizes)
     weights: list[Any] = [draw(N, K).requires_grad_() for _ in range(E)]
     ops = torch.ops.lightning_megatron
-    torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ends, None), atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(
+        ops.grouped_linear.default, (rows, weights, ends, None), atol=1e-2, rtol=1e-2
+    )
     weights = [weight.detach() for weight in weights]
-    torch.library.opcheck(ops.grouped_linear_input_gradient.default, (outer, weights, ends, "bundled"))
-    torch.library.opcheck(ops.grouped_linear_weight_gradients.default, (outer, rows.detach(), ends, "bundled"))
+    torch.library.opcheck(
+        ops.grouped_linear_input_gradient.default, (outer, weights, ends, "bundled")
+    )
+    torch.library.opcheck(
+        ops.grouped_linear_weight_gradients.default, (outer, rows.detach(), ends, "bundled")
+    )
 
 
 def test_compiled_experts_equal_eager_ones_in_one_graph() -> None:
@@ -162,7 +179,11 @@ def test_compiled_experts_equal_eager_ones_in_one_graph() -> None:
     initialize_(wrapped, "cuda", 0)
     module = wrapped["experts"]
     sizes = [100, 0, 333, 1, 127, 139]
-    rows, probabilities, ends = draw(R, K).requires_grad_(), torch.rand(R, device="cuda"), ends_of(sizes)
+    rows, probabilities, ends = (
+        draw(R, K).requires_grad_(),
+        torch.rand(R, device="cuda"),
+        ends_of(sizes),
+    )
     leaves = (rows, *module.parameters())
     results = []
     for run in (module, torch.compile(module, fullgraph=True)):

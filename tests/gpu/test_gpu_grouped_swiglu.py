@@ -1,4 +1,6 @@
-"""On a GPU the product with SwiGLU in its launch gives float64's results, and the gradients of the two one by one."""
+"""On a GPU the product with SwiGLU in its launch gives float64's results, and the gradients of the
+two one by one.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,22 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
-from tests.gpu.grouped import SIZES, TAIL, UNTOUCHED, assert_close, captured, draw, ends_of, poisoned
+from tests.gpu.grouped import (
+    SIZES,
+    TAIL,
+    UNTOUCHED,
+    assert_close,
+    captured,
+    draw,
+    ends_of,
+    poisoned,
+)
 
 pytestmark = pytest.mark.gpu
 
 SWIGLU = [variant for variant in VARIANTS if pass_of(variant) is Pass.FORWARD_SWIGLU]
-#: Sizes of groups, n and k: features that no tile divides, empty groups anywhere, every small size, one group, none.
+#: Sizes of groups, n and k: features that no tile divides, empty groups anywhere, every small size,
+#: one group, none.
 CASES = {
     "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 528, 320),
     "small": (list(range(20)), 208, 136),
@@ -41,7 +53,8 @@ CASES = {
     "empty": ([0, 0, 0, 0], 256, 128),
 }
 E, N, K, R = 6, 272, 320, 700
-#: Relative errors: of what is rounded to bfloat16, and of what is rounded at other places in two computations.
+#: Relative errors: of what is rounded to bfloat16, and of what is rounded at other places in two
+#: computations.
 HALF, TWICE = 4e-3, 2e-3
 
 
@@ -57,7 +70,12 @@ def _library() -> None:
 
 def product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return torch.cat([rows[i:j].double() @ w.double().t() for w, (i, j) in zip(weights, pairwise(bounds), strict=True)])
+    return torch.cat(
+        [
+            rows[i:j].double() @ w.double().t()
+            for w, (i, j) in zip(weights, pairwise(bounds), strict=True)
+        ]
+    )
 
 
 def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
@@ -68,7 +86,9 @@ def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
 @pytest.mark.parametrize("variant", SWIGLU)
 @pytest.mark.parametrize(
-    ("along_n", "band", "idle_sms", "gap"), [(False, 0, 0, 0), (True, 3, 35, 2)], ids=["plain", "banded"]
+    ("along_n", "band", "idle_sms", "gap"),
+    [(False, 0, 0, 0), (True, 3, 35, 2)],
+    ids=["plain", "banded"],
 )
 def test_every_variant_equals_float64(
     variant: str, along_n: bool, band: int, idle_sms: int, gap: int, keeps: bool
@@ -76,16 +96,25 @@ def test_every_variant_equals_float64(
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
     for name, (sizes, n, k) in CASES.items():
         num_rows, last = sum(sizes) + TAIL, sum(sizes)
-        rows, probabilities = poisoned(draw(num_rows, k), sizes), poisoned(torch.rand(num_rows, device="cuda"), sizes)
-        memory = torch.full((len(sizes), n + gap, k), torch.nan, device="cuda", dtype=torch.bfloat16)
+        rows, probabilities = (
+            poisoned(draw(num_rows, k), sizes),
+            poisoned(torch.rand(num_rows, device="cuda"), sizes),
+        )
+        memory = torch.full(
+            (len(sizes), n + gap, k), torch.nan, device="cuda", dtype=torch.bfloat16
+        )
         memory[:, :n] = draw(len(sizes), n, k, scale=2 / k**0.5)
         weights, ends = memory[:, :n], ends_of(sizes)
         result, kept = (torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n))
-        workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(
+            workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda"
+        )
         operands = (result, kept if keeps else None, rows, weights, probabilities, ends, workspace)
         torch.ops.lm_kernels.grouped_swiglu(*operands, variant, along_n, band, num_sms)
         assert (result[last:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
-        assert (kept[last if keeps else 0 :] == UNTOUCHED).all(), f"{name}: what is not kept was written"
+        assert (kept[last if keeps else 0 :] == UNTOUCHED).all(), (
+            f"{name}: what is not kept was written"
+        )
         inner = product(rows, weights, sizes)
         if keeps:
             assert_close(kept[:last], inner, HALF, f"{name}: product")
@@ -96,10 +125,14 @@ def test_every_variant_equals_float64(
             assert ((result[:last] - wanted).abs() <= 5e-3 * wanted.abs() + 1e-30).all(), name
 
 
-def both(rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool) -> Tensor:
+def both(
+    rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool
+) -> Tensor:
     if fused:
         return grouped_swiglu(rows, weights, probabilities, ends)
-    return weighted_activation(grouped_linear(rows, weights, ends, "bundled"), probabilities, ends, "swiglu")
+    return weighted_activation(
+        grouped_linear(rows, weights, ends, "bundled"), probabilities, ends, "swiglu"
+    )
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -112,9 +145,15 @@ def test_gradients_are_those_of_product_and_activation_one_by_one(sizes: list[in
     results = []
     for fused in (True, False):
         output = both(rows, weights, probabilities, ends, fused)
-        grad_rows, grad_probabilities, *rest = torch.autograd.grad(output, (rows, probabilities, *weights), outer)
-        results.append([output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(rest)])
-    for one, other, what in zip(*results, ("output", "rows", "probabilities", "weights"), strict=True):
+        grad_rows, grad_probabilities, *rest = torch.autograd.grad(
+            output, (rows, probabilities, *weights), outer
+        )
+        results.append(
+            [output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(rest)]
+        )
+    for one, other, what in zip(
+        *results, ("output", "rows", "probabilities", "weights"), strict=True
+    ):
         assert one.isfinite().all(), what
         assert_close(one, other.double(), TWICE, what)
     if last == 0:
@@ -143,7 +182,9 @@ def test_without_gradients_the_product_is_not_stored() -> None:
     sizes, num_rows = [400, 0, 1332, 4, 508, 556], 2800
     rows, weights, ends = draw(num_rows, K), draw(E, N, K).unbind(), ends_of(sizes)
     probabilities = torch.rand(num_rows, device="cuda")
-    kept = grouped_swiglu(rows, [weight.requires_grad_() for weight in weights], probabilities, ends)
+    kept = grouped_swiglu(
+        rows, [weight.requires_grad_() for weight in weights], probabilities, ends
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
@@ -175,14 +216,21 @@ def test_one_graph_serves_all_ends() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_experts_take_one_launch_and_give_the_same(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_take_one_launch_and_give_the_same(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=N // 2)
     wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
     wrapped.to_empty(device="cuda")
     initialize_(wrapped, "cuda", 0)
     module, sizes = wrapped["experts"], [100, 0, 333, 1, 127, 139]
     rows, probabilities = draw(R, K).requires_grad_(), torch.rand(R, device="cuda").requires_grad_()
-    ends, leaves, results, launches = ends_of(sizes), (rows, probabilities, *module.parameters()), [], []
+    ends, leaves, results, launches = (
+        ends_of(sizes),
+        (rows, probabilities, *module.parameters()),
+        [],
+        [],
+    )
     launch = Bundled.swiglu
 
     def counted(*args: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +242,9 @@ def test_experts_take_one_launch_and_give_the_same(recompute: bool, monkeypatch:
         if not fused:
             monkeypatch.setattr(grouped_mlp, "is_one_launch", lambda rows, weights: False)
         arguments = (rows, probabilities, ends)
-        output = checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
+        output = (
+            checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
+        )
         output[: sum(sizes)].float().square().sum().backward()
         results.append([output.detach()[: sum(sizes)], *gradients_of(leaves)])
     assert launches == ([False, True] if recompute else [True])
@@ -211,24 +261,48 @@ def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    ends, rows, weights, probabilities = ends_of([8, 8]), draw(16, 64), draw(2, 64, 64), torch.rand(16, device="cuda")
+    ends, rows, weights, probabilities = (
+        ends_of([8, 8]),
+        draw(16, 64),
+        draw(2, 64, 64),
+        torch.rand(16, device="cuda"),
+    )
     result, kept = draw(16, 32), draw(16, 64)
-    workspace, variant = torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda"), SWIGLU[0]
+    workspace, variant = (
+        torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda"),
+        SWIGLU[0],
+    )
     given = (result, kept, rows, weights, probabilities, ends, workspace, variant)
     for message, number, wrong in (
         ("d must have shape", 0, kept),
         ("kept must have shape", 1, result),
         ("kept has the wrong dtype", 1, kept.float()),
         ("probabilities has the wrong dtype", 4, probabilities.bfloat16()),
-        ("probabilities must be one for each of 16 rows: there are 8", 4, probabilities[:8].clone()),
+        (
+            "probabilities must be one for each of 16 rows: there are 8",
+            4,
+            probabilities[:8].clone(),
+        ),
         ("is a variant of the other operator", 7, "forward_pingpong_128x128_1x2"),
         ("has no variant nothing", 7, "nothing"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.lm_kernels.grouped_swiglu(*given[:number], wrong, *given[number + 1 :], False, 0, 8)
+            torch.ops.lm_kernels.grouped_swiglu(
+                *given[:number], wrong, *given[number + 1 :], False, 0, 8
+            )
     with pytest.raises(RuntimeError, match=r"n \(40\) must be a multiple of 16"):
         torch.ops.lm_kernels.grouped_swiglu(
-            draw(16, 20), None, rows, draw(2, 40, 64), probabilities, ends, workspace, variant, False, 0, 8
+            draw(16, 20),
+            None,
+            rows,
+            draw(2, 40, 64),
+            probabilities,
+            ends,
+            workspace,
+            variant,
+            False,
+            0,
+            8,
         )
 
 
@@ -241,4 +315,6 @@ def test_the_schema_says_what_is_written(keeps: bool) -> None:
         *(draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes), workspace),
         *(SWIGLU[0], False, 0, num_sms),
     )
-    torch.library.opcheck(torch.ops.lm_kernels.grouped_swiglu.default, given, test_utils="test_schema")
+    torch.library.opcheck(
+        torch.ops.lm_kernels.grouped_swiglu.default, given, test_utils="test_schema"
+    )

@@ -1,4 +1,6 @@
-"""NCCL communicators have the settings of their axis, and parts of a job have communicators of their own."""
+"""NCCL communicators have the settings of their axis, and parts of a job have communicators of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def _options_of(axis: MeshAxis) -> Any:
 def _read_back(rank: int, size: int, path: str) -> None:
     options = MegatronStrategy(nccl_options=path).options.nccl_options
     device = torch.device("cuda", rank)
-    for layout, names in ((ParallelLayout(size, tp=2), ("tp", "model")), (ParallelLayout(size), ("data",))):
+    for layout, names in (
+        (ParallelLayout(size, tp=2), ("tp", "model")),
+        (ParallelLayout(size), ("data",)),
+    ):
         mesh = ParallelMesh.create(layout, device=device, options=options)
         for name in names:
             axis = getattr(mesh, name)
@@ -41,7 +46,12 @@ def _read_back(rank: int, size: int, path: str) -> None:
             found, given = _options_of(axis), (options or {})[name]
             for setting, value in given.items():
                 place = found if setting == "high_priority" else found.config
-                assert getattr(place, {"high_priority": "is_high_priority_stream"}.get(setting, setting)) == value
+                assert (
+                    getattr(
+                        place, {"high_priority": "is_high_priority_stream"}.get(setting, setting)
+                    )
+                    == value
+                )
             assert all_gather_objects(rank, mesh.on_cpu(name)) == list(range(size))
             assert dist.get_backend(mesh.on_cpu(name).group) == "gloo"
         plain = _options_of(mesh.world)
@@ -51,7 +61,9 @@ def _read_back(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_the_settings_of_a_file_are_read_back_from_the_communicator_of_each_axis(tmp_path: Path) -> None:
+def test_the_settings_of_a_file_are_read_back_from_the_communicator_of_each_axis(
+    tmp_path: Path,
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
     path = tmp_path / "nccl.yaml"
@@ -109,7 +121,14 @@ def test_every_setting_that_is_listed_exists_or_is_refused_by_name() -> None:
         "net_name": "Socket",
     }.items():
         assert getattr(torch_options({setting: value}).config, setting) == value
-    for setting in ("split_share", "traffic_class", "collnet_enable", "cta_policy", "shrink_share", "nvls_ctas"):
+    for setting in (
+        "split_share",
+        "traffic_class",
+        "collnet_enable",
+        "cta_policy",
+        "shrink_share",
+        "nvls_ctas",
+    ):
         refusal = None
         try:
             assert getattr(torch_options({setting: 1}).config, setting) == 1

@@ -1,4 +1,6 @@
-"""On GPUs replaced Hugging Face models compute what theirs do: whole, padded and packed rows, windows."""
+"""On GPUs replaced Hugging Face models compute what theirs do: whole, padded and packed rows,
+windows.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
         "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
         "odd": {"input_ids": tokens[:, :193], "labels": tokens[:, :193]},
     }  # fmt: skip
-    return {kind: {name: one.to(device) for name, one in call.items()} for kind, call in found.items()}
+    return {
+        kind: {name: one.to(device) for name, one in call.items()} for kind, call in found.items()
+    }
 
 
 def larger_twin(case: str, device: torch.device) -> nn.Module:
@@ -85,7 +89,9 @@ def check_distance(found: Tensor, expected: Tensor, tolerance: float, what: str)
     assert distance < tolerance, f"{what}: {distance:.1e} of its length away"
 
 
-def check_calls(twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, name: str, gradients: Gradients) -> None:
+def check_calls(
+    twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, name: str, gradients: Gradients
+) -> None:
     """Compare logits, losses and gradients of calls of every kind."""
     for kind, call in calls(mesh.device).items():
         what = f"{name}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
@@ -97,7 +103,9 @@ def check_calls(twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, n
         check_distance(output.loss, loss, TOLERANCE[dtype], f"{what}: loss")
         output.loss.backward()
         for key, (found, expected) in gradients(theirs).items():
-            check_distance(found.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}")
+            check_distance(
+                found.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}"
+            )
 
 
 def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
@@ -106,11 +114,17 @@ def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     model: Any = root["model"]
 
     def gradients(theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        wanted = expected_gradients(model, {name: one.double().cpu() for name, one in theirs.items()})
+        wanted = expected_gradients(
+            model, {name: one.double().cpu() for name, one in theirs.items()}
+        )
         found = full_gradients(model, mesh)
         assert found.keys() == wanted.keys(), f"{case}: {sorted(found.keys() ^ wanted.keys())}"
         # Biases of keys change no softmax: their gradients are rounding alone.
-        large = [name for name, one in found.items() if one.double().norm().cpu() + wanted[name].norm() > 1e-4]
+        large = [
+            name
+            for name, one in found.items()
+            if one.double().norm().cpu() + wanted[name].norm() > 1e-4
+        ]
         return {name: (found[name], wanted[name]) for name in large}
 
     check_calls(larger_twin(case, mesh.device), model, mesh, dtype, case, gradients)
@@ -124,7 +138,14 @@ def compare_adapters(mesh: ParallelMesh) -> None:
         twin = adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4)
         wrapped = swapped(adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4), mesh)
         gradients = partial(gradients_of_factors, wrapped, twin, mesh)
-        check_calls(twin, wrapped, mesh, torch.float32, f"{case} with adapters", lambda _, found=gradients: found())
+        check_calls(
+            twin,
+            wrapped,
+            mesh,
+            torch.float32,
+            f"{case} with adapters",
+            lambda _, found=gradients: found(),
+        )
 
 
 @pytest.mark.gpu
@@ -142,7 +163,9 @@ def test_one_gpu_trains_adapters_as_peft_does():
 def _check_two(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
-            ParallelLayout(size, tp=size), device=torch.device("cuda", rank), sequence_parallel=sequence_parallel
+            ParallelLayout(size, tp=size),
+            device=torch.device("cuda", rank),
+            sequence_parallel=sequence_parallel,
         )
         for case in LARGER:
             for dtype in TOLERANCE:

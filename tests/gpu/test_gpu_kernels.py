@@ -1,4 +1,6 @@
-"""On a GPU the fused kernels give float64's results, rounded once, and models on them those of torch's operators."""
+"""On a GPU the fused kernels give float64's results, rounded once, and models on them those of
+torch's operators.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LLAMA = GPTConfig.llama(
     vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
     ffn_hidden_size=14336,
 )  # fmt: skip
-GPT2 = GPTConfig.gpt2(vocab_size=50257, max_seq_length=1024, num_layers=2, hidden_size=1536, num_heads=16)
+GPT2 = GPTConfig.gpt2(
+    vocab_size=50257, max_seq_length=1024, num_layers=2, hidden_size=1536, num_heads=16
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -46,7 +50,8 @@ def test_half_types_run_on_the_kernels_here():
 
 
 def close(actual: Tensor, expected: Tensor, what: str) -> None:
-    # Both round to half at every step, in other places: gradients agree as vectors, losses to a few roundings.
+    # Both round to half at every step, in other places: gradients agree as vectors, losses to a few
+    # roundings.
     actual, expected = actual.double(), expected.double()
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     distance = float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
@@ -56,13 +61,19 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_tiny_models_agree_with_those_on_the_operators_of_torch(dtype: torch.dtype, kind: str, recompute: str):
+def test_tiny_models_agree_with_those_on_the_operators_of_torch(
+    dtype: torch.dtype, kind: str, recompute: str
+):
     mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
     compare_model(KINDS[kind], mesh, dtype, recompute, close, shape=(3, 16), smoothing=0.1)
 
 
-@pytest.mark.parametrize(("config", "shape"), [(LLAMA, (1, 4096)), (GPT2, (8, 1024))], ids=["llama", "gpt2"])
-def test_layers_of_real_size_agree_with_those_on_the_operators_of_torch(config: GPTConfig, shape: tuple[int, int]):
+@pytest.mark.parametrize(
+    ("config", "shape"), [(LLAMA, (1, 4096)), (GPT2, (8, 1024))], ids=["llama", "gpt2"]
+)
+def test_layers_of_real_size_agree_with_those_on_the_operators_of_torch(
+    config: GPTConfig, shape: tuple[int, int]
+):
     mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
     compare_model(config, mesh, torch.bfloat16, "none", close, shape=shape)
     torch.cuda.empty_cache()

@@ -44,7 +44,9 @@ def _world(rank: int, size: int, jobs: dict[Case, Job]) -> dict[Case, Report]:
 
 
 def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]) -> None:
-    """Train every kind under every layout and in every precision, and compare with the kind's own job on one GPU."""
+    """Train every kind under every layout and in every precision, and compare with the kind's own
+    job on one GPU.
+    """
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
     jobs = {
@@ -87,12 +89,16 @@ def _save_and_go_on(rank: int, size: int, folder: str) -> dict[str, Report]:
     first, others = CHANGES[size]
     train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][first]), size, "gpu", folder, steps=3)
     return {
-        name: train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][name]), size, "gpu", resume_from=folder)
+        name: train(
+            Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][name]), size, "gpu", resume_from=folder
+        )
         for name in others
     }
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
 def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")

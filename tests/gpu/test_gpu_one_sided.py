@@ -21,7 +21,8 @@ from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 256, 128
-#: Tokens of a rank, one microbatch after the other: the memory that ranks share grows, and is used in part.
+#: Tokens of a rank, one microbatch after the other: the memory that ranks share grows, and is used
+#: in part.
 LENGTHS = (200, 64, 333, 1, 200)
 ROUTINGS = ("random", "all to the last rank", "some nowhere", "all nowhere")
 
@@ -70,33 +71,48 @@ def experts_on(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
 def _compare(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
     ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
+    one_sided, gather = (
+        choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways
+    )
     assert isinstance(one_sided, OneSidedDispatcher)
-    assert choose_dispatcher(NUM_EXPERTS, TOP_K, mesh).transport == ("one_sided" if size <= TOP_K else "all_to_all")
+    assert choose_dispatcher(NUM_EXPERTS, TOP_K, mesh).transport == (
+        "one_sided" if size <= TOP_K else "all_to_all"
+    )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         experts = experts_on(mesh, dtype)
         for number, length in enumerate(LENGTHS):
             for routing in ROUTINGS:
                 tokens = Tokens(length, routing, 10 * number + rank, dtype)
-                found, wanted = (passed(tokens, dispatcher, experts) for dispatcher in (one_sided, gather))
+                found, wanted = (
+                    passed(tokens, dispatcher, experts) for dispatcher in (one_sided, gather)
+                )
                 what = f"{dtype}, {length} tokens, {routing}, rank {rank}"
                 _assert_alike(found, wanted, what, is_exact=size == 2 and dtype != torch.float32)
                 again = passed(tokens, one_sided, experts)
-                assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True)), what
+                assert all(
+                    torch.equal(one, other) for one, other in zip(found, again, strict=True)
+                ), what
     mesh.destroy()
 
 
 def _assert_alike(found: list[Tensor], wanted: list[Tensor], what: str, is_exact: bool) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        distance = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12))
-        # NCCL adds up in the type of the tensors, one rank after the other; with two ranks that is one rounding, too.
-        assert distance <= (0.0 if is_exact else 1e-2 if one.dtype.itemsize == 2 else 1e-5), f"{what}: {number}"
+        distance = float(
+            (one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12)
+        )
+        # NCCL adds up in the type of the tensors, one rank after the other; with two ranks that is
+        # one rounding, too.
+        assert distance <= (0.0 if is_exact else 1e-2 if one.dtype.itemsize == 2 else 1e-5), (
+            f"{what}: {number}"
+        )
 
 
 def _replay(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
     ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
+    one_sided, gather = (
+        choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways
+    )
     experts, tokens = experts_on(mesh, torch.bfloat16), Tokens(150, "random", rank, torch.bfloat16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -112,12 +128,17 @@ def _replay(rank: int, size: int) -> None:
     for number, routing in enumerate((*ROUTINGS, "random")):
         new = Tokens(150, routing, 7 * number + rank, torch.bfloat16)
         with torch.no_grad():
-            for old, value in ((tokens.hidden, new.hidden), (tokens.probabilities, new.probabilities)):
+            for old, value in (
+                (tokens.hidden, new.hidden),
+                (tokens.probabilities, new.probabilities),
+            ):
                 old.copy_(value)
             tokens.experts.copy_(new.experts)
             tokens.outer.copy_(new.outer)
         graph.replay()
-        _assert_alike(captured, passed(tokens, gather, experts), f"{routing}, rank {rank}", is_exact=size == 2)
+        _assert_alike(
+            captured, passed(tokens, gather, experts), f"{routing}, rank {rank}", is_exact=size == 2
+        )
     del graph
     torch.cuda.synchronize()
     mesh.destroy()
@@ -139,7 +160,10 @@ def _grow_in_capture(rank: int, size: int) -> str:
 
 def _train(rank: int, size: int, kinds: tuple[str, ...]) -> list[Report]:
     job = Job("experts", "bf16-mixed")
-    return [train(replace(job, layout={"ep": size, "expert_transport": kind}), size, "gpu") for kind in kinds]
+    return [
+        train(replace(job, layout={"ep": size, "expert_transport": kind}), size, "gpu")
+        for kind in kinds
+    ]
 
 
 SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
@@ -165,7 +189,9 @@ def test_a_captured_graph_follows_new_choices(size: int) -> None:
 @pytest.mark.gpu2
 def test_losses_are_those_of_an_all_gather() -> None:
     _require(2)
-    for put, gathered, chosen in run_world(_train, 2, ("one_sided", "all_gather", "auto"), backend="nccl"):
+    for put, gathered, chosen in run_world(
+        _train, 2, ("one_sided", "all_gather", "auto"), backend="nccl"
+    ):
         assert put.losses == gathered.losses
         assert put.norms == gathered.norms
         assert chosen.losses == put.losses

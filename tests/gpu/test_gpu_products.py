@@ -49,7 +49,9 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     mesh, found = ParallelMesh.single("cuda"), []
-    tokens = (torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000).long().cuda()
+    tokens = (
+        (torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000).long().cuda()
+    )
     grad = _draw(2048, 4, 512, seed=1)
     for _ in range(3):
         layer = VocabParallelEmbedding(1000, 512, mesh).bfloat16().cuda()
@@ -72,26 +74,37 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
 
 def _products(rank: int, size: int) -> None:
     layout = ParallelLayout(size, tp=size)
-    mesh = ParallelMesh.create(layout, device=f"cuda:{rank}", sequence_parallel=True, pipelines_products=True)
+    mesh = ParallelMesh.create(
+        layout, device=f"cuda:{rank}", sequence_parallel=True, pipelines_products=True
+    )
     plain, pipelined = replace(mesh.tp, pipelines_products=False), mesh.tp
     for rows in (64, 256):
         x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
         full, product = gathered_product(x, matrix, plain, keep=True)
         for keep in (True, False):
             again, same = gathered_product(x, matrix, pipelined, keep=keep)
-            assert_equal(same.float(), product.float(), f"gathered product, rank {rank}", tolerance=1e-2)
+            assert_equal(
+                same.float(), product.float(), f"gathered product, rank {rank}", tolerance=1e-2
+            )
             if keep:
                 assert again is not None
                 assert full is not None
                 assert torch.equal(again, full)
         y = _draw(size * rows, 2, 512, seed=20 + rank)
-        expected, actual = scattered_product(y, matrix, plain), scattered_product(y, matrix, pipelined)
-        assert_equal(actual.float(), expected.float(), f"scattered product, rank {rank}", tolerance=2e-2)
+        expected, actual = (
+            scattered_product(y, matrix, plain),
+            scattered_product(y, matrix, pipelined),
+        )
+        assert_equal(
+            actual.float(), expected.float(), f"scattered product, rank {rank}", tolerance=2e-2
+        )
         assert torch.equal(actual, scattered_product(y, matrix, pipelined))
     mesh.destroy()
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
 def test_pipelined_products_equal_plain_ones(size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")

@@ -1,4 +1,6 @@
-"""On a GPU, too, a resumed training has the bits of an uninterrupted one, if torch's operators repeat theirs."""
+"""On a GPU, too, a resumed training has the bits of an uninterrupted one, if torch's operators
+repeat theirs.
+"""
 
 from __future__ import annotations
 

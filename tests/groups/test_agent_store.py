@@ -14,7 +14,9 @@ from lightning_megatron.groups.agent_store import agree_on_name
 PATIENCE = timedelta(seconds=30)
 
 
-def agree(store: dist.Store, ranks: list[int], size: int, patience: timedelta = PATIENCE) -> dict[int, str]:
+def agree(
+    store: dist.Store, ranks: list[int], size: int, patience: timedelta = PATIENCE
+) -> dict[int, str]:
     """Run the agreement of several ranks, each in a thread."""
     names: dict[int, str] = {}
 
@@ -43,7 +45,9 @@ def test_every_attempt_gets_a_name_of_its_own_that_all_its_ranks_know() -> None:
 def test_ranks_that_died_before_they_met_mislead_nobody(died: list[int]) -> None:
     store = dist.HashStore()
     left = agree(store, [rank for rank in range(3) if rank not in died], 3, timedelta(seconds=0.2))
-    assert all("did not come in time" in text for rank, text in left.items() if rank == 0 or 0 in died)
+    assert all(
+        "did not come in time" in text for rank, text in left.items() if rank == 0 or 0 in died
+    )
     names = agree(store, [1, 2, 0], 3)
     assert len(set(names.values())) == 1
     assert "did not" not in names[0]

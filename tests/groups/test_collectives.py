@@ -100,7 +100,9 @@ def _check_p2p(axis: MeshAxis) -> None:
     forward, backward = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     a, b = torch.full((3,), float(axis.rank)), torch.full((2,), 10.0 + axis.rank)
     from_before, from_after = torch.empty(3), torch.empty(2)
-    exchange([(a, forward), (b, backward)], [(from_before, backward), (from_after, forward)], axis).wait()
+    exchange(
+        [(a, forward), (b, backward)], [(from_before, backward), (from_after, forward)], axis
+    ).wait()
     assert from_before.tolist() == [float(backward)] * 3
     assert from_after.tolist() == [10.0 + forward] * 2
 
@@ -112,7 +114,9 @@ def _check_fingerprint(rank: int, mesh: ParallelMesh) -> None:
 
 
 def _check_bad_gather(axis: MeshAxis) -> None:
-    with pytest.raises(ValueError, match=r"dimension 0 \(3\) must be a multiple of tp \(2\).*Pad it to 4"):
+    with pytest.raises(
+        ValueError, match=r"dimension 0 \(3\) must be a multiple of tp \(2\).*Pad it to 4"
+    ):
         reduce_scatter_sequence(torch.zeros(3), axis)
 
 
@@ -126,7 +130,10 @@ def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:
     _check_fingerprint(rank, mesh)
     _check_bad_gather(mesh.tp)
     assert mesh.dp.group is None, "a group of one must not exist"
-    ranks = {name: getattr(mesh, name).ranks for name in ("tp", "pp", "dp", "data", "model", "embedding", "world_cpu")}
+    ranks = {
+        name: getattr(mesh, name).ranks
+        for name in ("tp", "pp", "dp", "data", "model", "embedding", "world_cpu")
+    }
     mesh.destroy()
     wide = ParallelMesh.create(ParallelLayout(size, tp=4))
     _check_pairs(wide.tp)

@@ -23,17 +23,23 @@ from lightning_megatron.strategy import mesh_strategy
 from tests.world import run_world
 
 
-def compare(store: dist.Store, fields: Mapping[int, Any], ranks: range, patience: float = 30) -> dict[int, Any]:
+def compare(
+    store: dist.Store, fields: Mapping[int, Any], ranks: range, patience: float = 30
+) -> dict[int, Any]:
     """Run the comparison in one thread per rank with fields; return numbers or errors by rank."""
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = check_same_in_store(store, rank, ranks, fields[rank], timedelta(seconds=patience))
+            found[rank] = check_same_in_store(
+                store, rank, ranks, fields[rank], timedelta(seconds=patience)
+            )
         except RankMismatchError as error:
             found[rank] = str(error)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"host{rank // 2}") for rank in fields]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"host{rank // 2}") for rank in fields
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +63,10 @@ def test_a_rank_that_differs_is_named_on_every_rank_with_both_values() -> None:
 def test_hosts_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint.socket, "gethostname", lambda: threading.current_thread().name)
     fields = {rank: {"sources": "b" if rank == 3 else "a"} for rank in range(4)}
-    assert "rank 3 on host1 has sources='b', the others 'a'" in compare(dist.HashStore(), fields, range(4))[0]
+    assert (
+        "rank 3 on host1 has sources='b', the others 'a'"
+        in compare(dist.HashStore(), fields, range(4))[0]
+    )
 
 
 def test_parts_of_a_world_are_compared_apart() -> None:
@@ -129,7 +138,13 @@ def _other_sources(rank: int, size: int) -> None:
             strategy=MegatronStrategy(tp=2),
             **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
         )
-        sizes = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+        sizes = {
+            "vocab_size": 16,
+            "max_seq_length": 8,
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_heads": 2,
+        }
         with pytest.raises(RankMismatchError, match=words):
             trainer.fit(CausalLM(GPTConfig.gpt2(**sizes)), [])
 

@@ -73,13 +73,20 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
             made.append((tuple(ranks), options["pg_options"]))
         return SimpleNamespace(options=options.get("pg_options"))
 
-    for name, value in {"is_initialized": True, "get_world_size": 8, "get_rank": rank, "new_group": None}.items():
+    for name, value in {
+        "is_initialized": True,
+        "get_world_size": 8,
+        "get_rank": rank,
+        "new_group": None,
+    }.items():
         monkeypatch.setattr(dist, name, new_group if value is None else lambda value=value: value)
     monkeypatch.setattr(mesh, "check_same_in_store", lambda *_: 0)
     monkeypatch.setattr(mesh, "default_store", lambda: None)
     given = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
     layout = ParallelLayout(8, tp=2, pp=2)
-    built = ParallelMesh.create(layout, backend="nccl", options={**given, "tp": {"min_ctas": 3, "high_priority": True}})
+    built = ParallelMesh.create(
+        layout, backend="nccl", options={**given, "tp": {"min_ctas": 3, "high_priority": True}}
+    )
     for number, name in enumerate(GROUP_NAMES):
         axis = getattr(built, name)
         if axis.size == 1:
@@ -87,9 +94,16 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
             continue
         found = axis.group.options
         if name == "tp":
-            assert (found.config.min_ctas, found.config.max_ctas, found.is_high_priority_stream) == (3, -1, True)
+            assert (
+                found.config.min_ctas,
+                found.config.max_ctas,
+                found.is_high_priority_stream,
+            ) == (3, -1, True)
         else:
-            assert (found.config.max_ctas, found.is_high_priority_stream) == (number + 1, name in ("pp", "ep")), name
+            assert (found.config.max_ctas, found.is_high_priority_stream) == (
+                number + 1,
+                name in ("pp", "ep"),
+            ), name
     assert ((0, 1), 3) in [(ranks, options.config.min_ctas) for ranks, options in made]
 
 
@@ -101,20 +115,44 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
             "'pipeline' is none, so that nothing would use its options. Use world, tp, cp",
         ),
         ({"tp_dp": {"max_ctas": 2}}, "'tp_dp' is none"),
-        ({"pp": {"max_cta": 4}}, "'max_cta' of 'pp' is none. Use high_priority, blocking, cga_cluster_size, min_ctas"),
-        ({"pp": {"max_ctas": "4"}}, "nccl_options['pp'].max_ctas must be a whole number of at least 1: it is '4', of"),
-        ({"pp": {"high_priority": 1}}, "nccl_options['pp'].high_priority must be True or False: it is 1, of type int"),
+        (
+            {"pp": {"max_cta": 4}},
+            "'max_cta' of 'pp' is none. Use high_priority, blocking, cga_cluster_size, min_ctas",
+        ),
+        (
+            {"pp": {"max_ctas": "4"}},
+            "nccl_options['pp'].max_ctas must be a whole number of at least 1: it is '4', of",
+        ),
+        (
+            {"pp": {"high_priority": 1}},
+            "nccl_options['pp'].high_priority must be True or False: it is 1, of type int",
+        ),
         ({"pp": {"net_name": None}}, "nccl_options['pp'].net_name must be text: it is None"),
         ({"pp": {"blocking": 2}}, "nccl_options['pp'].blocking must be 0 or 1: it is 2"),
-        ({"pp": {"min_ctas": 4, "max_ctas": 2}}, "min_ctas (4) of nccl_options['pp'] must be at most max_ctas (2)"),
+        (
+            {"pp": {"min_ctas": 4, "max_ctas": 2}},
+            "min_ctas (4) of nccl_options['pp'] must be at most max_ctas (2)",
+        ),
         ({"mp": {}, "model": {}}, "must name every axis once: 'model' and 'mp' are the same"),
-        ({"pp": {"high_priority": True, "is_high_priority_stream": True}}, "must give high_priority once"),
+        (
+            {"pp": {"high_priority": True, "is_high_priority_stream": True}},
+            "must give high_priority once",
+        ),
         ({"pp": None}, "nccl_options['pp'] must be a mapping: it is None"),
         ({"pp": [4]}, "nccl_options['pp'] must be a mapping: it is [4], of type list"),
-        (5, "nccl_options must be a mapping with a mapping for each name, text or None: it is 5, of type int"),
+        (
+            5,
+            (
+                "nccl_options must be a mapping with a mapping for each name, text or None: it is "
+                "5, of type int"
+            ),
+        ),
         (
             "/no/such/file.yaml",
-            "'/no/such/file.yaml' cannot be read (/no/such/file.yaml cannot be read: No such file or directory",
+            (
+                "'/no/such/file.yaml' cannot be read (/no/such/file.yaml cannot be read: No such "
+                "file or directory"
+            ),
         ),
         ("\0", "cannot be read"),
     ],
@@ -128,7 +166,10 @@ def test_what_does_not_exist_is_refused_with_what_does(given: Any, message: str)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n", "must name every axis and setting once: 'tp' is there twice"),
+        (
+            "tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n",
+            "must name every axis and setting once: 'tp' is there twice",
+        ),
         ("tp: {max_ctas: 2, max_ctas: 4}\n", "'max_ctas' is there twice"),
         ("- tp\n", "must be a mapping"),
         ("[]\n", "must be a mapping"),
@@ -141,7 +182,9 @@ def test_what_does_not_exist_is_refused_with_what_does(given: Any, message: str)
         ("# " + "x" * 200_000, "at most 100,000 bytes"),
     ],
 )
-def test_a_damaged_file_is_refused(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nccl.yaml").write_text(text)
     with pytest.raises(ParallelPlanError) as caught:
@@ -155,13 +198,20 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "folder.yaml").mkdir()
     for name in ("pipe.yaml", "folder.yaml"):
-        with pytest.raises(ParallelPlanError, match=rf"cannot be read \(.*{name} is not a regular file"):
+        with pytest.raises(
+            ParallelPlanError, match=rf"cannot be read \(.*{name} is not a regular file"
+        ):
             MegatronStrategy(nccl_options=str(tmp_path / name))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(content=st.binary(max_size=60) | st.text(alphabet="tpd:{}[],-&*!|>\n 1'\"#%@xmax_ctas", max_size=60))
-def test_any_file_is_read_or_refused(content: bytes | str, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    content=st.binary(max_size=60)
+    | st.text(alphabet="tpd:{}[],-&*!|>\n 1'\"#%@xmax_ctas", max_size=60)
+)
+def test_any_file_is_read_or_refused(
+    content: bytes | str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refusal = None
@@ -173,15 +223,22 @@ def test_any_file_is_read_or_refused(content: bytes | str, tmp_path_factory: pyt
 
 
 @pytest.mark.usefixtures("nccl")
-def test_a_setting_that_the_installed_nccl_lacks_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_the_installed_nccl_lacks_is_refused_before_any_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dist, "new_group", None)
-    message = "'nvls_ctas' needs a newer one. Use cga_cluster_size, high_priority, max_ctas, min_ctas, net_name."
+    message = (
+        "'nvls_ctas' needs a newer one. Use cga_cluster_size, high_priority, max_ctas, min_ctas, "
+        "net_name."
+    )
     with pytest.raises(ParallelPlanError, match=message):
         MegatronStrategy(nccl_options={"tp": {"nvls_ctas": 4}})
 
 
 def test_settings_that_gloo_ignores_are_refused_or_noted() -> None:
-    with pytest.raises(ParallelPlanError, match="must be left out with process_group_backend 'gloo'"):
+    with pytest.raises(
+        ParallelPlanError, match="must be left out with process_group_backend 'gloo'"
+    ):
         MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}, process_group_backend="gloo")
     options = MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}).options
     assert "no effect on cpu" in options.notes("32-true", "cpu", has_models=False)[-1]

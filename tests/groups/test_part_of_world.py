@@ -15,7 +15,13 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
 CONFIG = GPTConfig.llama(
-    vocab_size=32, max_seq_length=8, num_layers=2, hidden_size=16, num_heads=2, ffn_hidden_size=24, vocab_multiple=1
+    vocab_size=32,
+    max_seq_length=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    ffn_hidden_size=24,
+    vocab_multiple=1,
 )
 
 

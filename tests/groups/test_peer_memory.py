@@ -34,7 +34,9 @@ def test_memory_that_inference_asked_for_is_written_in_training() -> None:
     assert not region.memory.is_inference()
 
 
-def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peer_memory, "_REMEMBERED_VIEWS", 2)
     region = PeerMemory().reserve(None, 64, CPU)
     region.memory.copy_(torch.arange(64))
@@ -52,7 +54,9 @@ def test_cpus_write_into_no_memory_of_others() -> None:
     assert PeerMemory().why_not(None, CPU) == "ranks are on cpu"
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 2, 2, 4), (3, 1, 1, 1, 2, 2), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 3, 5, 2, 2, 4), (3, 1, 1, 1, 2, 2), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)]
+)
 def test_parts_of_slots_lie_side_by_side_where_wide_loads_may_begin(sizes: tuple[int, ...]) -> None:
     names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
     slots = TokenSlots(**dict(zip(names, sizes, strict=True)))
@@ -69,7 +73,8 @@ def _spread(rank: int, size: int) -> None:
     experts = torch.tensor([[0, 1], [3, -1], [-1, -1]])
     probabilities = torch.full((3, 2), 0.5 + rank)
     slots = Collectives(mesh.ep, 2).spread(hidden, probabilities, experts)
-    # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2 none.
+    # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2
+    # none.
     expected = torch.full((6, 4), torch.nan)
     expected[[rank, 3 + rank]] = torch.tensor([[0.0], [10.0]]) + rank
     assert torch.equal(slots.rows.nan_to_num(99.0), expected.nan_to_num(99.0))

@@ -27,11 +27,17 @@ def test_replicated_streams_agree_and_tensor_streams_differ_over_tp():
 def test_no_two_streams_collide():
     """Hashed seeds do not collide, unlike sums of small multiples of ranks as in Megatron-Core."""
     seen = {}
-    for cp, tp, ep, etp, micro, layer in itertools.product(range(2), range(4), range(4), range(2), range(3), range(4)):
+    for cp, tp, ep, etp, micro, layer in itertools.product(
+        range(2), range(4), range(4), range(2), range(3), range(4)
+    ):
         streams = RandomStreams(1234, cp=cp, tp=tp, ep=ep, etp=etp)
         streams.begin_microbatch(5, micro)
         streams.seek(layer)
-        for name, coordinates in {"replicated": (cp,), "tensor": (cp, tp), "expert": (cp, ep, etp)}.items():
+        for name, coordinates in {
+            "replicated": (cp,),
+            "tensor": (cp, tp),
+            "expert": (cp, ep, etp),
+        }.items():
             key = (name, coordinates, micro, layer)
             assert seen.setdefault(streams._seed_of(name), key) == key
     assert len(seen) == 3 * 4 * (2 + 2 * 4 + 2 * 4 * 2)
@@ -96,7 +102,11 @@ def test_a_layer_replays_from_the_position_it_was_given():
     streams.seek(1)
     _draw(streams, "tensor")
     streams.seek(3, position)
-    assert first == (_draw(streams, "tensor"), _draw(streams, "replicated"), _draw(streams, "tensor"))
+    assert first == (
+        _draw(streams, "tensor"),
+        _draw(streams, "replicated"),
+        _draw(streams, "tensor"),
+    )
 
 
 def test_forking_leaves_the_default_generator_alone_even_after_an_error():
@@ -119,7 +129,10 @@ def test_state_goes_through_a_checkpoint():
 
 
 def test_unknown_stream_names_the_legal_ones():
-    with pytest.raises(ValueError, match="replicated, tensor, expert: 'model'"), RandomStreams(1).fork("model"):
+    with (
+        pytest.raises(ValueError, match="replicated, tensor, expert: 'model'"),
+        RandomStreams(1).fork("model"),
+    ):
         pass
 
 

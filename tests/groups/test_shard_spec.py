@@ -11,8 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_megatron.groups.shard_spec import Box, FlatSlice, ShardSpec, set_shard_spec, shard_spec_of, whole_spec
-from lightning_megatron.plan.shards import ShardRange, attention_ranges, padded_vocab_size, vocab_range
+from lightning_megatron.groups.shard_spec import (
+    Box,
+    FlatSlice,
+    ShardSpec,
+    set_shard_spec,
+    shard_spec_of,
+    whole_spec,
+)
+from lightning_megatron.plan.shards import (
+    ShardRange,
+    attention_ranges,
+    padded_vocab_size,
+    vocab_range,
+)
 
 
 def test_fused_heads_with_replicated_keys_and_values_come_back_whole():
@@ -23,7 +35,9 @@ def test_fused_heads_with_replicated_keys_and_values_come_back_whole():
         local = spec.shard(full)
         assert local.shape == (8 + 8 + 8, 6)
         spec.copy_to_full(local, joined, counted_only=True)
-        counted += sum(view.square().sum() for box, view in spec.local_views(local) if box.copy == 0)
+        counted += sum(
+            view.square().sum() for box, view in spec.local_views(local) if box.copy == 0
+        )
     assert torch.equal(joined, full)
     torch.testing.assert_close(counted, full.square().sum())
 
@@ -67,7 +81,9 @@ def cut_tensors(draw: st.DrawFn) -> tuple[list[FlatSlice], torch.Tensor]:
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     edges = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6)))
-    ranges = [ShardRange(a, b, draw(st.integers(0, 1))) for a, b in pairwise(edges) if draw(st.booleans())]
+    ranges = [
+        ShardRange(a, b, draw(st.integers(0, 1))) for a, b in pairwise(edges) if draw(st.booleans())
+    ]
     spec = ShardSpec(tuple(shape), tuple(draw(st.permutations(ranges))), dim)
     local = (*shape[:dim], spec.local_extent + draw(st.integers(0, 2)), *shape[dim + 1 :])
     inner = draw(st.lists(st.integers(0, prod(local)), max_size=5))
@@ -93,13 +109,17 @@ def test_flat_slices_are_the_flattened_shard(case: tuple[list[FlatSlice], torch.
 
 
 @given(cut_tensors())
-def test_a_partition_of_the_local_tensor_reaches_each_held_element_once(case: tuple[list[FlatSlice], torch.Tensor]):
+def test_a_partition_of_the_local_tensor_reaches_each_held_element_once(
+    case: tuple[list[FlatSlice], torch.Tensor],
+):
     slices, full = case
     spec, reached, joined = slices[0].spec, torch.zeros_like(full), torch.zeros_like(full)
     for piece in slices:
         flat = torch.full((piece.size,), -1.0, dtype=full.dtype)
         for box in piece.boxes():
-            reached[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
+            reached[
+                tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            ] += 1
         for _, view in piece.local_views(flat):
             view.fill_(7.0)  # a view: the flat tensor sees it, and padding does not change
         assert (flat == 7.0).sum() == sum(prod(box.sizes) for box in piece.boxes())

@@ -49,17 +49,24 @@ CASES = (
 class Slices:
     """Hold slices of flat tensors, as an optimizer's buffers do, and update them by the kernel."""
 
-    def __init__(self, sizes: Sequence[int], case: Case, device: str, moments: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, sizes: Sequence[int], case: Case, device: str, moments: torch.dtype = torch.float32
+    ) -> None:
         self.case, self.kernel = case, AdamKernel()
         ends = list(accumulate(sizes))
-        self.ranges = [slice(case.first + end - size, case.first + end) for size, end in zip(sizes, ends, strict=True)]
+        self.ranges = [
+            slice(case.first + end - size, case.first + end)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
         self.generator = torch.Generator(device).manual_seed(5)
         self.total, self.device = case.first + ends[-1], device
         self.parameters = self.parts(self.draw())
         self.averages = self.parts(torch.zeros(self.total, dtype=moments, device=device))
         self.squares = self.parts(torch.zeros(self.total, dtype=moments, device=device))
         self.steps = [torch.tensor(float(case.past_steps), device=device) for _ in sizes]
-        halves = None if case.half is None else torch.empty(self.total, dtype=case.half, device=device)
+        halves = (
+            None if case.half is None else torch.empty(self.total, dtype=case.half, device=device)
+        )
         self.halves: list[Any] = [None] * len(sizes) if halves is None else self.parts(halves)
 
     def draw(self) -> Tensor:
@@ -74,7 +81,9 @@ class Slices:
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
         case = self.case
-        coefficient = None if case.coefficient is None else torch.tensor(case.coefficient, device=self.device)
+        coefficient = (
+            None if case.coefficient is None else torch.tensor(case.coefficient, device=self.device)
+        )
         self.kernel(
             self.parameters, gradients, self.averages, self.squares, self.steps, self.halves, coefficient,
             lr=lr, beta1=case.betas[0], beta2=case.betas[1], eps=case.eps, weight_decay=case.weight_decay,
@@ -82,7 +91,9 @@ class Slices:
         )  # fmt: skip
 
 
-def check_case(case: Case, sizes: Sequence[int], device: str, half_roundoff: float | None = None) -> None:
+def check_case(
+    case: Case, sizes: Sequence[int], device: str, half_roundoff: float | None = None
+) -> None:
     """Five steps under a changing learning rate equal torch's in float64.
 
     Not torch's fused steps: on GPUs these take 1 - beta in float32, 2e-4 off where beta is 0.9999.
@@ -114,17 +125,22 @@ def check_case(case: Case, sizes: Sequence[int], device: str, half_roundoff: flo
         if case.half is not None:
             exact = ours.parameters[index]
             allowed = (half_roundoff or HALF_ROUNDOFF[case.half]) * exact.abs() + 2.0**-25
-            assert ((ours.halves[index].float() - exact).abs() <= allowed).all(), f"{what}: rounded parameter"
+            assert ((ours.halves[index].float() - exact).abs() <= allowed).all(), (
+                f"{what}: rounded parameter"
+            )
 
 
 def _close(actual: Tensor, expected: Tensor, what: str) -> None:
-    # Relative to the usual size of elements: a parameter that decay and steps bring near zero has larger errors.
+    # Relative to the usual size of elements: a parameter that decay and steps bring near zero has
+    # larger errors.
     distance = float((actual - expected).abs().max() / expected.square().mean().sqrt())
     assert distance < 1e-5, f"{what}: {distance} from torch's"
 
 
 def check_narrow_moments(sizes: Sequence[int], device: str) -> None:
-    """Moments of bfloat16 fall as they must, repeat exactly, stay apart between elements, and keep NaN."""
+    """Moments of bfloat16 fall as they must, repeat exactly, stay apart between elements, and keep
+    NaN.
+    """
     case = replace(CASES[0], betas=(0.9, 0.999), coefficient=None)
     num_steps = 20
     runs = []
@@ -147,7 +163,9 @@ def check_narrow_moments(sizes: Sequence[int], device: str) -> None:
 
 def check_narrow_steps(sizes: Sequence[int], device: str) -> None:
     """Steps with moments of bfloat16 are near those with float32."""
-    narrow, wide = (Slices(sizes, CASES[0], device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    narrow, wide = (
+        Slices(sizes, CASES[0], device, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     start = torch.cat(wide.parameters)
     for one in (narrow, wide):
         for gradients in one.gradients(5):

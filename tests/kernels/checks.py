@@ -1,4 +1,6 @@
-"""Every fused kernel against float64, for tensors of any device: results must be those of float64, rounded once."""
+"""Every fused kernel against float64, for tensors of any device: results must be those of float64,
+rounded once.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,32 @@ SMALL = Sizes(
     vocabularies=((7, 100, 128), (3, 9000, 9088), (5, 64, 64), (4, 1, 16)),
     norms=((3, 2, 40), (11, 1, 33), (2, 1, 64)),
 )
-# (S, B, H, G, K), (S, B, F), ..., (tokens, vocabulary, padded), (S, B, D): Llama 3 8B, GPT-2 1.2B, and odd ones.
+# (S, B, H, G, K), (S, B, F), ..., (tokens, vocabulary, padded), (S, B, D): Llama 3 8B, GPT-2 1.2B,
+# and odd ones.
 REAL = Sizes(
-    heads=((4096, 1, 32, 8, 128), (1024, 8, 16, 16, 96), (4096, 1, 8, 2, 128), (333, 3, 7, 1, 20), (64, 2, 5, 5, 64)),
+    heads=(
+        (4096, 1, 32, 8, 128),
+        (1024, 8, 16, 16, 96),
+        (4096, 1, 8, 2, 128),
+        (333, 3, 7, 1, 20),
+        (64, 2, 5, 5, 64),
+    ),
     gated=((4096, 1, 14336), (4096, 1, 3584), (1024, 8, 2816), (33, 3, 1001)),
     elements=((1024, 8, 6144), (13, 7, 1001), (1,)),
-    vocabularies=((4096, 131072, 131072), (8192, 50257, 50304), (4096, 32768, 32768), (77, 1000, 1024)),
-    norms=((4096, 1, 4096), (1024, 8, 1536), (1024, 1, 4096), (77, 3, 1001), (3, 1, 16384), (1, 1, 64)),
+    vocabularies=(
+        (4096, 131072, 131072),
+        (8192, 50257, 50304),
+        (4096, 32768, 32768),
+        (77, 1000, 1024),
+    ),
+    norms=(
+        (4096, 1, 4096),
+        (1024, 8, 1536),
+        (1024, 1, 4096),
+        (77, 3, 1001),
+        (3, 1, 16384),
+        (1, 1, 64),
+    ),
 )
 
 
@@ -55,7 +76,9 @@ class Draw:
         self.generator = torch.Generator(device).manual_seed(0)
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*shape, generator=self.generator, device=self.device)).to(self.dtype)
+        return (scale * torch.randn(*shape, generator=self.generator, device=self.device)).to(
+            self.dtype
+        )
 
     def integers(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=self.generator, device=self.device)
@@ -69,20 +92,32 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_()
 
 
-def check_rounded(actual: Tensor | None, expected: Tensor | None, what: str, noise: float = 4e-6) -> None:
-    """Demand the float64 result rounded once to the dtype of ``actual``, but for the noise of float32 arithmetic."""
+def check_rounded(
+    actual: Tensor | None, expected: Tensor | None, what: str, noise: float = 4e-6
+) -> None:
+    """Demand the float64 result rounded once to the dtype of ``actual``, but for the noise of
+    float32 arithmetic.
+    """
     assert actual is not None, f"{what}: nothing"
     assert expected is not None, f"{what}: nothing to compare with"
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    )
     actual, expected = actual.detach(), expected.detach()
     assert torch.isfinite(actual).all(), f"{what}: not finite"
-    allowed = 1.01 * ROUNDOFF[actual.dtype] * expected.abs() + noise * expected.abs().max() + 2.0**-25
+    allowed = (
+        1.01 * ROUNDOFF[actual.dtype] * expected.abs() + noise * expected.abs().max() + 2.0**-25
+    )
     excess = ((actual.double() - expected).abs() - allowed).max()
-    assert excess <= 0, f"{what}: {float(excess)} beyond one rounding, largest {float(expected.abs().max())}"
+    assert excess <= 0, (
+        f"{what}: {float(excess)} beyond one rounding, largest {float(expected.abs().max())}"
+    )
 
 
 def check_rotary(draw: Draw, sizes: Sizes) -> None:
-    """Queries, keys and values, and the gradient of the projection for gradients of several layouts."""
+    """Queries, keys and values, and the gradient of the projection for gradients of several
+    layouts.
+    """
     for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
         what = f"rotary {seq_length, batch, heads, kv_heads, head_dim}"
         widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
@@ -126,25 +161,37 @@ def check_gelu(draw: Draw, sizes: Sizes) -> None:
     for shape in sizes.elements:
         for kind in ("tanh", "none"):
             hidden = draw(*shape, scale=4.0)
-            large = torch.tensor([0.0, 6e4, -6e4, 90.0, -90.0, 1e-3], device=draw.device)[: hidden.numel()]
+            large = torch.tensor([0.0, 6e4, -6e4, 90.0, -90.0, 1e-3], device=draw.device)[
+                : hidden.numel()
+            ]
             hidden.view(-1)[: large.numel()] = large.to(hidden.dtype)
             fast, slow = leaf(hidden), wide(hidden)
-            result, expected = kernels.apply_gelu(fast, kind == "tanh"), F.gelu(slow, approximate=kind)
+            result, expected = (
+                kernels.apply_gelu(fast, kind == "tanh"),
+                F.gelu(slow, approximate=kind),
+            )
             grad = draw(*shape)
             result.backward(grad)
             expected.backward(grad.double())
             inside = slow.detach().abs() < 1e3
             check_rounded(result[inside], expected[inside], f"gelu {shape} {kind}")
-            assert torch.equal(result[~inside].double(), expected[~inside]), f"gelu {shape} {kind}: large elements"
+            assert torch.equal(result[~inside].double(), expected[~inside]), (
+                f"gelu {shape} {kind}: large elements"
+            )
             check_rounded(fast.grad, slow.grad, f"gelu {shape} {kind}: gradient")
 
 
 def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
-    """Smoothing, ignored labels, padded columns of any content, impossible tokens, with and without overwriting."""
+    """Smoothing, ignored labels, padded columns of any content, impossible tokens, with and without
+    overwriting.
+    """
     mesh = ParallelMesh.single()
     for tokens, vocab_size, padded in sizes.vocabularies:
         for smoothing, overwrite in ((0.0, True), (0.1, False), (0.1, True)):
-            what = f"cross entropy {tokens, vocab_size, padded}, smoothing {smoothing}, overwrite {overwrite}"
+            what = (
+                f"cross entropy {tokens, vocab_size, padded}, smoothing {smoothing}, overwrite "
+                f"{overwrite}"
+            )
             logits = draw(tokens, 1, padded, scale=5.0)
             logits[..., vocab_size:] = float("nan") if overwrite else 1e4
             labels = draw.integers(vocab_size, tokens, 1)
@@ -155,15 +202,23 @@ def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
                 logits[0, 0, 1] = -torch.inf
             fast, slow = leaf(logits), wide(logits[..., :vocab_size])
             weight = torch.rand(tokens, 1, generator=draw.generator, device=draw.device)
-            losses = vocab_parallel_cross_entropy(fast * 1, labels, mesh, vocab_size, smoothing, -7, overwrite)
+            losses = vocab_parallel_cross_entropy(
+                fast * 1, labels, mesh, vocab_size, smoothing, -7, overwrite
+            )
             expected = F.cross_entropy(
-                slow[:, 0], labels[:, 0], reduction="none", label_smoothing=smoothing, ignore_index=-7
+                slow[:, 0],
+                labels[:, 0],
+                reduction="none",
+                label_smoothing=smoothing,
+                ignore_index=-7,
             ).unsqueeze(1)
             (losses * weight).sum().backward()
             (expected * weight.double()).sum().backward()
             assert slow.grad is not None
             check_rounded(losses, expected, what)
-            check_rounded(fast.grad, F.pad(slow.grad, (0, padded - vocab_size)), f"{what}: gradient")
+            check_rounded(
+                fast.grad, F.pad(slow.grad, (0, padded - vocab_size)), f"{what}: gradient"
+            )
 
 
 def check_norms(draw: Draw, sizes: Sizes) -> None:
@@ -173,10 +228,18 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             (True, True, True), (True, False, True), (True, False, False),
             (False, True, True), (False, True, False), (False, False, True),
         ):  # fmt: skip
-            what = f"norm {seq_length, batch, width}, rms {is_rms}, update {has_update}, stream {uses_stream}"
-            hidden, update = leaf(draw(seq_length, batch, width) + 1), leaf(draw(seq_length, batch, width))
+            what = (
+                f"norm {seq_length, batch, width}, rms {is_rms}, update {has_update}, stream "
+                f"{uses_stream}"
+            )
+            hidden, update = (
+                leaf(draw(seq_length, batch, width) + 1),
+                leaf(draw(seq_length, batch, width)),
+            )
             weight, bias = leaf(draw(width)), None if is_rms else leaf(draw(width))
-            stream, result = kernels.add_norm(hidden, update if has_update else None, weight, bias, 1e-5, is_rms)
+            stream, result = kernels.add_norm(
+                hidden, update if has_update else None, weight, bias, 1e-5, is_rms
+            )
             total = hidden.detach().double() + (update.detach().double() if has_update else 0.0)
             check_rounded(stream, total, f"{what}: stream")
             slow, slow_weight = wide(stream), wide(weight)
@@ -201,13 +264,19 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             check_taken_gradients(hidden, weight, bias, grads[0], what)
 
 
-def check_taken_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, what: str) -> None:
-    """A norm hands the gradients of its parameters over in the place of autograd, before they are rounded."""
+def check_taken_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, what: str
+) -> None:
+    """A norm hands the gradients of its parameters over in the place of autograd, before they are
+    rounded.
+    """
     leaves = [leaf(one.detach()) for one in (weight, bias) if one is not None]
 
     def differentiate(*takers: Callable[[Tensor], None]) -> None:
         parameters = [*leaves, None][:2]
-        _, result = kernels.add_norm(hidden.detach(), None, *parameters, 1e-5, bias is None, *takers)
+        _, result = kernels.add_norm(
+            hidden.detach(), None, *parameters, 1e-5, bias is None, *takers
+        )
         result.backward(grad)
 
     differentiate()
@@ -218,8 +287,12 @@ def check_taken_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, g
     differentiate(*(parts.append for parts in taken))
     for one, (parts,), expected in zip(leaves, taken, rounded, strict=True):
         assert one.grad is None, f"{what}: autograd got the gradient as well"
-        assert parts.dtype == torch.float32, f"{what}: a gradient was rounded before it was handed over"
-        assert torch.equal(parts.sum(0).to(one.dtype), expected), f"{what}: the gradient that was handed over"
+        assert parts.dtype == torch.float32, (
+            f"{what}: a gradient was rounded before it was handed over"
+        )
+        assert torch.equal(parts.sum(0).to(one.dtype), expected), (
+            f"{what}: the gradient that was handed over"
+        )
 
 
 def serve(tensor: Tensor) -> bool:

@@ -1,4 +1,6 @@
-"""The kernels of experts against plain torch in float64, for tensors of any device: forward and all gradients."""
+"""The kernels of experts against plain torch in float64, for tensors of any device: forward and all
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ class ExpertSizes:
     inner: tuple[tuple[int, int, int], ...]
     routers: tuple[tuple[int, int, dict[str, object]], ...]
     peers: tuple[tuple[int, int, int, int, int], ...]
-    ways: tuple[str, ...] = ("random", "all to the same", "last experts empty", "some nowhere", "all nowhere")
+    ways: tuple[str, ...] = (
+        "random",
+        "all to the same",
+        "last experts empty",
+        "some nowhere",
+        "all nowhere",
+    )
     logits: tuple[str, ...] = ("random", "ties", "all alike")
 
 
@@ -112,7 +120,10 @@ def maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
         for routing in sizes.ways:
             experts = choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
-                name = f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to {first + here}"
+                name = (
+                    f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to "
+                    f"{first + here}"
+                )
                 found.append((name, sort_by_expert(experts, first, here), width))
     return found
 
@@ -125,10 +136,15 @@ def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 expected = sort_by_expert(experts, first, here)
                 pairs, rows, ends = kernels.sort_choices(experts, first, here)
-                what = f"sort {tokens, num_experts, top_k}, {routing}, experts {first} to {first + here}"
+                what = (
+                    f"sort {tokens, num_experts, top_k}, {routing}, experts {first} to "
+                    f"{first + here}"
+                )
                 assert torch.equal(ends, expected.ends), f"{what}: ends"
                 assert torch.equal(rows, expected.rows), f"{what}: rows"
-                assert torch.equal(pairs[: expected.pairs.shape[0]], expected.pairs), f"{what}: pairs"
+                assert torch.equal(pairs[: expected.pairs.shape[0]], expected.pairs), (
+                    f"{what}: pairs"
+                )
                 assert ends.dtype == torch.int32, f"{what}: ends are {ends.dtype}"
 
 
@@ -148,19 +164,30 @@ def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
         tokens, top_k = row_map.rows.shape
         hidden, probabilities = leaf(draw(tokens, width)), leaf(draw(tokens, top_k).float())
         num_rows = row_map.pairs.shape[0]
-        rows, scales = kernels.permute_tokens(hidden, probabilities, row_map.rows, row_map.ends, num_rows)
+        rows, scales = kernels.permute_tokens(
+            hidden, probabilities, row_map.rows, row_map.ends, num_rows
+        )
         is_here = is_row(row_map, num_rows)
         pairs = row_map.pairs[is_here]
         assert torch.equal(rows[is_here], hidden[pairs // top_k]), f"permute {name}"
-        assert torch.equal(scales[is_here], probabilities.flatten()[pairs]), f"permute {name}: scales"
-        grads = tail_is_unread(row_map, draw(num_rows, width)), tail_is_unread(row_map, draw(num_rows).float())
+        assert torch.equal(scales[is_here], probabilities.flatten()[pairs]), (
+            f"permute {name}: scales"
+        )
+        grads = (
+            tail_is_unread(row_map, draw(num_rows, width)),
+            tail_is_unread(row_map, draw(num_rows).float()),
+        )
         torch.autograd.backward((rows, scales), grads)
         expected = torch.zeros(tokens * top_k, width, dtype=torch.float64, device=draw.device)
         expected[pairs] = grads[0][is_here].double()
-        check_grad(hidden.grad, expected.view(tokens, top_k, width).sum(1), f"permute {name}: gradient")
+        check_grad(
+            hidden.grad, expected.view(tokens, top_k, width).sum(1), f"permute {name}: gradient"
+        )
         expected = torch.zeros(tokens * top_k, device=draw.device)
         expected[pairs] = grads[1][is_here]
-        assert torch.equal(probabilities.grad, expected.view(tokens, top_k)), f"permute {name}: gradient of scales"
+        assert torch.equal(probabilities.grad, expected.view(tokens, top_k)), (
+            f"permute {name}: gradient of scales"
+        )
         alone, nothing = kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, num_rows)
         assert nothing is None, f"permute {name}: scales of nothing"
         assert torch.equal(alone[is_here], rows[is_here]), f"permute {name}: without scales"
@@ -175,7 +202,9 @@ def check_grad(actual: Tensor | None, expected: Tensor, what: str, noise: float 
 
 
 def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
-    """Sums with and without probabilities, and their gradients, with NaN in the rows past the last end."""
+    """Sums with and without probabilities, and their gradients, with NaN in the rows past the last
+    end.
+    """
     for name, row_map, width in maps(draw, sizes):
         tokens, top_k = row_map.rows.shape
         num_rows = row_map.pairs.shape[0]
@@ -189,7 +218,11 @@ def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
             outer = draw(tokens, width)
             result.backward(outer)
             slow = wide(rows.detach()[is_here])
-            chosen = slow.new_zeros(tokens * top_k, width).index_put((pairs,), slow).view(tokens, top_k, width)
+            chosen = (
+                slow.new_zeros(tokens * top_k, width)
+                .index_put((pairs,), slow)
+                .view(tokens, top_k, width)
+            )
             weights = wide(torch.ones(tokens, top_k) if probabilities is None else probabilities)
             expected = (chosen * weights.to(chosen.device).unsqueeze(-1)).sum(1)
             expected.backward(outer.double())
@@ -197,14 +230,21 @@ def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
             assert rows.grad is not None, f"{what}: no gradient"
             check_grad(rows.grad[is_here], slow.grad, f"{what}: gradient")
             if probabilities is not None:
-                check_grad(probabilities.grad, weights.grad, f"{what}: gradient of probabilities", noise=2e-5)
+                check_grad(
+                    probabilities.grad,
+                    weights.grad,
+                    f"{what}: gradient of probabilities",
+                    noise=2e-5,
+                )
 
 
 def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
     """Rows before the last end alone, which a group without rows follows; what is past it is NaN."""
     for num_rows, features, tail in sizes.inner:
         what = f"weighted swiglu {num_rows, features, tail}"
-        ends = torch.tensor([num_rows // 3, num_rows, num_rows], dtype=torch.int32, device=draw.device)
+        ends = torch.tensor(
+            [num_rows // 3, num_rows, num_rows], dtype=torch.int32, device=draw.device
+        )
         past = torch.full((tail, 2 * features), torch.nan, device=draw.device, dtype=draw.dtype)
         gate_up = leaf(torch.cat([draw(num_rows, 2 * features, scale=4.0), past]))
         probabilities = leaf(torch.cat([draw(num_rows).float(), past[:, 0].float()]))
@@ -219,7 +259,12 @@ def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
         assert probabilities.grad is not None, f"{what}: no gradient of probabilities"
         check_grad(result[:num_rows], expected, what)
         check_grad(gate_up.grad[:num_rows], slow.grad, f"{what}: gradient")
-        check_grad(probabilities.grad[:num_rows], slow_probabilities.grad, f"{what}: of probabilities", noise=2e-5)
+        check_grad(
+            probabilities.grad[:num_rows],
+            slow_probabilities.grad,
+            f"{what}: of probabilities",
+            noise=2e-5,
+        )
 
 
 def logits_of(draw: Draw, tokens: int, num_experts: int, kind: str) -> Tensor:
@@ -242,7 +287,9 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
                 bias = None
                 if config.expert_bias:
                     # Multiples of a power of two, so that ties of scores stay ties.
-                    bias = torch.randint(-4, 5, (config.num_experts,), generator=draw.generator, device=draw.device)
+                    bias = torch.randint(
+                        -4, 5, (config.num_experts,), generator=draw.generator, device=draw.device
+                    )
                     bias = bias * 2.0**-5
                 check_routed(draw, logits, bias, config, num_sequences, first_turn, what)
 
@@ -251,7 +298,9 @@ def check_routed(
     draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, first_turn: int | None,
     what: str,
 ) -> None:  # fmt: skip
-    """Compare a router with that of torch: choices with those in float32, all else in float64 for the same choices."""
+    """Compare a router with that of torch: choices with those in float32, all else in float64 for
+    the same choices.
+    """
     classes = num_sequences if config.aux_loss_scope == "sequence" else 1
     found = score_tokens(logits, bias, config, classes, first_turn, kernels)
     same = score_tokens(logits.detach(), bias, config, classes, first_turn)
@@ -262,28 +311,44 @@ def check_routed(
     for name in (*names, "entropy_sum"):
         check_grad(getattr(found, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
     results, twins = ([getattr(one, name) for name in names] for one in (found, expected))
-    outer = [torch.randn(one.shape, generator=draw.generator, device=draw.device) for one in results]
+    outer = [
+        torch.randn(one.shape, generator=draw.generator, device=draw.device) for one in results
+    ]
     torch.autograd.backward(results, outer, retain_graph=True)
     torch.autograd.backward(twins, [one.double() for one in outer], retain_graph=True)
     check_grad(logits.grad, slow.grad, f"{what}: gradient", noise=2e-5)
     # Of probabilities alone, as in evaluation or without losses.
     alone = torch.autograd.grad(results[0], logits, outer[0])[0]
-    check_grad(alone, torch.autograd.grad(twins[0], slow, outer[0].double())[0], f"{what}: part", noise=2e-5)
+    check_grad(
+        alone,
+        torch.autograd.grad(twins[0], slow, outer[0].double())[0],
+        f"{what}: part",
+        noise=2e-5,
+    )
 
 
 def check_choices(
-    found: Scored, expected: Scored, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, what: str
+    found: Scored,
+    expected: Scored,
+    logits: Tensor,
+    bias: Tensor | None,
+    config: ExpertsConfig,
+    what: str,
 ) -> None:
     """Demand the same choices, but between scores or groups that are equal but for rounding."""
     is_same = torch.equal(found.experts, expected.experts)
     if is_same:
         assert torch.equal(found.load, expected.load), f"{what}: load"
-        assert torch.equal(found.unbiased_load, expected.unbiased_load), f"{what}: load without biases"
+        assert torch.equal(found.unbiased_load, expected.unbiased_load), (
+            f"{what}: load without biases"
+        )
         return
     classes, slack = found.load.shape[0], 2e-6
     load = num_choices_of_sequences(found.experts.unflatten(0, (-1, classes)), config.num_experts)
     assert torch.equal(found.load, load), f"{what}: load"
-    scores = logits.double().softmax(-1) if config.scoring == "softmax" else logits.double().sigmoid()
+    scores = (
+        logits.double().softmax(-1) if config.scoring == "softmax" else logits.double().sigmoid()
+    )
     scores = scores if bias is None else scores + bias
     by_group = scores.unflatten(-1, (config.num_groups, -1))
     size, eligible = by_group.shape[-1], config.top_k_groups
@@ -297,31 +362,46 @@ def check_choices(
         is_left &= (worth > best[:, -1:] + slack).repeat_interleave(size, -1)
     picked = scores.gather(-1, found.experts)
     assert (picked.diff() <= slack).all(), f"{what}: not the best first"
-    assert (scores.masked_fill(~is_left, -1.0).amax(-1) <= picked[:, -1] + slack).all(), f"{what}: not the best"
+    assert (scores.masked_fill(~is_left, -1.0).amax(-1) <= picked[:, -1] + slack).all(), (
+        f"{what}: not the best"
+    )
 
 
 def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
-    """Gradients of a router's losses, and the sums of a step, as operators of torch make them in float64."""
+    """Gradients of a router's losses, and the sums of a step, as operators of torch make them in
+    float64.
+    """
     for classes, num_experts in ((1, 8), (3, 5), (2, 130), (1, 1)):
-        counts = torch.randint(0, 99, (classes, num_experts), generator=draw.generator, device=draw.device).int()
+        counts = torch.randint(
+            0, 99, (classes, num_experts), generator=draw.generator, device=draw.device
+        ).int()
         shares = torch.rand(num_experts, generator=draw.generator, device=draw.device)
         for of_choices in (counts, None) if classes > 1 else (counts, shares, None):
             for square_coefficient in (0.0, 0.2):
                 for is_late in (False, True):
-                    what = f"losses {classes, num_experts}, {of_choices is None or of_choices.dtype}, "
+                    what = (
+                        f"losses {classes, num_experts}, {of_choices is None or of_choices.dtype}, "
+                    )
                     what += f"z {square_coefficient}, late {is_late}"
                     check_attached(draw, counts, of_choices, square_coefficient, is_late, what)
 
 
 def check_attached(
-    draw: Draw, counts: Tensor, of_choices: Tensor | None, square_coefficient: float, is_late: bool, what: str
+    draw: Draw,
+    counts: Tensor,
+    of_choices: Tensor | None,
+    square_coefficient: float,
+    is_late: bool,
+    what: str,
 ) -> None:
     """Attach losses to a tensor and count a microbatch twice, by the kernels and by torch."""
     classes, num_experts = counts.shape
     # As the router's kernel has them: rows with more numbers behind the shares.
     totals = torch.rand(classes, num_experts + 2, generator=draw.generator, device=draw.device)
     outer = torch.randn(4, 2, generator=draw.generator, device=draw.device)
-    before = torch.rand(RoutingSum.LOAD + num_experts, generator=draw.generator, device=draw.device).double()
+    before = torch.rand(
+        RoutingSum.LOAD + num_experts, generator=draw.generator, device=draw.device
+    ).double()
     found = []
     for of_kernels, dtype in ((kernels, torch.float32), (None, torch.float64)):
         total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
@@ -333,7 +413,9 @@ def check_attached(
         if isinstance(scale, Tensor):
             scale.fill_(0.7)
         attached.backward(outer.to(dtype))
-        statistics = RouterStatistics(ExpertsConfig(num_experts=num_experts, top_k=1, ffn_hidden_size=4), draw.device)
+        statistics = RouterStatistics(
+            ExpertsConfig(num_experts=num_experts, top_k=1, ffn_hidden_size=4), draw.device
+        )
         statistics.sums.copy_(before)
         for dropped in (None, counts.sum().int()):
             entropy, load = total.detach()[0, num_experts + 1], counts.sum(0, dtype=torch.int32)
@@ -350,13 +432,19 @@ def check_attached(
 
 
 def check_split(draw: Draw, sizes: ExpertSizes) -> None:
-    """Two parts have twice the precision of one, and the first is the number rounded as torch rounds it."""
+    """Two parts have twice the precision of one, and the first is the number rounded as torch
+    rounds it.
+    """
     for tokens, width in ((5, 7), (40, 64), (0, 4)):
         values = torch.randn(tokens, width, generator=draw.generator, device=draw.device)
-        parts = kernels.split_rows(values, torch.empty(tokens, 2, width, dtype=draw.dtype, device=draw.device))
+        parts = kernels.split_rows(
+            values, torch.empty(tokens, 2, width, dtype=draw.dtype, device=draw.device)
+        )
         high = values.to(draw.dtype)
         check_grad(parts.float().sum(1), values.double(), f"split {tokens, width}", noise=2.0**-14)
-        assert parts[:, 0].equal(high) or draw.device.type == "cpu", f"split {tokens, width}: rounded otherwise"
+        assert parts[:, 0].equal(high) or draw.device.type == "cpu", (
+            f"split {tokens, width}: rounded otherwise"
+        )
 
 
 #: Checks of scores and numbers, which have no half type.

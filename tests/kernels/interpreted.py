@@ -1,6 +1,8 @@
-"""Run the checks of the kernels in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+"""Run the checks of the kernels in Triton's interpreter, on the CPU; printed is what failed, as
+JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+A program of its own, because Triton decides between interpreter and compiler when a kernel is
+defined.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ _patch = interpreter._patch_lang_tensor
 
 
 def _patch_for_new_numpy(tensor: object, scope: interpreter._LangPatchScope) -> None:
-    # The interpreter keeps scalars as arrays of one element, which numpy no longer turns into integers.
+    # The interpreter keeps scalars as arrays of one element, which numpy no longer turns into
+    # integers.
     _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+    scope.set_attr(
+        tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
+    )
 
 
 interpreter._patch_lang_tensor = _patch_for_new_numpy
@@ -53,7 +58,9 @@ def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) 
             mesh,
             torch.float32,
             recompute,
-            lambda a, b, name, where=f"{kind}, {recompute}": assert_equal(a, b, f"{where}: {name}", tolerance=1e-5),
+            lambda a, b, name, where=f"{kind}, {recompute}": assert_equal(
+                a, b, f"{where}: {name}", tolerance=1e-5
+            ),
             smoothing=smoothing,
         )
 
@@ -62,7 +69,9 @@ def check_shards(rank: int, size: int) -> None:
     """Cut models over the tensor axis."""
     use_kernels_everywhere()
     for sequence_parallel in (False, True):
-        mesh = ParallelMesh.create(ParallelLayout(world_size=2, tp=2), seed=0, sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(world_size=2, tp=2), seed=0, sequence_parallel=sequence_parallel
+        )
         check_models(mesh, CUT[int(sequence_parallel) :])
         mesh.destroy()
 
@@ -71,13 +80,19 @@ def main(selected: list[str]) -> None:
     """Run the checks whose name has one of the words, or all."""
     use_kernels_everywhere()
     checks: dict[str, Callable[[], object]] = {
-        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), SMALL)
+        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(
+            Draw(torch.device("cpu"), dtype), SMALL
+        )
         for name, check in CHECKS.items()
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
     checks["shards"] = lambda: run_world(check_shards, 2)
-    chosen = {name: check for name, check in checks.items() if not selected or any(w in name for w in selected)}
+    chosen = {
+        name: check
+        for name, check in checks.items()
+        if not selected or any(w in name for w in selected)
+    }
     report_checks(chosen)
 
 

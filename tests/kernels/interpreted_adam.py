@@ -1,6 +1,8 @@
-"""Run the checks of Adam's kernel in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+"""Run the checks of Adam's kernel in Triton's interpreter, on the CPU; printed is what failed, as
+JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+A program of its own, because Triton decides between interpreter and compiler when a kernel is
+defined.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ from collections.abc import Callable
 import torch
 
 from lightning_megatron.kernels.triton import adamw
-from tests.kernels.adam import CASES, check_case, check_narrow_moments, check_narrow_steps, check_new_addresses
+from tests.kernels.adam import (
+    CASES,
+    check_case,
+    check_narrow_moments,
+    check_narrow_steps,
+    check_new_addresses,
+)
 from tests.kernels.program import report_checks
 
 SIZES = (1, 15, 256, 900)
@@ -22,7 +30,9 @@ def main() -> None:
     """Run all checks."""
     checks: dict[str, Callable[[], None]] = {
         # The interpreter cuts bfloat16 off instead of rounding it.
-        case.name: lambda case=case: check_case(case, SIZES, "cpu", 2.0**-7 if case.half == torch.bfloat16 else None)
+        case.name: lambda case=case: check_case(
+            case, SIZES, "cpu", 2.0**-7 if case.half == torch.bfloat16 else None
+        )
         for case in CASES
     }
     checks["narrow moments"] = lambda: check_narrow_moments((1, 700, 1000), "cpu")

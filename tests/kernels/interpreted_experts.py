@@ -1,6 +1,8 @@
-"""Run the checks of the kernels of experts in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+"""Run the checks of the kernels of experts in Triton's interpreter, on the CPU; printed is what
+failed, as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+A program of its own, because Triton decides between interpreter and compiler when a kernel is
+defined.
 """
 
 from __future__ import annotations
@@ -36,11 +38,19 @@ weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
 def main(selected: list[str]) -> None:
     """Run the checks whose name has one of the words, or all."""
     checks: dict[str, Callable[[], object]] = {
-        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), FEW)
+        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(
+            Draw(torch.device("cpu"), dtype), FEW
+        )
         for name, check in CHECKS.items()
         for dtype in ((torch.float32,) if name in ONLY_FLOAT32 else (torch.float32, torch.bfloat16))
     }
-    report_checks({name: check for name, check in checks.items() if not selected or any(w in name for w in selected)})
+    report_checks(
+        {
+            name: check
+            for name, check in checks.items()
+            if not selected or any(w in name for w in selected)
+        }
+    )
 
 
 if __name__ == "__main__":

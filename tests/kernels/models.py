@@ -14,7 +14,13 @@ from lightning_megatron.layers import choose_kernels
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
-TINY: dict[str, Any] = {"vocab_size": 100, "max_seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+TINY: dict[str, Any] = {
+    "vocab_size": 100,
+    "max_seq_length": 16,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+}
 KINDS: dict[str, GPTConfig] = {
     "llama": GPTConfig.llama(**TINY, num_kv_heads=2, ffn_hidden_size=48, vocab_multiple=8),
     "gpt2": GPTConfig.gpt2(**TINY, vocab_multiple=8),
@@ -44,7 +50,9 @@ def eager() -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch's own operators, such as attention and embeddings on GPUs, repeat exactly, as the kernels do anyhow."""
+    """Let torch's own operators, such as attention and embeddings on GPUs, repeat exactly, as the
+    kernels do anyhow.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -60,7 +68,9 @@ def run(model: GPT, tokens: Tensor, labels: Tensor, smoothing: float) -> dict[st
     losses = model(tokens, labels, label_smoothing=smoothing)
     (losses.sum() / losses.numel()).backward()
     return {"losses": losses.detach()} | {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -77,7 +87,9 @@ def compare_model(
     model = GPT(config, mesh, seed=1).to(dtype)
     model.recompute = recompute
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1), generator=generator).to(mesh.device)
+    tokens = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1), generator=generator).to(
+        mesh.device
+    )
     labels = tokens[:, 1:].clone()
     labels[0, :3] = -100
     with deterministic():

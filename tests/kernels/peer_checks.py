@@ -1,4 +1,6 @@
-"""Tokens put into the memory of several ranks, all on one device here: whole numbers, so that sums are exact."""
+"""Tokens put into the memory of several ranks, all on one device here: whole numbers, so that sums
+are exact.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ UNTOUCHED = 0xFF  # bytes of this value are NaN in every dtype
 class Ranks:
     """Memory of some ranks, and what every one of them has."""
 
-    def __init__(self, draw: Draw, num_ranks: int, num_tokens: int, num_experts: int, top_k: int, width: int) -> None:
+    def __init__(
+        self, draw: Draw, num_ranks: int, num_tokens: int, num_experts: int, top_k: int, width: int
+    ) -> None:
         self.draw, self.each = draw, num_experts // num_ranks
         sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "top_k": top_k}
         self.slots = TokenSlots(**sizes, element=draw.dtype.itemsize, scale=4)
@@ -24,7 +28,9 @@ class Ranks:
         padded = -(-self.slots.num_bytes // 64) * 64
         self.memory = torch.empty(num_ranks, padded, dtype=torch.uint8, device=draw.device)
         self.pointers = torch.tensor([part.data_ptr() for part in self.memory], device=draw.device)
-        scores = torch.rand(self.slots.count, num_experts, generator=draw.generator, device=draw.device)
+        scores = torch.rand(
+            self.slots.count, num_experts, generator=draw.generator, device=draw.device
+        )
         # Some ranks hold no expert that anybody chose.
         scores[:, -self.each :] -= 1.0
         self.experts = scores.topk(top_k, -1).indices
@@ -45,14 +51,21 @@ class Ranks:
         size = slots.count * slots.top_k
         starts = (0, slots.scales_at, slots.choices_at)
         sizes = (slots.count * slots.width * slots.element, size * slots.scale, size * 8)
-        parts = [self.memory[rank, at : at + length] for at, length in zip(starts, sizes, strict=True)]
+        parts = [
+            self.memory[rank, at : at + length] for at, length in zip(starts, sizes, strict=True)
+        ]
         dtypes = (self.draw.dtype, torch.float32, torch.int64)
-        views = [part.view(dtype).view(slots.count, -1) for part, dtype in zip(parts, dtypes, strict=True)]
+        views = [
+            part.view(dtype).view(slots.count, -1)
+            for part, dtype in zip(parts, dtypes, strict=True)
+        ]
         return views[0], views[1], views[2]
 
 
 def check_peer_rows(draw: Draw, cases: tuple[tuple[int, int, int, int, int], ...]) -> None:
-    """What is put lies where it belongs and nothing else is touched; sums come back to the ranks of tokens."""
+    """What is put lies where it belongs and nothing else is touched; sums come back to the ranks of
+    tokens.
+    """
     for case in cases:
         ranks = Ranks(draw, *case)
         check_tokens(ranks, f"ranks, tokens, experts, choices, width {case}")
@@ -61,24 +74,39 @@ def check_peer_rows(draw: Draw, cases: tuple[tuple[int, int, int, int, int], ...
 
 def check_tokens(ranks: Ranks, what: str) -> None:
     count, width, top_k = ranks.slots.count, ranks.slots.width, ranks.slots.top_k
-    hidden, probabilities = ranks.whole(count, width), torch.rand(count, top_k, device=ranks.draw.device)
+    hidden, probabilities = (
+        ranks.whole(count, width),
+        torch.rand(count, top_k, device=ranks.draw.device),
+    )
     for has_choices in (True, False):
         ranks.clear()
         for rank in range(ranks.slots.num_ranks):
-            mine, scales, experts = (ranks.of(one, rank) for one in (hidden, probabilities, ranks.experts))
+            mine, scales, experts = (
+                ranks.of(one, rank) for one in (hidden, probabilities, ranks.experts)
+            )
             kernels.put_tokens(
-                mine, scales if has_choices else None, experts, ranks.pointers, rank, ranks.each, ranks.slots
+                mine,
+                scales if has_choices else None,
+                experts,
+                ranks.pointers,
+                rank,
+                ranks.each,
+                ranks.slots,
             )
         for rank in range(ranks.slots.num_ranks):
             rows, scales, choices = ranks.views(rank)
             chosen = (ranks.experts >= 0) & (ranks.experts // ranks.each == rank)
             expected = hidden.masked_fill(~chosen.any(1, keepdim=True), torch.nan)
-            assert torch.equal(rows.nan_to_num(99), expected.nan_to_num(99)), f"{what}: rows on rank {rank}"
+            assert torch.equal(rows.nan_to_num(99), expected.nan_to_num(99)), (
+                f"{what}: rows on rank {rank}"
+            )
             if has_choices:
                 assert torch.equal(scales, probabilities), f"{what}: probabilities on rank {rank}"
                 assert torch.equal(choices, ranks.experts), f"{what}: choices on rank {rank}"
             else:
-                assert scales.isnan().all(), f"{what}: probabilities that nobody gave on rank {rank}"
+                assert scales.isnan().all(), (
+                    f"{what}: probabilities that nobody gave on rank {rank}"
+                )
 
 
 def check_sums(ranks: Ranks, what: str) -> None:
@@ -88,10 +116,15 @@ def check_sums(ranks: Ranks, what: str) -> None:
     gathered = torch.zeros(count * top_k, device=ranks.draw.device)
     for rank in range(ranks.slots.num_ranks):
         row_map = sort_by_expert(ranks.experts, rank * ranks.each, ranks.each)
-        values, scales = ranks.whole(row_map.num_rows, width), torch.rand(row_map.num_rows, device=gathered.device)
+        values, scales = (
+            ranks.whole(row_map.num_rows, width),
+            torch.rand(row_map.num_rows, device=gathered.device),
+        )
         end = int(row_map.ends[-1])
         values[end:], scales[end:] = torch.nan, torch.nan
-        kernels.put_sums(values, scales, row_map.rows, row_map.ends, ranks.pointers, rank, ranks.slots)
+        kernels.put_sums(
+            values, scales, row_map.rows, row_map.ends, ranks.pointers, rank, ranks.slots
+        )
         pairs = row_map.pairs[:end]
         total.index_add_(0, pairs // top_k, values[:end].double())
         gathered[pairs] = scales[:end]
@@ -99,7 +132,9 @@ def check_sums(ranks: Ranks, what: str) -> None:
         rows, scales, _ = ranks.views(rank)
         sums, found = kernels.add_slots(rows, scales, ranks.of(ranks.experts, rank), ranks.each)
         assert torch.equal(sums.double(), ranks.of(total, rank)), f"{what}: sums on rank {rank}"
-        assert torch.equal(found, ranks.of(gathered.view(count, top_k), rank)), f"{what}: scales on rank {rank}"
+        assert torch.equal(found, ranks.of(gathered.view(count, top_k), rank)), (
+            f"{what}: scales on rank {rank}"
+        )
         alone, nothing = kernels.add_slots(rows, None, ranks.of(ranks.experts, rank), ranks.each)
         assert nothing is None, f"{what}: scales of nothing"
         assert torch.equal(alone, sums), f"{what}: sums without scales"

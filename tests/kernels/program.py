@@ -1,4 +1,6 @@
-"""Checks that run in a program of their own, because Triton chooses its interpreter when a kernel is defined."""
+"""Checks that run in a program of their own, because Triton chooses its interpreter when a kernel
+is defined.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pathlib import Path
 
 
 def report_checks(checks: Mapping[str, Callable[[], object]]) -> None:
-    """Run checks and print the traceback of each by its name, as JSON; it is empty where nothing failed."""
+    """Run checks and print the traceback of each by its name, as JSON; it is empty where nothing
+    failed.
+    """
     failed = {}
     for name, check in checks.items():
         try:
@@ -26,7 +30,11 @@ def report_checks(checks: Mapping[str, Callable[[], object]]) -> None:
 
 def interpreted(module: str, *arguments: str) -> dict[str, str]:
     """Run a module that reports checks in Triton's interpreter, and return what it printed."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     program = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         cwd=Path(__file__).parents[2],

@@ -14,7 +14,10 @@ def test_cpu_tensors_stay_on_the_operators_of_torch():
 
 @pytest.mark.parametrize(
     ("capability", "module", "reason"),
-    [((7, 5), "lightning_megatron.errors", "7.5 is below 8.0"), ((9, 0), "no_such_module", "cannot be imported")],
+    [
+        ((7, 5), "lightning_megatron.errors", "7.5 is below 8.0"),
+        ((9, 0), "no_such_module", "cannot be imported"),
+    ],
 )
 def test_the_choice_says_why(
     monkeypatch: pytest.MonkeyPatch,

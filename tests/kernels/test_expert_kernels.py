@@ -9,7 +9,8 @@ import pytest
 from tests.kernels.program import interpreted
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton, which comes with the CUDA builds of torch"
+    importlib.util.find_spec("triton") is None,
+    reason="needs triton, which comes with the CUDA builds of torch",
 )
 
 

@@ -1,4 +1,6 @@
-"""The fused kernels, run by Triton's interpreter on the CPU, against float64 and against torch's operators."""
+"""The fused kernels, run by Triton's interpreter on the CPU, against float64 and against torch's
+operators.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from tests.kernels.program import interpreted
 
 pytestmark = [
     pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="needs triton, which comes with the CUDA builds of torch"
+        importlib.util.find_spec("triton") is None,
+        reason="needs triton, which comes with the CUDA builds of torch",
     ),
     pytest.mark.slow,
 ]

@@ -1,4 +1,6 @@
-"""Masks say who sees whom, are made only where they say something, and go to kernels that take them."""
+"""Masks say who sees whom, are made only where they say something, and go to kernels that take
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ LIKE: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
 def shown(mask: Tensor | None) -> list[list[str]]:
     """Draw each row's mask: a line for each place, x where it sees."""
     assert mask is not None, "there is a mask"
-    return [["".join("x" if value == 0 else "." for value in line) for line in row[0]] for row in mask]
+    return [
+        ["".join("x" if value == 0 else "." for value in line) for line in row[0]] for row in mask
+    ]
 
 
 @pytest.mark.parametrize("span", [None, AttentionSpan(), AttentionSpan(positions=POSITIONS)])
 @pytest.mark.parametrize("window", [None, 3, 4])
-def test_rows_that_see_all_before_need_no_mask(span: AttentionSpan | None, window: int | None) -> None:
+def test_rows_that_see_all_before_need_no_mask(
+    span: AttentionSpan | None, window: int | None
+) -> None:
     assert attention_mask(span, window, 3, **LIKE) is None
 
 
@@ -61,9 +67,13 @@ def test_masks_go_to_kernels_that_take_them() -> None:
 
 def test_a_causal_mask_is_the_causal_attention() -> None:
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.rand(5, 2, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.rand(5, 2, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    )
     mask = attention_mask(AttentionSpan(documents=torch.zeros(2, 5)), None, 5, **LIKE)
     assert mask is not None
     for scale in (None, 0.7):
         expected = attend(query, key, value, causal=True, scale=scale)
-        assert_equal(attend(query, key, value, causal=True, mask=mask, scale=scale), expected, "mixed")
+        assert_equal(
+            attend(query, key, value, causal=True, mask=mask, scale=scale), expected, "mixed"
+        )

@@ -17,7 +17,10 @@ from tests.world import run_world
 
 SIZES = {"vocab_size": 40, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
 DROPPING = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
-CONFIGS = [GPTConfig.gpt2(**SIZES, **DROPPING), GPTConfig.llama(**SIZES, **DROPPING, norm_position="post")]
+CONFIGS = [
+    GPTConfig.gpt2(**SIZES, **DROPPING),
+    GPTConfig.llama(**SIZES, **DROPPING, norm_position="post"),
+]
 
 
 def mask(mesh: ParallelMesh) -> list[bool]:
@@ -25,7 +28,9 @@ def mask(mesh: ParallelMesh) -> list[bool]:
 
 
 def attention_mask(mesh: ParallelMesh) -> list[bool]:
-    """Drop attention weights of a layer whose heads all compute the same, and return which ones were dropped."""
+    """Drop attention weights of a layer whose heads all compute the same, and return which ones
+    were dropped.
+    """
     model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.5), mesh, seed=1)
     core = model.layers["0"].attention._core
     value = torch.eye(8).view(8, 1, 1, 8).expand(8, 1, 4 // mesh.tp.size, 8)
@@ -40,7 +45,9 @@ def check_masks(mesh: ParallelMesh) -> None:
     assert first != second, "a layer's draws follow one another"
     assert torch.equal(torch.get_rng_state(), before), "default generators are left alone"
     masks = all_gather_objects(first, mesh.tp)
-    assert (masks[0] == masks[1]) is not mesh.sequence_parallel, "masks are shared exactly where activations are"
+    assert (masks[0] == masks[1]) is not mesh.sequence_parallel, (
+        "masks are shared exactly where activations are"
+    )
     mesh.random.seek(2)
     weights = all_gather_objects(attention_mask(mesh), mesh.tp)
     assert weights[0] != weights[1], "heads of different ranks drop different weights"
@@ -72,7 +79,9 @@ def check_replay(mesh: ParallelMesh) -> None:
 def check_all(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for sequence_parallel in (False, True):
-        mesh = ParallelMesh.create(ParallelLayout(world_size=2, tp=2), seed=4, sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(world_size=2, tp=2), seed=4, sequence_parallel=sequence_parallel
+        )
         check_masks(mesh)
         check_replay(mesh)
         mesh.destroy()
@@ -133,5 +142,7 @@ def saved_elements(recompute: str) -> int:
 
 
 def test_unknown_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="recompute must be one of none, selective, experts, full: 'all'"):
+    with pytest.raises(
+        ValueError, match="recompute must be one of none, selective, experts, full: 'all'"
+    ):
         check_recompute("all")

@@ -1,4 +1,6 @@
-"""Layers that add their gradients to slots, against the same layers under plain autograd, in float64."""
+"""Layers that add their gradients to slots, against the same layers under plain autograd, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,12 @@ class Tied(nn.Module):
         return vocab_logits(self.word(tokens).tanh(), self.word.weight, self.mesh)
 
 
-def attach_slots(layer: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Give every parameter a slot over memory that holds no number yet; return gradients and how often each came."""
+def attach_slots(
+    layer: nn.Module, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Give every parameter a slot over memory that holds no number yet; return gradients and how
+    often each came.
+    """
     gradients, calls = {}, dict.fromkeys(dict(layer.named_parameters()), 0)
     for name, parameter in layer.named_parameters():
         gradients[name] = torch.full_like(parameter, torch.nan, dtype=dtype)
@@ -109,12 +115,20 @@ def cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
     for bias in (True, False):
         yield "column", ColumnParallelLinear(D, F_OUT, mesh, bias=bias), draw(seq, B, D)
         yield "row", RowParallelLinear(D, F_OUT, mesh, bias=bias), draw(S, B, part)
-    yield "gathered column", ColumnParallelLinear(D, F_OUT, mesh, gather_output=True), draw(seq, B, D)
+    yield (
+        "gathered column",
+        ColumnParallelLinear(D, F_OUT, mesh, gather_output=True),
+        draw(seq, B, D),
+    )
     yield "head", VocabParallelHead(V, D, mesh), draw(seq, B, D)
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     tokens[0] = torch.tensor([5, V - 1, 5, 0, 5, 5, V - 1, 2])
     yield "embedding", VocabParallelEmbedding(V, D, mesh), tokens
-    yield "embedding with padding", VocabParallelEmbedding(V, D, mesh, padding_id=int(tokens[0, 1])), tokens
+    yield (
+        "embedding with padding",
+        VocabParallelEmbedding(V, D, mesh, padding_id=int(tokens[0, 1])),
+        tokens,
+    )
     yield "tied", Tied(mesh), tokens
 
 
@@ -140,7 +154,9 @@ def check_overlap(mesh: ParallelMesh) -> None:
 @contextmanager
 def products_to(events: list[str]) -> Iterator[None]:
     class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is torch.ops.aten.mm.default:
                 events.append("input gradient")
             elif func is torch.ops.aten.addmm.out:
@@ -154,13 +170,16 @@ def products_to(events: list[str]) -> Iterator[None]:
 def check_all(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for tp, sequence_parallel in CUTS:
-        mesh = ParallelMesh.create(ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel
+        )
         for name, layer, x in cases(mesh):
             for run in (once, twice, recomputed):
                 compare(layer, x, run, f"{name} {run.__name__} tp={tp} sp={sequence_parallel}")
         if tp > 1:
             check_overlap(mesh)
-        # On CPUs the pieces of a pipelined product are one, but the layers take that way through it.
+        # On CPUs the pieces of a pipelined product are one, but the layers take that way through
+        # it.
         pipelined = replace(mesh, tp=replace(mesh.tp, pipelines_products=True))
         for name, layer, x in cases(pipelined):
             compare(layer, x, once, f"{name} pipelined tp={tp} sp={sequence_parallel}")
@@ -190,7 +209,11 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(kind: Any) -> None:
             assert given.grad is None
         else:
             assert given.grad is not None
-            assert_equal(given.grad, draw(S, B, F_OUT, seed=2) @ layer.weight, f"input gradient, frozen {frozen}")
+            assert_equal(
+                given.grad,
+                draw(S, B, F_OUT, seed=2) @ layer.weight,
+                f"input gradient, frozen {frozen}",
+            )
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
@@ -225,12 +248,17 @@ def test_no_second_tensor_of_the_weights_size_is_made(kind: str) -> None:
     made: list[str] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             shape, home = layer.weight.shape, gradients["weight"]
             if isinstance(result, Tensor) and result.shape in (shape, shape[::-1]):
                 known = (home, layer.weight)
-                if all(result.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() for k in known):
+                if all(
+                    result.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
+                    for k in known
+                ):
                     made.append(str(func))
             return result
 
@@ -263,7 +291,9 @@ def test_every_way_of_adding_multiplies_by_the_scale_of_a_slot() -> None:
         "rows": (lambda slot: slot.add_rows(index, right), rows),
     }
     for what, (add, gradient) in ways.items():
-        slot = GradientSlot(torch.full((V, D), torch.nan, dtype=torch.float64), lambda: None, scale=0.75)
+        slot = GradientSlot(
+            torch.full((V, D), torch.nan, dtype=torch.float64), lambda: None, scale=0.75
+        )
         for times in (1, 2):
             add(slot)
             assert_equal(slot.gradient, times * 0.75 * gradient, f"{what}, {times} times")
@@ -282,12 +312,18 @@ def test_a_bias_that_the_caller_adds_is_not_added() -> None:
 
 def test_positions_keep_autograds_gradient_beside_slots() -> None:
     mesh = ParallelMesh.single()
-    layer = InputEmbedding(VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S, D, mesh), mesh=mesh).double()
+    layer = InputEmbedding(
+        VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S, D, mesh), mesh=mesh
+    ).double()
     initialize_(layer, "cpu", seed=1)
     gradient = torch.full_like(layer.word.weight, torch.nan)
     set_slot(layer.word.weight, GradientSlot(gradient, lambda: None))
     layer(torch.arange(B * S).view(B, S)).sum().backward()
-    assert_equal(gradient.sum(1), torch.cat([torch.full((B * S,), float(D)), torch.zeros(256 - B * S)]), "words")
+    assert_equal(
+        gradient.sum(1),
+        torch.cat([torch.full((B * S,), float(D)), torch.zeros(256 - B * S)]),
+        "words",
+    )
     assert layer.position is not None
     assert layer.position.weight.grad is not None
     assert_equal(layer.position.weight.grad, torch.full((S, D), float(B)), "positions")
@@ -332,7 +368,9 @@ def test_a_stack_with_slots_is_one_leaf_until_a_part_is_frozen_or_moved() -> Non
     assert stack.joined() is leaf
     assert leaf.data_ptr() == stack.parts[0].data_ptr()
     stack.parts[1].requires_grad_(False)
-    assert stack.joined().grad_fn is not None, "the graph passes on the gradient of the part that is not frozen"
+    assert stack.joined().grad_fn is not None, (
+        "the graph passes on the gradient of the part that is not frozen"
+    )
     stack.parts[1].requires_grad_(True)
     assert stack.joined().grad_fn is None
     stack.parts[1].data = torch.ones(3, 3)

@@ -1,4 +1,6 @@
-"""Initial weights: their distribution, their independence of the layout, and the memory that drawing them takes."""
+"""Initial weights: their distribution, their independence of the layout, and the memory that
+drawing them takes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import whole_range
 
 CONFIG = GPTConfig.llama(
-    vocab_size=1000, max_seq_length=64, num_layers=8, hidden_size=64, num_heads=8, num_kv_heads=2, ffn_hidden_size=192
+    vocab_size=1000,
+    max_seq_length=64,
+    num_layers=8,
+    hidden_size=64,
+    num_heads=8,
+    num_kv_heads=2,
+    ffn_hidden_size=192,
 )
 
 
@@ -68,16 +76,22 @@ def num_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
+)
 def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor(sizes: dict[str, int]) -> None:
     full_model = GPT(CONFIG, seed=1)
-    largest = max(torch.Size(shard_spec_of(p).full_shape).numel() for p in full_model.parameters()) * 4
+    largest = (
+        max(torch.Size(shard_spec_of(p).full_shape).numel() for p in full_model.parameters()) * 4
+    )
     for rank in range(8):
         with LiveBytes() as counter:
             model = GPT(CONFIG, mesh_of(rank, **sizes), seed=1)
         shard = num_bytes(model)
         assert counter.live >= shard, "the counter sees the parameters"
-        assert counter.peak <= shard + largest + 4096, f"rank {rank}: {counter.peak} bytes, {shard} its shard"
+        assert counter.peak <= shard + largest + 4096, (
+            f"rank {rank}: {counter.peak} bytes, {shard} its shard"
+        )
         assert counter.peak < num_bytes(full_model)
 
 
@@ -88,7 +102,12 @@ def test_the_counter_would_see_a_full_model() -> None:
 
 
 def test_weights_have_the_documented_distribution() -> None:
-    model = GPT(GPTConfig.gpt2(vocab_size=500, max_seq_length=64, num_layers=8, hidden_size=128, num_heads=4), seed=3)
+    model = GPT(
+        GPTConfig.gpt2(
+            vocab_size=500, max_seq_length=64, num_layers=8, hidden_size=128, num_heads=4
+        ),
+        seed=3,
+    )
     for name, parameter in model.named_parameters():
         values = parameter.detach()[: shard_spec_of(parameter).full_shape[0]]
         if name.endswith("bias"):
@@ -130,7 +149,9 @@ def test_half_weights_are_the_rounded_float32_ones() -> None:
 def test_shared_parameters_stay_shared_and_keep_what_is_attached() -> None:
     with torch.device("meta"):
         first, second = nn.Module(), nn.Module()
-        first.weight = sharded_parameter((6, 2), [whole_range(6)], Initializer.normal(), local_size=8)
+        first.weight = sharded_parameter(
+            (6, 2), [whole_range(6)], Initializer.normal(), local_size=8
+        )
         second.weight = first.weight
         root = nn.ModuleDict({"first": first, "second": second})
     initialize_(root, "cpu", seed=0)

@@ -17,7 +17,9 @@ from tests.world import run_world
 SHAPE = (6, 3)
 
 
-def check_case(mesh: ParallelMesh, vocab_size: int, smoothing: float, labels: torch.Tensor, padding: float) -> None:
+def check_case(
+    mesh: ParallelMesh, vocab_size: int, smoothing: float, labels: torch.Tensor, padding: float
+) -> None:
     what = f"tp={mesh.tp.size} vocabulary={vocab_size} smoothing={smoothing}"
     padded = -(-vocab_size // (8 * mesh.tp.size)) * 8 * mesh.tp.size
     generator = torch.Generator().manual_seed(vocab_size)
@@ -25,14 +27,20 @@ def check_case(mesh: ParallelMesh, vocab_size: int, smoothing: float, labels: to
     full = full.requires_grad_()
     weight = torch.rand(SHAPE, generator=generator)
     expected = F.cross_entropy(
-        full.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing, ignore_index=-1
+        full.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=smoothing,
+        ignore_index=-1,
     ).view(SHAPE)
     (expected * weight).sum().backward()
 
     everything = F.pad(full.detach(), (0, padded - vocab_size), value=padding)
     shard = everything.chunk(mesh.tp.size, -1)[mesh.tp.rank].clone().requires_grad_()
     before = shard.detach().clone()
-    losses = vocab_parallel_cross_entropy(shard, labels, mesh, vocab_size, smoothing, ignore_index=-1)
+    losses = vocab_parallel_cross_entropy(
+        shard, labels, mesh, vocab_size, smoothing, ignore_index=-1
+    )
     (losses * weight).sum().backward()
     assert torch.equal(shard.detach(), before), f"{what}: the input was modified"
     assert_equal(losses, expected, f"{what}: loss")
@@ -44,8 +52,11 @@ def check_losses(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for tp in (1, 2, 4):
         mesh = ParallelMesh.create(ParallelLayout(world_size=4, tp=tp))
-        # 9 and 17 leave ranks with few true columns or none; large padding must never receive probability.
-        for vocab_size, smoothing, padding in itertools.product((9, 17, 32), (0.0, 0.1), (0.0, 1e3)):
+        # 9 and 17 leave ranks with few true columns or none; large padding must never receive
+        # probability.
+        for vocab_size, smoothing, padding in itertools.product(
+            (9, 17, 32), (0.0, 0.1), (0.0, 1e3)
+        ):
             labels = torch.randint(0, vocab_size, SHAPE, generator=torch.Generator().manual_seed(1))
             labels[0, 0], labels[1, 0] = vocab_size - 1, 0
             check_case(mesh, vocab_size, smoothing, labels, padding)
@@ -67,7 +78,9 @@ def test_half_logits_are_computed_in_float32_and_get_half_gradients() -> None:
     assert losses.dtype == torch.float32
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
-    expected = F.cross_entropy(logits.detach().float().flatten(0, 1), labels.flatten(), reduction="none").view(4, 2)
+    expected = F.cross_entropy(
+        logits.detach().float().flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(4, 2)
     assert_equal(losses, expected, "loss", tolerance=1e-6)
 
 
@@ -81,4 +94,6 @@ def test_an_impossible_token_does_not_poison_the_others() -> None:
 @pytest.mark.parametrize("label", [8, -2])
 def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
     with pytest.raises(IndexError, match=rf"\[0, 8\): found {label}"):
-        vocab_parallel_cross_entropy(torch.randn(1, 1, 16), torch.tensor([[label]]), ParallelMesh.single(), 8)
+        vocab_parallel_cross_entropy(
+            torch.randn(1, 1, 16), torch.tensor([[label]]), ParallelMesh.single(), 8
+        )

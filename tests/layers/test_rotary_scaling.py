@@ -55,11 +55,25 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def their_config(ours: RotaryScaling, others: dict[str, Any], part: float) -> Any:
-    parameters = {"rope_type": ours.kind, "rope_theta": 10000.0, "factor": ours.factor, "partial_rotary_factor": part}
+    parameters = {
+        "rope_type": ours.kind,
+        "rope_theta": 10000.0,
+        "factor": ours.factor,
+        "partial_rotary_factor": part,
+    }
     if ours.original_length is not None:
         parameters["original_max_position_embeddings"] = ours.original_length
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072, "pad_token_id": 0}
-    original = {} if ours.original_length is None else {"original_max_position_embeddings": ours.original_length}
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 131072,
+        "pad_token_id": 0,
+    }
+    original = (
+        {}
+        if ours.original_length is None
+        else {"original_max_position_embeddings": ours.original_length}
+    )
     kind = transformers.Phi3Config if ours.kind == "longrope" else transformers.LlamaConfig
     return kind(**sizes, **original, rope_parameters=parameters | others)
 
@@ -71,9 +85,13 @@ def test_frequencies_are_hugging_faces(ours: dict[str, Any], others: dict[str, A
     for part in (0.75,) if scaling.kind == "longrope" else (0.75, 1.0):
         config = their_config(scaling, others, part)
         for seq_length in (1, 16, 17):
-            theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu", seq_len=seq_length)
+            theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](
+                config, "cpu", seq_len=seq_length
+            )
             is_long = scaling.original_length is not None and seq_length > scaling.original_length
-            found = rotary_frequencies(int(64 * part), 10000.0, scaling, is_long=is_long, device="cpu")
+            found = rotary_frequencies(
+                int(64 * part), 10000.0, scaling, is_long=is_long, device="cpu"
+            )
             assert torch.equal(found, theirs)
             assert scaling.amplitude == amplitude
 
@@ -100,5 +118,7 @@ def test_kept_tables_are_those_of_rows_and_never_of_positions() -> None:
     positions = torch.tensor([[3, 1, 2]])
     kept = tables(3, hidden)
     assert tables(3, hidden) is kept
-    assert torch.equal(tables(3, hidden, positions)[0][:, 0], position_tables(positions, 8, base=100.0)[0][:, 0])
+    assert torch.equal(
+        tables(3, hidden, positions)[0][:, 0], position_tables(positions, 8, base=100.0)[0][:, 0]
+    )
     assert tables(3, hidden) is kept

@@ -1,4 +1,6 @@
-"""Every layer against its torch.nn twin in float64: outputs, input gradients and all parameter gradients."""
+"""Every layer against its torch.nn twin in float64: outputs, input gradients and all parameter
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def compare(
     outputs: Callable[[Tensor, ParallelMesh], Tensor] = sequence_part,
     width: int = D,
 ) -> None:
-    """Compare a layer with its twin on the same tensors; ``inputs`` and ``outputs`` cut full tensors to this rank."""
+    """Compare a layer with its twin on the same tensors; ``inputs`` and ``outputs`` cut full
+    tensors to this rank.
+    """
     what = f"{type(layer).__name__} tp={mesh.tp.size} sp={mesh.sequence_parallel}"
     load_full_(layer, weights)
     full = draw(S, B, width, seed=1).requires_grad_()
@@ -71,7 +75,9 @@ def compare(
     assert full.grad is not None
     assert local.grad is not None
     assert_equal(local.grad, inputs(full.grad, mesh), f"{what}: input gradient")
-    assert_same_gradients(layer, mesh, {name: leaf_gradient(weight) for name, weight in weights.items()}, what)
+    assert_same_gradients(
+        layer, mesh, {name: leaf_gradient(weight) for name, weight in weights.items()}, what
+    )
 
 
 def leaf_gradient(weight: Tensor) -> Tensor:
@@ -134,7 +140,9 @@ def check_mlps(mesh: ParallelMesh) -> None:
 
 def check_attention(mesh: ParallelMesh) -> None:
     for causal in (True, False):
-        w = leaves(qkv__weight=(3 * D, D), qkv__bias=(3 * D,), output__weight=(D, D), output__bias=(D,))
+        w = leaves(
+            qkv__weight=(3 * D, D), qkv__bias=(3 * D,), output__weight=(D, D), output__bias=(D,)
+        )
 
         def twin(x: Tensor, w: dict[str, Tensor] = w, causal: bool = causal) -> Tensor:
             hidden, _ = F.multi_head_attention_forward(
@@ -167,7 +175,9 @@ class _WithTables(nn.Module):
         return self.layer(x, self.tables)
 
 
-def grouped_attention(x: Tensor, w: Mapping[str, Tensor], groups: int, tables: tuple[Tensor, Tensor]) -> Tensor:
+def grouped_attention(
+    x: Tensor, w: Mapping[str, Tensor], groups: int, tables: tuple[Tensor, Tensor]
+) -> Tensor:
     """Attend with repeated key/value heads, by plain matrix products."""
     parts = F.linear(x, w["qkv.weight"]).split([H * 6, groups * 6, groups * 6], -1)
     q, k, v = (part.unflatten(-1, (-1, 6)) for part in parts)
@@ -195,7 +205,10 @@ def check_blocks(mesh: ParallelMesh) -> None:
         sources = {
             "attention.qkv.weight": twin.self_attn.in_proj_weight,
             "attention.qkv.bias": twin.self_attn.in_proj_bias,
-            **{f"attention.output.{k}": getattr(twin.self_attn.out_proj, k) for k in ("weight", "bias")},
+            **{
+                f"attention.output.{k}": getattr(twin.self_attn.out_proj, k)
+                for k in ("weight", "bias")
+            },
             **{f"mlp.up.{k}": getattr(twin.linear1, k) for k in ("weight", "bias")},
             **{f"mlp.down.{k}": getattr(twin.linear2, k) for k in ("weight", "bias")},
             **{f"attention_norm.{k}": getattr(twin.norm1, k) for k in ("weight", "bias")},
@@ -209,15 +222,21 @@ def check_embedding_and_head(mesh: ParallelMesh) -> None:
     w = leaves(word__weight=(V, D), position__weight=(S + 3, D))
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     tokens[0, :2] = torch.tensor([0, V - 1])
-    expected = F.embedding(tokens.t(), w["word.weight"]) + w["position.weight"][2 : S + 2].unsqueeze(1)
+    expected = F.embedding(tokens.t(), w["word.weight"]) + w["position.weight"][
+        2 : S + 2
+    ].unsqueeze(1)
     grad = draw(S, B, D, seed=5)
     expected.backward(grad)
-    layer = InputEmbedding(VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S + 3, D, mesh), mesh=mesh)
+    layer = InputEmbedding(
+        VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S + 3, D, mesh), mesh=mesh
+    )
     load_full_(layer, w)
     actual = layer(tokens, offset=2)
     actual.backward(sequence_part(grad, mesh))
     assert_equal(actual, sequence_part(expected, mesh), f"embedding {what}")
-    assert_same_gradients(layer, mesh, {k: leaf_gradient(v) for k, v in w.items()}, f"embedding {what}")
+    assert_same_gradients(
+        layer, mesh, {k: leaf_gradient(v) for k, v in w.items()}, f"embedding {what}"
+    )
     with pytest.raises(IndexError, match=rf"\[0, {V}\): found {V}"):
         layer(torch.full((1, S), V))
 
@@ -246,7 +265,9 @@ def check_padded_rows_are_zero(mesh: ParallelMesh) -> None:
 def check_all(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for tp, sequence_parallel in CUTS:
-        mesh = ParallelMesh.create(ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel
+        )
         checks: list[Callable[[Any], None]] = [
             check_linear,
             check_norms,
@@ -268,7 +289,10 @@ def test_every_layer_equals_its_twin_under_every_cut() -> None:
 def test_half_types_keep_their_dtype_and_use_float32_statistics() -> None:
     mesh = ParallelMesh.single()
     wide = 300 * draw(4, 2, 64).bfloat16()
-    for norm, twin in ((LayerNorm(64, mesh), nn.LayerNorm(64)), (RMSNorm(64, mesh), nn.RMSNorm(64, eps=1e-5))):
+    for norm, twin in (
+        (LayerNorm(64, mesh), nn.LayerNorm(64)),
+        (RMSNorm(64, mesh), nn.RMSNorm(64, eps=1e-5)),
+    ):
         initialize_(norm, "cpu", seed=0)
         result = norm.bfloat16()(wide)
         assert result.dtype == torch.bfloat16
@@ -283,5 +307,7 @@ def test_fused_ranges_cannot_be_gathered() -> None:
 
 
 def test_positions_past_the_table_are_refused() -> None:
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(9\) must not exceed max_seq_length \(8\)"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(9\) must not exceed max_seq_length \(8\)"
+    ):
         PositionEmbedding(8, 4, ParallelMesh.single())(5, offset=4)

@@ -31,12 +31,18 @@ class PlainGPT:
         span: The rows of the batch.
     """
 
-    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor], span: AttentionSpan | None) -> None:
+    def __init__(
+        self, config: GPTConfig, weights: Mapping[str, Tensor], span: AttentionSpan | None
+    ) -> None:
         self.config, self.weights, self.span = config, weights, span or AttentionSpan()
 
     def logits(self, tokens: Tensor, embeddings: Tensor | None = None) -> Tensor:
         w, config = self.weights, self.config
-        x = w["embedding.word.weight"][tokens] * config.embedding_scale if embeddings is None else embeddings
+        x = (
+            w["embedding.word.weight"][tokens] * config.embedding_scale
+            if embeddings is None
+            else embeddings
+        )
         if config.position == "learned":
             x = x + w["embedding.position.weight"][self.positions(tokens)]
         for layer in range(config.num_layers):
@@ -68,10 +74,16 @@ class PlainGPT:
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight, eps = self.weights[f"{name}.weight"], self.config.norm_eps
         if self.config.norm == "rmsnorm" or name.endswith(("query_norm", "key_norm")):
-            return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + self.config.norm_offset)
+            return (
+                x
+                / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+                * (weight + self.config.norm_offset)
+            )
         x = x - x.mean(-1, keepdim=True)
         bias = self.weights.get(f"{name}.bias")
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight + (0.0 if bias is None else bias)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight + (
+            0.0 if bias is None else bias
+        )
 
     def mlp(self, x: Tensor, name: str) -> Tensor:
         function = ACTIVATIONS[self.config.activation]
@@ -92,17 +104,25 @@ class PlainGPT:
         k, v = (part.repeat_interleave(queries // keys, 2) for part in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
-        weights = scores.masked_fill(~self.seen(tokens, config.window_of(layer)), -torch.inf).softmax(-1)
+        weights = scores.masked_fill(
+            ~self.seen(tokens, config.window_of(layer)), -torch.inf
+        ).softmax(-1)
         return self.linear(torch.einsum("bhst,bthk->bshk", weights, v).flatten(2), f"{name}.output")
 
     def rotated(self, heads: Tensor, tokens: Tensor) -> Tensor:
         """Turn pairs of elements as complex numbers."""
         config, scaling, positions = self.config, self.config.rotary_scaling, self.positions(tokens)
         size, amplitude = config.rotary_size, 1.0 if scaling is None else scaling.amplitude
-        is_long = scaling is not None and int(positions.max()) + 1 > (scaling.original_length or 10**9)
-        speeds = rotary_frequencies(size, config.rotary_base, scaling, is_long=is_long, device="cpu")
+        is_long = scaling is not None and int(positions.max()) + 1 > (
+            scaling.original_length or 10**9
+        )
+        speeds = rotary_frequencies(
+            size, config.rotary_base, scaling, is_long=is_long, device="cpu"
+        )
         angles = (positions[..., None].float() * speeds)[:, :, None]
-        turns = torch.complex((angles.cos() * amplitude).double(), (angles.sin() * amplitude).double())
+        turns = torch.complex(
+            (angles.cos() * amplitude).double(), (angles.sin() * amplitude).double()
+        )
         turned = torch.complex(heads[..., : size // 2], heads[..., size // 2 : size]) * turns
         return torch.cat((turned.real, turned.imag, heads[..., size:]), -1)
 

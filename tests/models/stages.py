@@ -13,7 +13,9 @@ from lightning_megatron.models.stage import StageCursor, StageDone
 
 
 def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **others: Any) -> Tensor:
-    """Run every virtual stage one after the other, forward and backward; return the losses on every rank."""
+    """Run every virtual stage one after the other, forward and backward; return the losses on every
+    rank.
+    """
     mesh = model.mesh
     pp, stages = mesh.pp, mesh.pp.size * model.num_chunks
     model.cursor = StageCursor(0, probe=True)
@@ -57,5 +59,9 @@ def join_tied_gradients(model: GPT, gradients: dict[str, Tensor]) -> None:
     """Add the gradients of a tied weight's two copies, and expect the same of both."""
     gradients["head.weight"] = gradients["embedding.word.weight"]
     if model.mesh.embedding.size > 1:
-        ends = [p for key, p in model.named_parameters() if key in ("embedding.word.weight", "head.weight")]
+        ends = [
+            p
+            for key, p in model.named_parameters()
+            if key in ("embedding.word.weight", "head.weight")
+        ]
         torch.distributed.all_reduce(ends[0].grad, group=model.mesh.embedding.group)

@@ -1,4 +1,6 @@
-"""CausalLM under a plain Trainer: it learns, logs, decays what it should and comes back from a checkpoint."""
+"""CausalLM under a plain Trainer: it learns, logs, decays what it should and comes back from a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.learning_rate import WarmupSchedule
 
-CONFIG = GPTConfig.gpt2(vocab_size=20, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=2, hidden_dropout=0.1)
+CONFIG = GPTConfig.gpt2(
+    vocab_size=20, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=2, hidden_dropout=0.1
+)
 
 
 class Counting(L.LightningDataModule):
@@ -54,7 +58,9 @@ def test_it_learns_logs_and_predicts(tmp_path: Path) -> None:
     metrics = run.callback_metrics
     assert metrics["val_loss"] < 0.5
     assert metrics["train_loss"] < 1.5
-    assert metrics["val_bits_per_byte"] == pytest.approx(float(metrics["val_loss"]) / math.log(2) / 2.0)
+    assert metrics["val_bits_per_byte"] == pytest.approx(
+        float(metrics["val_loss"]) / math.log(2) / 2.0
+    )
     tested = run.test(module, data, verbose=False)[0]
     assert tested["test_loss"] == pytest.approx(float(metrics["val_loss"]))
     losses = run.predict(module, data)
@@ -99,12 +105,18 @@ def test_a_foreign_device_mesh_is_refused() -> None:
         module.configure_model()
 
 
-@pytest.mark.parametrize(("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
+@pytest.mark.parametrize(
+    ("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)]
+)
 def test_the_learning_rate_rises_then_falls(shape: Any, middle: float) -> None:
     schedule = WarmupSchedule(shape, warmup_steps=4, num_steps=24, min_ratio=0.1)
     assert [schedule.factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert schedule.factor(14) == pytest.approx(middle)
-    assert schedule.factor(24) == schedule.factor(1000) == pytest.approx(1.0 if shape == "constant" else 0.1)
+    assert (
+        schedule.factor(24)
+        == schedule.factor(1000)
+        == pytest.approx(1.0 if shape == "constant" else 0.1)
+    )
 
 
 def test_a_fall_without_an_end_and_an_unknown_shape_are_refused() -> None:

@@ -13,16 +13,38 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
-LONG = {"kind": "longrope", "original_length": 8, "short_factors": [1.0] * 3, "long_factors": [2.0] * 3}
-SIZES = {"vocab_size": 100, "max_seq_length": 32, "num_layers": 4, "hidden_size": 36, "num_heads": 9}
+LONG = {
+    "kind": "longrope",
+    "original_length": 8,
+    "short_factors": [1.0] * 3,
+    "long_factors": [2.0] * 3,
+}
+SIZES = {
+    "vocab_size": 100,
+    "max_seq_length": 32,
+    "num_layers": 4,
+    "hidden_size": 36,
+    "num_heads": 9,
+}
 
 
 @pytest.mark.parametrize(
     ("sizes", "layout", "message"),
     [
-        ({}, {"tp": 2}, "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads"),
+        (
+            {},
+            {"tp": 2},
+            (
+                "num_attention_heads (9) must be a multiple of tp (2), because each rank holds "
+                "whole heads"
+            ),
+        ),
         ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
-        ({"num_heads": 12, "num_kv_heads": 4}, {"tp": 6}, "num_kv_heads (4) must be a multiple or a divisor of tp (6)"),
+        (
+            {"num_heads": 12, "num_kv_heads": 4},
+            {"tp": 6},
+            "num_kv_heads (4) must be a multiple or a divisor of tp (6)",
+        ),
         ({}, {"pp": 6}, "num_layers (4) must be at least pp x vpp (6 x 1 = 6)"),
         ({}, {"pp": 3, "vpp": 2}, "num_layers (4) must be at least pp x vpp (3 x 2 = 6)"),
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
@@ -44,9 +66,13 @@ def test_context_parallelism_is_named_as_unavailable() -> None:
 def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
     config, layout = GPTConfig.gpt2(**SIZES), ParallelLayout(world_size=3, tp=3)
     config.check_layout(layout, sequence_parallel=False, seq_length=31)
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"
+    ):
         config.check_layout(layout, sequence_parallel=True, seq_length=31)
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(33\) must not exceed max_seq_length \(32\)"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(33\) must not exceed max_seq_length \(32\)"
+    ):
         config.check_layout(layout, seq_length=33)
 
 
@@ -54,24 +80,51 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
     ("sizes", "message"),
     [
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
-        ({"ffn_hidden_size": 0}, "ffn_hidden_size must be a whole number of at least 1 or None: it is 0"),
-        ({"hidden_dropout": 1.0}, "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0"),
-        ({"activation": "tanh"}, "activation must be gelu, gelu_tanh, relu, swiglu, geglu or geglu_tanh: it is 'tanh'"),
+        (
+            {"ffn_hidden_size": 0},
+            "ffn_hidden_size must be a whole number of at least 1 or None: it is 0",
+        ),
+        (
+            {"hidden_dropout": 1.0},
+            "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0",
+        ),
+        (
+            {"activation": "tanh"},
+            "activation must be gelu, gelu_tanh, relu, swiglu, geglu or geglu_tanh: it is 'tanh'",
+        ),
         ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
         ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
         ({"position": "rotary", "head_dim": 5}, "head_dim (5) must be even"),
         ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
-        ({"rotary_dim": 2}, "rotary_dim (2) must be None, because position (learned) turns no angles"),
-        ({"position": "rotary", "rotary_dim": 3}, "rotary_dim (3) must be even and at most head_dim (4)"),
-        ({"position": "rotary", "rotary_dim": 6}, "rotary_dim (6) must be even and at most head_dim (4)"),
+        (
+            {"rotary_dim": 2},
+            "rotary_dim (2) must be None, because position (learned) turns no angles",
+        ),
+        (
+            {"position": "rotary", "rotary_dim": 3},
+            "rotary_dim (3) must be even and at most head_dim (4)",
+        ),
+        (
+            {"position": "rotary", "rotary_dim": 6},
+            "rotary_dim (6) must be even and at most head_dim (4)",
+        ),
         ({"position": "rotary", "rotary_scaling": LONG}, "rotary_scaling's factors (3) must be 2"),
-        ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 or None: it is 0"),
+        (
+            {"sliding_window": 0},
+            "sliding_window must be a whole number of at least 1 or None: it is 0",
+        ),
         ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
-        ({"sliding_window": 8, "window_layers": (True,)}, "the number of window_layers (1) must be num_layers"),
+        (
+            {"sliding_window": 8, "window_layers": (True,)},
+            "the number of window_layers (1) must be num_layers",
+        ),
         ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
         ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),
-        ({"attention_scale": -1.0}, "attention_scale must be a finite number above 0 or None: it is -1.0"),
+        (
+            {"attention_scale": -1.0},
+            "attention_scale must be a finite number above 0 or None: it is -1.0",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -88,7 +141,8 @@ def test_layers_that_divide_are_cut_evenly_and_others_by_work() -> None:
     assert sizes(12, 50257, 4) == [[3], [3], [3], [3]]
     assert sizes(8, 50257, 2, 2) == [[2, 2], [2, 2]]
     assert sizes(10, 256, 4) == [[2], [3], [3], [2]]
-    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, so the last stage takes the fewest layers allowed.
+    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, so the last stage takes the
+    # fewest layers allowed.
     assert sizes(13, 50257, 4) == [[4], [4], [4], [1]]
 
 
@@ -101,9 +155,16 @@ def test_families_have_their_published_shapes() -> None:
 
 
 def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
-    scaling = {"kind": "longrope", "original_length": 8, "short_factors": [1.0, 1.0], "long_factors": [2.0, 3.0]}
+    scaling = {
+        "kind": "longrope",
+        "original_length": 8,
+        "short_factors": [1.0, 1.0],
+        "long_factors": [2.0, 3.0],
+    }
     layers: Any = [True, False, True, False]
-    config = GPTConfig.llama(**SIZES, rotary_scaling=scaling, sliding_window=8, window_layers=layers)
+    config = GPTConfig.llama(
+        **SIZES, rotary_scaling=scaling, sliding_window=8, window_layers=layers
+    )
     assert config.rotary_scaling == RotaryScaling(
         kind="longrope", original_length=8, short_factors=(1.0, 1.0), long_factors=(2.0, 3.0)
     )
@@ -116,14 +177,20 @@ def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
     ("numbers", "message"),
     [
         ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
-        ({"kind": "linear", "factor": 0.0}, "rotary_scaling.factor must be a finite number above 0: it is 0.0"),
+        (
+            {"kind": "linear", "factor": 0.0},
+            "rotary_scaling.factor must be a finite number above 0: it is 0.0",
+        ),
         ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
         (
             {"kind": "llama3", "original_length": 8, "high_frequency_factor": 1.0},
             "high_frequency_factor (1.0) must exceed low_frequency_factor (1.0)",
         ),
         ({"kind": "longrope", "original_length": 8}, "short_factors (()) must be numbers above 0"),
-        ({**LONG, "long_factors": [1.0]}, "short_factors and long_factors (3 and 1) must be equally many"),
+        (
+            {**LONG, "long_factors": [1.0]},
+            "short_factors and long_factors (3 and 1) must be equally many",
+        ),
     ],
 )
 def test_scalings_that_cannot_be_are_refused(numbers: dict[str, Any], message: str) -> None:

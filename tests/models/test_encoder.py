@@ -54,7 +54,9 @@ def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
         ({"positions": "tokens", "padding_id": 30}, r"num_positions \(20\) must be above"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         EncoderConfig(**(SIZES | change))
 
@@ -78,10 +80,14 @@ def test_layouts_that_cannot_hold_the_model_are_refused() -> None:
 def test_rows_that_are_too_long_are_refused_where_positions_count_them() -> None:
     long = torch.full((1, 30), 1)
     long[0, :4] = 5
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(30\) must not exceed max_seq_length \(20\)"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(30\) must not exceed max_seq_length \(20\)"
+    ):
         built()(EncoderInput(long))
     counting = built(positions="tokens")
-    assert torch.isfinite(counting(EncoderInput(long, valid=long != 1)).hidden).all(), "padding has one position"
+    assert torch.isfinite(counting(EncoderInput(long, valid=long != 1)).hidden).all(), (
+        "padding has one position"
+    )
     with pytest.raises(IndexError):
         counting(EncoderInput(long + 1))
 
@@ -134,7 +140,9 @@ def check_parts(rank: int, size: int) -> None:
         whole = built(head=head)
         expected, weights = whole(rows), full_weights(whole, ParallelMesh.single())
         for sequence_parallel in (False, True):
-            mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel)
+            mesh = ParallelMesh.create(
+                ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel
+            )
             # Cut when it is built, filled later, and cut after it was built whole.
             with torch.device("meta"):
                 later = built(mesh, head=head)
@@ -144,7 +152,9 @@ def check_parts(rank: int, size: int) -> None:
             assert (record.source, record.target) == ("Encoder", "Encoder")
             for model in (built(mesh, head=head), later, root["model"].eval()):
                 for name, found in full_weights(model, mesh).items():
-                    assert_equal(found, weights[name], f"{head}: {name} does not depend on the layout")
+                    assert_equal(
+                        found, weights[name], f"{head}: {name} does not depend on the layout"
+                    )
                 result = model.eval()(rows)
                 if expected.hidden is not None:
                     assert_equal(model.whole(result.hidden), expected.hidden.transpose(0, 1), head)

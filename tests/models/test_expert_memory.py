@@ -1,4 +1,6 @@
-"""What the memory estimate says of models with experts is what they hold, keep for backward, and need at their peak."""
+"""What the memory estimate says of models with experts is what they hold, keep for backward, and
+need at their peak.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,16 @@ BATCH, LENGTH = 2, 64
 
 
 def config_of(experts: dict[str, Any], **settings: Any) -> GPTConfig:
-    sizes = {"vocab_size": 256, "max_seq_length": LENGTH, "num_layers": 3, "hidden_size": 64, "num_heads": 4}
-    mixture = ExpertsConfig(**{"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48, "layers": 2, **experts})
+    sizes = {
+        "vocab_size": 256,
+        "max_seq_length": LENGTH,
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_heads": 4,
+    }
+    mixture = ExpertsConfig(
+        **{"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48, "layers": 2, **experts}
+    )
     # Not RMSNorm: on CPU torch computes it from smaller operations, which keep more.
     kind = {"ffn_hidden_size": 96, "norm": "layernorm", "experts": mixture}
     return GPTConfig.llama(**{**sizes, **kind, **settings})
@@ -51,7 +61,9 @@ CONFIGS = {
     "every second layer": config_of({}),
     "all layers": config_of({"layers": 1, "top_k": 3, "aux_loss": 0.01, "z_loss": 0.001}),
     "the first layer": config_of({"layers": (True, False, False), "normalize_top_k": False}),
-    "sigmoid": config_of({"scoring": "sigmoid", "aux_loss": 0.01, "num_experts": 64, "expert_bias": True}),
+    "sigmoid": config_of(
+        {"scoring": "sigmoid", "aux_loss": 0.01, "num_experts": 64, "expert_bias": True}
+    ),
     "many scores": config_of({"num_experts": 128, "z_loss": 0.001}),
     "jitter and capacity": config_of({"jitter": 0.1, "capacity_factor": 8.0}),
     "shared": config_of({"shared_ffn_hidden_size": 80, "jitter": 0.1}),
@@ -93,7 +105,9 @@ def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
     table = eager_activations(shape, dtype.itemsize)
     batch = MicrobatchShape(num_tokens=LENGTH * BATCH, activation_bytes=dtype.itemsize, **how)
     blocks = [
-        activation_costs(shape, table, batch, seq_length=LENGTH, has_experts=config.has_experts_in(layer))
+        activation_costs(
+            shape, table, batch, seq_length=LENGTH, has_experts=config.has_experts_in(layer)
+        )
         for layer in range(config.num_layers)
     ]
     slots = max(block.slots for block in blocks)
@@ -132,10 +146,16 @@ def check_parameters(model: GPT, config: GPTConfig, layout: ParallelLayout) -> N
 def test_the_peak_of_a_step_is_what_the_estimate_says(
     kind: str, dtype: torch.dtype, inner: int, recompute: Recompute
 ) -> None:
-    config = replace(CONFIGS[kind], hidden_size=128, experts=replace(CONFIGS[kind].experts, ffn_hidden_size=inner))
+    config = replace(
+        CONFIGS[kind],
+        hidden_size=128,
+        experts=replace(CONFIGS[kind].experts, ffn_hidden_size=inner),
+    )
     model = built(config, dtype)
     model.recompute = recompute
-    training = TrainingShape(seq_length=LENGTH, microbatch_size=4, recompute=recompute, activation_bytes=dtype.itemsize)
+    training = TrainingShape(
+        seq_length=LENGTH, microbatch_size=4, recompute=recompute, activation_bytes=dtype.itemsize
+    )
     (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
     assert estimate.peak - estimate.static == pytest.approx(peak_bytes(model, config, 4), rel=0.06)
 
@@ -169,8 +189,12 @@ def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport) -> GPT
 
 
 def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int]]]:
-    """Return what a rank keeps in a forward pass and holds all the time, each beside the estimate (bytes)."""
-    config = config_of({"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2)
+    """Return what a rank keeps in a forward pass and holds all the time, each beside the estimate
+    (bytes).
+    """
+    config = config_of(
+        {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2
+    )
     found = {}
     for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
@@ -180,21 +204,34 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
         how = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "transport": transport}
         expected = estimated_bytes(config, torch.bfloat16, ep=layout.ep, etp=layout.etp, **how)
         kept = kept_bytes(model, config, patience=0.5)
-        run = Run(dict(model.named_parameters()), mesh, Division(main_dtype=torch.float32), torch.optim.AdamW)
-        run.backward({name: torch.ones_like(parameter) for name, parameter in model.named_parameters()})
+        run = Run(
+            dict(model.named_parameters()),
+            mesh,
+            Division(main_dtype=torch.float32),
+            torch.optim.AdamW,
+        )
+        run.backward(
+            {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
+        )
         run.finish()
         run.step()
         states = [value for state in run.optimizer.state.values() for value in state.values()]
         held = {**run.main.memory(), "optimizer": sum(value.nbytes for value in states)}
-        (estimate,) = estimate_memory(config.memory_shape(), layout, TrainingShape(seq_length=LENGTH))
+        (estimate,) = estimate_memory(
+            config.memory_shape(), layout, TrainingShape(seq_length=LENGTH)
+        )
         found[name] = kept, expected, held, {part: getattr(estimate, part) for part in held}
         mesh.destroy()
     return found
 
 
 def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
-    """Return what a rank needs at the peak of a step beside what it holds all the time, and the estimate (bytes)."""
-    config = config_of({"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 256}, hidden_size=128)
+    """Return what a rank needs at the peak of a step beside what it holds all the time, and the
+    estimate (bytes).
+    """
+    config = config_of(
+        {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 256}, hidden_size=128
+    )
     found = {}
     for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
@@ -228,7 +265,11 @@ def test_ranks_that_share_experts_need_what_the_estimate_says() -> None:
 
 
 def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
-    kinds = {LocalDispatcher: "none", GatherDispatcher: "all_gather", AllToAllDispatcher: "all_to_all"}
+    kinds = {
+        LocalDispatcher: "none",
+        GatherDispatcher: "all_gather",
+        AllToAllDispatcher: "all_to_all",
+    }
     kinds[OneSidedDispatcher] = "one_sided"
     asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
     for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):

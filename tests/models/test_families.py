@@ -1,4 +1,6 @@
-"""GPT against Hugging Face's models of many families: logits, loss and gradients, also of padded and packed batches."""
+"""GPT against Hugging Face's models of many families: logits, loss and gradients, also of padded
+and packed batches.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def rotary(kind: str, **numbers: Any) -> dict[str, Any]:
 
 
 def llama(**settings: Any) -> GPTConfig:
-    return GPTConfig.llama(**OURS, **{"num_kv_heads": 2, "norm_eps": 1e-6, "rotary_base": 5000.0} | settings)
+    return GPTConfig.llama(
+        **OURS, **{"num_kv_heads": 2, "norm_eps": 1e-6, "rotary_base": 5000.0} | settings
+    )
 
 
 FACTORS: dict[str, Any] = {
@@ -136,7 +140,9 @@ def build_twin(pair: Pair) -> nn.Module:
     for index, parameter in enumerate(twin.parameters()):
         generator = torch.Generator().manual_seed(index)
         with torch.no_grad():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+            parameter.copy_(
+                0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
+            )
     for module in twin.modules():
         if type(module).__name__.endswith("RMSNorm"):
             # Theirs rounds to float32 whatever the model's dtype.
@@ -161,7 +167,9 @@ def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
         ours["head.weight"] = theirs["lm_head.weight"]
     fused = "model.layers.0.self_attn.qkv_proj.weight" in theirs
     sources = {
-        "attention.qkv": ["self_attn.qkv_proj"] if fused else [f"self_attn.{x}_proj" for x in "qkv"],
+        "attention.qkv": ["self_attn.qkv_proj"]
+        if fused
+        else [f"self_attn.{x}_proj" for x in "qkv"],
         "mlp.gate_up": ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"],
         "attention_norm": ["input_layernorm"],
         "mlp_norm": ["post_attention_layernorm"],
@@ -175,12 +183,17 @@ def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
             for kind in ("weight", "bias"):
                 names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
                 if names[0] in theirs:
-                    ours[f"layers.{layer}.{target}.{kind}"] = torch.cat([theirs[name] for name in names])
+                    ours[f"layers.{layer}.{target}.{kind}"] = torch.cat(
+                        [theirs[name] for name in names]
+                    )
     return ours
 
 
 def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    ours = {"embedding.word.weight": theirs["gpt_neox.embed_in.weight"], "head.weight": theirs["lm_head.weight"]}
+    ours = {
+        "embedding.word.weight": theirs["gpt_neox.embed_in.weight"],
+        "head.weight": theirs["lm_head.weight"],
+    }
     sources = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -216,7 +229,9 @@ def batches() -> dict[str, Batch]:
     right = torch.arange(S) < lengths
     left = right.flip(1)
     positions = (left.cumsum(1) - 1).clamp(min=0)
-    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    packed = torch.tensor(
+        [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6]]
+    )
     documents = (packed == 0).cumsum(1)
     return {
         "plain": Batch({}, None, all_count),
@@ -226,7 +241,11 @@ def batches() -> dict[str, Batch]:
             AttentionSpan(valid=left, positions=positions),
             left,
         ),
-        "packed": Batch({"position_ids": packed}, AttentionSpan(positions=packed, documents=documents), all_count),
+        "packed": Batch(
+            {"position_ids": packed},
+            AttentionSpan(positions=packed, documents=documents),
+            all_count,
+        ),
     }
 
 

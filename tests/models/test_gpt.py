@@ -21,7 +21,9 @@ B, S, V = 2, 8, 77
 SIZES = {"vocab_size": V, "max_seq_length": 12, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
 CONFIGS = {
     "gpt2 tied": GPTConfig.gpt2(**SIZES),
-    "gpt2 untied post": GPTConfig.gpt2(**SIZES, tie_embeddings=False, norm_position="post", activation="gelu"),
+    "gpt2 untied post": GPTConfig.gpt2(
+        **SIZES, tie_embeddings=False, norm_position="post", activation="gelu"
+    ),
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24),
     "llama tied": GPTConfig.llama(**SIZES, num_kv_heads=1, ffn_hidden_size=24, tie_embeddings=True),
 }
@@ -91,7 +93,9 @@ def test_every_cut_starts_equal_and_has_the_losses_and_gradients_of_one_process(
 
 def test_bad_inputs_are_refused() -> None:
     model = GPT(CONFIGS["gpt2 tied"], seed=1)
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(13\) must not exceed max_seq_length \(12\)"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(13\) must not exceed max_seq_length \(12\)"
+    ):
         model(torch.zeros(1, 13, dtype=torch.long))
     with pytest.raises(IndexError, match=r"\[0, 77\): found 77"):
         model(torch.full((1, 4), 77))

@@ -34,7 +34,9 @@ def gpt2_twin() -> tuple[nn.Module, GPTConfig]:
         attn_pdrop=0.0,
     )
     twin = transformers.GPT2LMHeadModel(config)
-    ours = GPTConfig.gpt2(vocab_size=V, max_seq_length=16, num_layers=LAYERS, hidden_size=D, num_heads=4)
+    ours = GPTConfig.gpt2(
+        vocab_size=V, max_seq_length=16, num_layers=LAYERS, hidden_size=D, num_heads=4
+    )
     return twin, ours
 
 
@@ -52,7 +54,8 @@ def llama_twin(num_kv_heads: int, tied: bool) -> tuple[nn.Module, GPTConfig]:
         tie_word_embeddings=tied,
     )
     twin = transformers.LlamaForCausalLM(config)
-    # Theirs rounds to float32 whatever the model's dtype; torch's own keeps float64, which the comparison needs.
+    # Theirs rounds to float32 whatever the model's dtype; torch's own keeps float64, which the
+    # comparison needs.
     for module in twin.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
@@ -88,9 +91,13 @@ def from_gpt2(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for layer in range(LAYERS):
         for kind in ("weight", "bias"):
             for source, target in names.items():
-                ours[f"layers.{layer}.{target}.{kind}"] = theirs[f"transformer.h.{layer}.{source}.{kind}"]
+                ours[f"layers.{layer}.{target}.{kind}"] = theirs[
+                    f"transformer.h.{layer}.{source}.{kind}"
+                ]
             for source, target in linears.items():
-                ours[f"layers.{layer}.{target}.{kind}"] = theirs[f"transformer.h.{layer}.{source}.{kind}"].t()
+                ours[f"layers.{layer}.{target}.{kind}"] = theirs[
+                    f"transformer.h.{layer}.{source}.{kind}"
+                ].t()
     for kind in ("weight", "bias"):
         ours[f"final_norm.{kind}"] = theirs[f"transformer.ln_f.{kind}"]
     return ours
@@ -117,7 +124,9 @@ def from_llama(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "mlp.down": ["mlp.down_proj"],
         }
         for name, parts in (fused | plain).items():
-            ours[f"{target}.{name}.weight"] = torch.cat([theirs[f"{source}.{part}.weight"] for part in parts])
+            ours[f"{target}.{name}.weight"] = torch.cat(
+                [theirs[f"{source}.{part}.weight"] for part in parts]
+            )
     return ours
 
 
@@ -137,7 +146,9 @@ def compare(twin: nn.Module, config: GPTConfig, rename: Any, mesh: ParallelMesh,
     mean.backward()
     assert_equal(model(tokens), expected, f"{what}: logits")
     assert_equal(mean, loss, f"{what}: loss")
-    assert_same_gradients(model, mesh, rename({name: p.grad for name, p in twin.named_parameters()}), what)
+    assert_same_gradients(
+        model, mesh, rename({name: p.grad for name, p in twin.named_parameters()}), what
+    )
 
 
 def check_twins(rank: int, size: int) -> None:
@@ -151,7 +162,9 @@ def check_twins(rank: int, size: int) -> None:
         torch.manual_seed(0)
         compare(*gpt2_twin(), from_gpt2, mesh, f"GPT-2 {what}")
         for num_kv_heads, tied in ((4, False), (2, True), (1, False)):
-            compare(*llama_twin(num_kv_heads, tied), from_llama, mesh, f"Llama kv={num_kv_heads} {what}")
+            compare(
+                *llama_twin(num_kv_heads, tied), from_llama, mesh, f"Llama kv={num_kv_heads} {what}"
+            )
 
 
 def test_one_process_equals_hugging_face() -> None:

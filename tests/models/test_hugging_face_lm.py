@@ -1,4 +1,6 @@
-"""HuggingFaceCausalLM: the loss of Hugging Face's model on shifted labels, with and without the strategy."""
+"""HuggingFaceCausalLM: the loss of Hugging Face's model on shifted labels, with and without the
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,44 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import HuggingFaceCausalLM, MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
 V, B, S, STEPS = 31, 4, 9, 4
-#: The losses of routers weigh as much as those of their microbatch, so that all must weigh alike to be compared.
-BALANCED = {"expert_settings": {"aux_loss": 0.5, "aux_loss_scope": "global"}, "token_weighted": False}
+#: The losses of routers weigh as much as those of their microbatch, so that all must weigh alike to
+#: be compared.
+BALANCED = {
+    "expert_settings": {"aux_loss": 0.5, "aux_loss_scope": "global"},
+    "token_weighted": False,
+}
 
 
 class Batches(L.LightningDataModule):
-    """The same four sequences in every step, dealt out to the ranks; some labels are ignored, unequally many."""
+    """The same four sequences in every step, dealt out to the ranks; some labels are ignored,
+    unequally many.
+    """
 
     vocab_size = V
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {
+            "rank": 0,
+            "num_replicas": 1,
+        }
         rows = [row for row in range(B) if row % place["num_replicas"] == place["rank"]]
-        samples = [{name: part[row] for name, part in batch().items()} for _ in range(STEPS) for row in rows]
+        samples = [
+            {name: part[row] for name, part in batch().items()}
+            for _ in range(STEPS)
+            for row in rows
+        ]
         return DataLoader(samples, batch_size=len(rows))
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -51,11 +71,22 @@ def batch() -> dict[str, Tensor]:
 
 
 def save(folder: Path, kind: str = "llama") -> str:
-    sizes: dict[str, Any] = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    sizes: dict[str, Any] = {
+        "vocab_size": V,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+    }
     sizes |= {"num_local_experts": 4, "num_key_value_heads": 2} if kind == "mixtral" else {}
-    sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0} if kind == "opt" else {"intermediate_size": 24}
+    sizes |= (
+        {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}
+        if kind == "opt"
+        else {"intermediate_size": 24}
+    )
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
@@ -65,8 +96,12 @@ def folder(tmp_path: Path) -> str:
     return save(tmp_path / "model")
 
 
-def train(module: HuggingFaceCausalLM, layout: dict[str, Any] | None = None, devices: int = 1) -> dict[str, float]:
-    """Train a few steps and return the last logged losses; without a layout as plain Lightning does."""
+def train(
+    module: HuggingFaceCausalLM, layout: dict[str, Any] | None = None, devices: int = 1
+) -> dict[str, float]:
+    """Train a few steps and return the last logged losses; without a layout as plain Lightning
+    does.
+    """
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -129,7 +164,9 @@ def test_every_layout_weighs_all_tokens_alike(folder: str) -> None:
 
 def train_unknown(rank: int, size: int, folder: str) -> tuple[dict[str, float], str]:
     """Train a model of an unknown family with tp, and try it with pp."""
-    with pytest.raises(UnsupportedError, match="needs exactly one model that can be cut into stages"):
+    with pytest.raises(
+        UnsupportedError, match="needs exactly one model that can be cut into stages"
+    ):
         train(learning(folder), {"pp": 2}, size)
     module = learning(folder)
     return train(module, {"tp": 2}, size), type(module.model).__name__
@@ -158,7 +195,9 @@ def test_weights_are_kept_in_the_type_that_is_asked_for(folder: str) -> None:
 
 def test_a_checkpoint_brings_settings_and_weights_back(folder: str, tmp_path: Path) -> None:
     module = learning(folder, betas=(0.8, 0.9))
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path
+    )
     trainer.fit(module, Batches())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     loaded = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / "one.ckpt")
@@ -167,8 +206,15 @@ def test_a_checkpoint_brings_settings_and_weights_back(folder: str, tmp_path: Pa
     assert torch.equal(loaded.model.lm_head.weight, module.model.lm_head.weight)
 
 
-def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(folder: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(
+    folder: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     module, again = learning(folder), learning(folder)
     trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
     trainer.fit(module, Batches())
@@ -186,8 +232,15 @@ def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(fo
         assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
 
 
-def test_plain_lightning_continues_a_training_of_a_replaced_model(folder: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+def test_plain_lightning_continues_a_training_of_a_replaced_model(
+    folder: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     module, again, plain = learning(folder), learning(folder), learning(folder)
     trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
     trainer.fit(module, Batches())
@@ -197,19 +250,25 @@ def test_plain_lightning_continues_a_training_of_a_replaced_model(folder: str, t
         again, Batches(), ckpt_path=tmp_path / "one.ckpt"
     )
     L.Trainer(max_steps=3, **options).fit(plain, Batches(), ckpt_path=tmp_path / "plain.ckpt")
-    for (name, parameter), (_, expected) in zip(again.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, parameter), (_, expected) in zip(
+        again.named_parameters(), plain.named_parameters(), strict=True
+    ):
         # The rows of the replaced model's vocabulary beyond V are padding.
         assert torch.allclose(parameter[: len(expected)], expected, atol=1e-6), name
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="Use a folder that save_pretrained or `hf download` has written"):
+    with pytest.raises(
+        UnsupportedError, match="Use a folder that save_pretrained or `hf download` has written"
+    ):
         HuggingFaceCausalLM(str(tmp_path / "gone"))
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "no\0thing", "\ud800", ""])
 def test_a_path_that_no_file_system_takes_is_refused(path: str) -> None:
-    with pytest.raises(UnsupportedError, match="path must be a local folder with config.json") as caught:
+    with pytest.raises(
+        UnsupportedError, match="path must be a local folder with config.json"
+    ) as caught:
         HuggingFaceCausalLM(path)
     assert len(str(caught.value)) < 400
 
@@ -217,7 +276,9 @@ def test_a_path_that_no_file_system_takes_is_refused(path: str) -> None:
 NO_JSON = (b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b"null", b"3")
 
 
-@pytest.mark.parametrize("content", [*NO_JSON, b'{"model_type": [1]}', b'{"model_type": "none_such"}', b"{}"])
+@pytest.mark.parametrize(
+    "content", [*NO_JSON, b'{"model_type": [1]}', b'{"model_type": "none_such"}', b"{}"]
+)
 def test_a_damaged_configuration_is_refused_with_its_folder(content: bytes, folder: str) -> None:
     Path(folder, "config.json").write_bytes(content)
     with pytest.raises((CorruptDataError, CheckpointMismatchError)) as caught:
@@ -238,7 +299,9 @@ def test_a_damaged_configuration_is_refused_with_its_folder(content: bytes, fold
     ],
 )
 @pytest.mark.parametrize("from_scratch", [False, True])
-def test_wrong_fields_are_refused_with_their_folder(folder: str, change: dict[str, Any], from_scratch: bool) -> None:
+def test_wrong_fields_are_refused_with_their_folder(
+    folder: str, change: dict[str, Any], from_scratch: bool
+) -> None:
     path = Path(folder, "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     Path(folder, "trap.py").write_text("raise AssertionError('code of the folder must not run')")
@@ -255,7 +318,10 @@ def test_weights_that_a_folder_lacks_are_not_drawn(tmp_path: Path, strategy: str
     del tensors["model.decoder.layers.1.fc1.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
     layout = None if strategy == "auto" else {}
-    with pytest.raises(CheckpointMismatchError, match=r"lacks 1 of a OPTForCausalLM, such as 'model\..*fc1\.weight'"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"lacks 1 of a OPTForCausalLM, such as 'model\..*fc1\.weight'",
+    ):
         train(learning(folder), layout)
 
 
@@ -266,7 +332,9 @@ def test_a_damaged_file_of_a_model_without_a_table_is_named(tmp_path: Path) -> N
         train(learning(folder), {})
 
 
-def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(folder: str) -> None:
+def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(
+    folder: str,
+) -> None:
     expected = train(learning(folder), {})
     Path(folder, "generation_config.json").write_text("{")
     assert train(learning(folder), {}) == expected
@@ -275,17 +343,25 @@ def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(
 def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:
     module, data = HuggingFaceCausalLM(folder), Batches()
     data.vocab_size = V + 1
-    with pytest.raises(ParallelPlanError, match=r"vocab_size \(31\) of the model must be at least that of the data"):
-        L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, barebones=True).fit(module, data)
+    with pytest.raises(
+        ParallelPlanError, match=r"vocab_size \(31\) of the model must be at least that of the data"
+    ):
+        L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, barebones=True).fit(
+            module, data
+        )
 
 
 def train_with_experts(rank: int, size: int, folder: str) -> tuple[dict[str, float], float, bool]:
-    """Train with experts that two ranks share, and without a balancing loss; return also its mean in the last step."""
+    """Train with experts that two ranks share, and without a balancing loss; return also its mean
+    in the last step.
+    """
     module = learning(folder, **BALANCED)
     losses = train(module, {"ep": 2, "microbatch_size": 1, "check_microbatches": False}, size)
     statistics = module.trainer.strategy.expert_statistics
     without = train(
-        learning(folder, token_weighted=False), {"ep": 2, "microbatch_size": 1, "check_microbatches": False}, size
+        learning(folder, token_weighted=False),
+        {"ep": 2, "microbatch_size": 1, "check_microbatches": False},
+        size,
     )
     return losses, float(statistics[0].balance_loss), losses == without
 
@@ -297,9 +373,13 @@ def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
     expected = train(module, {"microbatch_size": 1, "check_microbatches": False})
     for losses, balance, is_same in run_world(train_with_experts, 2, folder):
         assert losses == pytest.approx(expected, abs=1e-4)
-        assert balance == pytest.approx(float(module.trainer.strategy.expert_statistics[0].balance_loss), abs=1e-4)
+        assert balance == pytest.approx(
+            float(module.trainer.strategy.expert_statistics[0].balance_loss), abs=1e-4
+        )
         assert not is_same
-    with pytest.raises(UnsupportedError, match="expert_settings .* need MegatronStrategy: Hugging Face's own model"):
+    with pytest.raises(
+        UnsupportedError, match="expert_settings .* need MegatronStrategy: Hugging Face's own model"
+    ):
         train(learning(folder, expert_settings={"aux_loss": 0.5}))
 
 

@@ -1,4 +1,6 @@
-"""What the memory estimate says a GPT keeps for backward, and needs at its peak, is what it really does."""
+"""What the memory estimate says a GPT keeps for backward, and needs at its peak, is what it really
+does.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,17 @@ CONFIGS = {
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=96, norm="layernorm"),
     "post": GPTConfig.gpt2(**SIZES, norm_position="post"),
     "parallel relu": GPTConfig.gpt2(
-        **SIZES, parallel_residual=True, activation="relu", position="rotary", rotary_dim=8, output_bias=False
+        **SIZES,
+        parallel_residual=True,
+        activation="relu",
+        position="rotary",
+        rotary_dim=8,
+        output_bias=False,
     ),
     "window": GPTConfig.gpt2(**SIZES, sliding_window=9, window_layers=(True, False, True)),
-    "geglu": GPTConfig.gpt2(**SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False),
+    "geglu": GPTConfig.gpt2(
+        **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False
+    ),
 }
 BATCH = 2
 
@@ -84,7 +93,12 @@ def test_a_forward_pass_saves_what_the_estimate_says(kind: str, dtype: torch.dty
 
 
 def test_the_parameters_of_every_setting_are_counted():
-    for settings in ({"qkv_bias": True}, {"output_bias": True}, {"mlp_bias": True}, {"qk_norm": True}):
+    for settings in (
+        {"qkv_bias": True},
+        {"output_bias": True},
+        {"mlp_bias": True},
+        {"qk_norm": True},
+    ):
         config = GPTConfig.llama(**SIZES, num_kv_heads=1, activation="geglu_tanh", **settings)
         count = sum(parameter.numel() for parameter in GPT(config, seed=1).parameters())
         assert config.memory_shape().stage_parameters(ParallelLayout(1), 0, 3) == count, settings
@@ -115,9 +129,13 @@ def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:
     for config in (CONFIGS["gpt2"], CONFIGS["llama"]):
         for sequence_parallel in (False, True):
             layout = ParallelLayout(2, tp=2)
-            mesh = ParallelMesh.create(layout, device="cpu", seed=0, sequence_parallel=sequence_parallel)
+            mesh = ParallelMesh.create(
+                layout, device="cpu", seed=0, sequence_parallel=sequence_parallel
+            )
             model = built(config, torch.float32, mesh)
-            estimate = estimated_bytes(config, torch.float32, tp=2, sequence_parallel=sequence_parallel)
+            estimate = estimated_bytes(
+                config, torch.float32, tp=2, sequence_parallel=sequence_parallel
+            )
             count = sum(parameter.numel() for parameter in model.parameters())
             expected = config.memory_shape().stage_parameters(layout, 0, 3)
             found.append((saved_bytes(model), estimate, count, expected))

@@ -12,14 +12,23 @@ SIZES = {"vocab_size": 50, "max_seq_length": 16, "num_layers": 2, "hidden_size":
 CONFIGS = [
     GPTConfig.gpt2(**SIZES),
     GPTConfig.llama(**SIZES, num_kv_heads=2),
-    GPTConfig.llama(**SIZES, num_kv_heads=2, qk_norm=True, norm_offset=1.0, embedding_scale=5.7, sliding_window=5),
+    GPTConfig.llama(
+        **SIZES,
+        num_kv_heads=2,
+        qk_norm=True,
+        norm_offset=1.0,
+        embedding_scale=5.7,
+        sliding_window=5,
+    ),
 ]
 TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_weights_give_half_logits_and_float32_losses(config: GPTConfig, dtype: torch.dtype) -> None:
+def test_half_weights_give_half_logits_and_float32_losses(
+    config: GPTConfig, dtype: torch.dtype
+) -> None:
     wide, half = GPT(config, seed=1), GPT(config, seed=1).to(dtype)
     losses = half(TOKENS, TOKENS)
     losses.mean().backward()
@@ -32,7 +41,9 @@ def test_half_weights_give_half_logits_and_float32_losses(config: GPTConfig, dty
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_autocast_runs_products_in_half_and_keeps_float32_gradients(config: GPTConfig, recompute: str) -> None:
+def test_autocast_runs_products_in_half_and_keeps_float32_gradients(
+    config: GPTConfig, recompute: str
+) -> None:
     model = GPT(config, seed=1)
     model.recompute = recompute
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,6 @@
-"""Every setting of GPT, and every kind of batch, against the formulas in plain torch, under every cut."""
+"""Every setting of GPT, and every kind of batch, against the formulas in plain torch, under every
+cut.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ SIZES: dict[str, Any] = {
 LLAMA: dict[str, Any] = SIZES | {"ffn_hidden_size": 24, "num_kv_heads": 2}
 
 # The first row has padding before its tokens, the second one behind them.
-VALID = torch.tensor([[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3])
+VALID = torch.tensor(
+    [[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3]
+)
 POSITIONS = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]])
 # Three documents in the first row, two in the second, positions from 0 in each.
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 3, 3, 3, 3]])
@@ -60,7 +64,8 @@ CASES = {
     "norms of heads": Case(GPTConfig.llama(**LLAMA, qk_norm=True), recompute="selective"),
     "offset, scale, geglu": Case(
         GPTConfig.llama(
-            **SIZES | {"num_kv_heads": 1, "head_dim": 6, "ffn_hidden_size": 24, "tie_embeddings": True},
+            **SIZES
+            | {"num_kv_heads": 1, "head_dim": 6, "ffn_hidden_size": 24, "tie_embeddings": True},
             norm_offset=1.0,
             embedding_scale=4.3,
             activation="geglu_tanh",
@@ -70,7 +75,12 @@ CASES = {
     ),  # fmt: skip
     "parallel, partly rotary": Case(
         GPTConfig.gpt2(
-            **SIZES, parallel_residual=True, position="rotary", rotary_dim=2, activation="gelu", output_bias=False
+            **SIZES,
+            parallel_residual=True,
+            position="rotary",
+            rotary_dim=2,
+            activation="gelu",
+            output_bias=False,
         ),
         recompute="full",
     ),
@@ -80,8 +90,12 @@ CASES = {
         AttentionSpan(valid=VALID, positions=POSITIONS),
         recompute="selective",
     ),
-    "padding, learned": Case(GPTConfig.gpt2(**SIZES), AttentionSpan(valid=VALID, positions=POSITIONS)),
-    "padding alone": Case(GPTConfig.gpt2(**SIZES, tie_embeddings=False), AttentionSpan(valid=VALID), recompute="full"),
+    "padding, learned": Case(
+        GPTConfig.gpt2(**SIZES), AttentionSpan(valid=VALID, positions=POSITIONS)
+    ),
+    "padding alone": Case(
+        GPTConfig.gpt2(**SIZES, tie_embeddings=False), AttentionSpan(valid=VALID), recompute="full"
+    ),
     "documents": Case(
         GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_scaling={"kind": "yarn", **SCALED}),
         AttentionSpan(documents=DOCUMENTS, positions=PACKED),
@@ -93,11 +107,18 @@ CASES = {
     "positions, longrope": Case(
         GPTConfig.llama(
             **LLAMA,
-            rotary_scaling={"kind": "longrope", **SCALED, "short_factors": (1.0, 1.5), "long_factors": (2.0, 3.0)},
+            rotary_scaling={
+                "kind": "longrope",
+                **SCALED,
+                "short_factors": (1.0, 1.5),
+                "long_factors": (2.0, 3.0),
+            },
         ),
         AttentionSpan(positions=FAR),
     ),
-    "embeddings": Case(GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True),
+    "embeddings": Case(
+        GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
+    ),
     "embeddings, padding": Case(GPTConfig.llama(**LLAMA), AttentionSpan(valid=VALID), embeds=True),
 }
 CUTS = [
@@ -112,7 +133,9 @@ CUTS = [
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
+    return (
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
+    )
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -135,19 +158,32 @@ class Expected:
 @cache
 def expected(name: str) -> Expected:
     case, (tokens, labels, embeddings) = CASES[name], batch()
-    shapes = {key: shard_spec_of(p).full_shape for key, p in GPT(case.config, seed=1).named_parameters()}
-    weights = {key: draw(*shape, seed=i + 5).requires_grad_() for i, (key, shape) in enumerate(shapes.items())}
+    shapes = {
+        key: shard_spec_of(p).full_shape for key, p in GPT(case.config, seed=1).named_parameters()
+    }
+    weights = {
+        key: draw(*shape, seed=i + 5).requires_grad_()
+        for i, (key, shape) in enumerate(shapes.items())
+    }
     inputs = embeddings.requires_grad_() if case.embeds else None
     twin = PlainGPT(case.config, weights, case.span)
     losses = twin.losses(tokens, labels, inputs)
     losses.backward(draw(B, S, seed=2))
-    gradients = {key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in weights.items()}
+    gradients = {
+        key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in weights.items()
+    }
     logits = twin.logits(tokens, inputs).detach()
-    return Expected(weights, logits, losses.detach(), gradients, None if inputs is None else inputs.grad)
+    return Expected(
+        weights, logits, losses.detach(), gradients, None if inputs is None else inputs.grad
+    )
 
 
 def check_case(name: str, mesh: ParallelMesh) -> None:
-    case, found, what = CASES[name], expected(name), f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
+    case, found, what = (
+        CASES[name],
+        expected(name),
+        f"{name} {mesh.layout} sp={mesh.sequence_parallel}",
+    )
     tokens, labels, embeddings = batch()
     model = GPT(case.config, mesh, seed=1)
     model.recompute = case.recompute
@@ -156,7 +192,10 @@ def check_case(name: str, mesh: ParallelMesh) -> None:
         weights["head.weight"] = weights["embedding.word.weight"]
     load_full_(model, weights)
     given = None if case.embeds else tokens
-    inputs: dict[str, Any] = {"span": case.span, "embeddings": embeddings.requires_grad_() if case.embeds else None}
+    inputs: dict[str, Any] = {
+        "span": case.span,
+        "embeddings": embeddings.requires_grad_() if case.embeds else None,
+    }
     if mesh.pp.size > 1:
         losses = run_pipeline(model, given, labels, draw(B, S, seed=2), **inputs)
     else:
@@ -203,7 +242,11 @@ def test_every_setting_is_its_formula_under_every_cut() -> None:
 def test_norms_with_an_offset_start_as_the_identity() -> None:
     config = CASES["offset, scale, geglu"].config
     weights = dict(GPT(config, seed=1).named_parameters())
-    for name in ("final_norm.weight", "layers.0.mlp_norm.weight", "layers.1.attention.key_norm.weight"):
+    for name in (
+        "final_norm.weight",
+        "layers.0.mlp_norm.weight",
+        "layers.1.attention.key_norm.weight",
+    ):
         assert torch.equal(weights[name], torch.zeros_like(weights[name])), name
 
 
@@ -213,7 +256,10 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         model(tokens, embeddings=embeddings.float())
     with pytest.raises(UnsupportedError, match="tokens or embeddings: neither were given"):
         model(None)
-    with pytest.raises(ParallelPlanError, match=r"span.valid must have the shape of the tokens \(2, 8\).* is \(2, 7\)"):
+    with pytest.raises(
+        ParallelPlanError,
+        match=r"span.valid must have the shape of the tokens \(2, 8\).* is \(2, 7\)",
+    ):
         model(tokens, span=AttentionSpan(valid=VALID[:, 1:]))
     with pytest.raises(IndexError, match=r"\[0, 12\): found 12"):
         model(tokens, span=AttentionSpan(positions=FAR + 1))

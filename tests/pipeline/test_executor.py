@@ -31,7 +31,9 @@ class Layer(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(index)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / 2)
+        self.weight = nn.Parameter(
+            torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / 2
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ self.weight)
@@ -49,7 +51,9 @@ class Tower(PipelinedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         absent = partial(AbsentTensor.of, x.to("meta"), self, "the result of an earlier call")
-        return self.run_stage(lambda: x, self.run_layers, lambda hidden: hidden, lambda: (x.shape, x.dtype), absent)
+        return self.run_stage(
+            lambda: x, self.run_layers, lambda hidden: hidden, lambda: (x.shape, x.dtype), absent
+        )
 
     def run_layers(self, hidden: Tensor, chunk: int) -> Tensor:
         for index in self.chunks[chunk]:
@@ -98,9 +102,13 @@ def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
             torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
         assert len(results) == (len(parts) if mesh.pp.is_last else 0)
         if results:
-            loss = sum(r["loss"] * p.num_samples / samples for r, p in zip(results, parts, strict=True))
+            loss = sum(
+                r["loss"] * p.num_samples / samples for r, p in zip(results, parts, strict=True)
+            )
             torch.testing.assert_close(loss, twin["loss"], rtol=0, atol=1e-12)
-    assert all(output() is None for output in model.passed_on), "an output must be freed once it is sent"
+    assert all(output() is None for output in model.passed_on), (
+        "an output must be freed once it is sent"
+    )
     assert mesh.pp.is_last or model.passed_on
     for number in (microbatches, 1, 3):
         parts = split_batch(_batch(samples), -(-samples // number))
@@ -108,7 +116,10 @@ def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
             results = executor.run(_step(model), parts, backward=False)
         if results:
             torch.testing.assert_close(
-                torch.cat([r["prediction"] for r in results]), twin["prediction"], rtol=0, atol=1e-12
+                torch.cat([r["prediction"] for r in results]),
+                twin["prediction"],
+                rtol=0,
+                atol=1e-12,
             )
     mesh.destroy()
 
@@ -118,7 +129,8 @@ def _check_wrong_steps(size: int) -> None:
     model = Tower(mesh)
     executor = PipelineExecutor(mesh, model)
     with pytest.raises(
-        UnsupportedError, match="every step must call the pipelined model.*0 calls were made, 1 expected"
+        UnsupportedError,
+        match="every step must call the pipelined model.*0 calls were made, 1 expected",
     ):
         executor.run(lambda data: data["x"].sum(), split_batch(_batch(4), 2), backward=False)
     mesh.destroy()
@@ -146,7 +158,9 @@ def _check_steps_of_other_shapes(size: int) -> None:
     executor = PipelineExecutor(mesh, model)
     for rows in (2, 1):
         with torch.no_grad():
-            results = executor.run(lambda data, rows=rows: model(data["x"][:rows]), parts, backward=False)
+            results = executor.run(
+                lambda data, rows=rows: model(data["x"][:rows]), parts, backward=False
+            )
         assert all(len(result) == rows for result in results)
     mesh.destroy()
 
@@ -192,7 +206,10 @@ def test_one_stage_runs_any_step_without_a_pipelined_module():
     model, batch = nn.Linear(WIDTH, 1).double(), _batch(6)
     executor = PipelineExecutor(ParallelMesh.single(), None)
     results = executor.run(
-        lambda data: model(data["x"]).mean(), split_batch(batch, 2), backward=True, loss_of=lambda result, _: result / 3
+        lambda data: model(data["x"]).mean(),
+        split_batch(batch, 2),
+        backward=True,
+        loss_of=lambda result, _: result / 3,
     )
     gradient = model.weight.grad.clone()
     model.zero_grad()

@@ -72,12 +72,15 @@ def test_tensors_of_unequal_length_are_named():
 
 def test_a_batch_without_tensors_is_refused():
     with pytest.raises(
-        ParallelPlanError, match="must hold a tensor whose first dimension counts its samples: dict has none"
+        ParallelPlanError,
+        match="must hold a tensor whose first dimension counts its samples: dict has none",
     ):
         split_batch({"x": "text"}, 2)
 
 
-@pytest.mark.parametrize("batch", ["text", {"x": torch.zeros(4), "y": torch.zeros(3, 4)}, [], torch.tensor(1.0)])
+@pytest.mark.parametrize(
+    "batch", ["text", {"x": torch.zeros(4), "y": torch.zeros(3, 4)}, [], torch.tensor(1.0)]
+)
 def test_a_whole_batch_is_passed_on_whatever_it_holds(batch: Any):
     (part,) = split_batch(batch, None)
     assert part.data is batch
@@ -93,7 +96,12 @@ def test_one_microbatch_is_the_batch_itself():
 
 
 def test_arrays_of_the_batch_are_cut_and_others_kept():
-    batch = {"x": torch.arange(4), "ids": np.arange(4), "table": np.ones((3, 4)), "one": np.array(2.0)}
+    batch = {
+        "x": torch.arange(4),
+        "ids": np.arange(4),
+        "table": np.ones((3, 4)),
+        "one": np.array(2.0),
+    }
     second = split_batch(batch, 2)[1].data
     assert second["ids"].tolist() == [2, 3]
     assert second["table"] is batch["table"]

@@ -19,7 +19,10 @@ def flat_elements(shape: tuple[int, ...], box: FlatBox) -> list[int]:
     """List the flat indices of a box, one index at a time."""
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
-    return [sum(i * stride for i, stride in zip(index, strides, strict=True)) for index in product(*ranges)]
+    return [
+        sum(i * stride for i, stride in zip(index, strides, strict=True))
+        for index in product(*ranges)
+    ]
 
 
 @st.composite
@@ -37,7 +40,10 @@ def test_the_boxes_are_the_range_in_flat_order(case: tuple[tuple[int, ...], int,
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     for box in boxes:
         assert flat_elements(shape, box) == list(range(box.start, box.stop))
-        assert all(o >= 0 and o + n <= extent for o, n, extent in zip(box.offsets, box.sizes, shape, strict=True))
+        assert all(
+            o >= 0 and o + n <= extent
+            for o, n, extent in zip(box.offsets, box.sizes, shape, strict=True)
+        )
 
 
 @given(ranges())
@@ -45,9 +51,14 @@ def test_no_two_neighbours_could_be_one_box(case: tuple[tuple[int, ...], int, in
     shape, start, stop = case
     for left, right in pairwise(flat_range_boxes(shape, start, stop)):
         differ = [
-            d for d in range(len(shape)) if (left.offsets[d], left.sizes[d]) != (right.offsets[d], right.sizes[d])
+            d
+            for d in range(len(shape))
+            if (left.offsets[d], left.sizes[d]) != (right.offsets[d], right.sizes[d])
         ]
-        mergeable = len(differ) == 1 and left.offsets[differ[0]] + left.sizes[differ[0]] == right.offsets[differ[0]]
+        mergeable = (
+            len(differ) == 1
+            and left.offsets[differ[0]] + left.sizes[differ[0]] == right.offsets[differ[0]]
+        )
         assert not mergeable
 
 
@@ -76,5 +87,7 @@ def test_billions_of_elements_are_a_few_boxes() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_of_its_tensor_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(ParallelPlanError, match=r"which has 6 elements. Use 0 <= start <= stop <= 6"):
+    with pytest.raises(
+        ParallelPlanError, match=r"which has 6 elements. Use 0 <= start <= stop <= 6"
+    ):
         flat_range_boxes((3, 2), start, stop)

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.buckets import BufferPlan, Piece, Placed, Slice, plan_by_elements, plan_by_parameters
+from lightning_megatron.plan.buckets import (
+    BufferPlan,
+    Piece,
+    Placed,
+    Slice,
+    plan_by_elements,
+    plan_by_parameters,
+)
 
 PARTS = st.integers(1, 9)
 
@@ -18,7 +25,12 @@ PARTS = st.integers(1, 9)
 def some_pieces(draw: st.DrawFn) -> list[Piece]:
     count = draw(st.integers(0, 12))
     return [
-        Piece(f"p{i}", draw(st.integers(0, 700)), draw(st.integers(0, 2)), draw(st.integers(0, 4)) == 0)
+        Piece(
+            f"p{i}",
+            draw(st.integers(0, 700)),
+            draw(st.integers(0, 2)),
+            draw(st.integers(0, 4)) == 0,
+        )
         for i in range(count)
     ]
 
@@ -33,7 +45,10 @@ def check_every_element_once(plan: BufferPlan, pieces: list[Piece]) -> None:
             assert piece.buffer_start == plan.place(piece.name).start + piece.start
             assert piece.buffer_start >= buffer_stop
             assert piece.shard_start >= shard_stop
-            shard_stop, buffer_stop = piece.shard_start + piece.size, piece.buffer_start + piece.size
+            shard_stop, buffer_stop = (
+                piece.shard_start + piece.size,
+                piece.buffer_start + piece.size,
+            )
             low, high = plan.buckets[piece.bucket].part(part, plan.num_parts)
             assert low <= piece.buffer_start <= piece.buffer_start + piece.size <= high
             assert piece.shard_start - plan.shard_start(piece.bucket) == piece.buffer_start - low
@@ -67,14 +82,18 @@ def check_buckets(plan: BufferPlan, pieces: list[Piece]) -> None:
 
 
 @given(some_pieces(), PARTS, st.integers(1, 1500))
-def test_every_element_lies_in_exactly_one_slice(pieces: list[Piece], num_parts: int, bucket_size: int) -> None:
+def test_every_element_lies_in_exactly_one_slice(
+    pieces: list[Piece], num_parts: int, bucket_size: int
+) -> None:
     plan = plan_by_elements(pieces, num_parts, bucket_size)
     check_every_element_once(plan, pieces)
     check_buckets(plan, pieces)
 
 
 @given(some_pieces(), PARTS, st.integers(1, 1500))
-def test_buckets_are_in_reverse_order_and_close_in_time(pieces: list[Piece], parts: int, bucket_size: int) -> None:
+def test_buckets_are_in_reverse_order_and_close_in_time(
+    pieces: list[Piece], parts: int, bucket_size: int
+) -> None:
     plan = plan_by_elements(pieces, parts, bucket_size)
     names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
     assert names == [piece.name for piece in reversed(pieces)]
@@ -97,13 +116,17 @@ def test_whole_parameters_are_dealt_out_evenly(pieces: list[Piece], num_parts: i
     assert len(plan.buckets) == len({piece.group for piece in pieces})
     sizes = {piece.name: piece.size for piece in pieces}
     slices = [plan.slices(part) for part in range(num_parts)]
-    assert all((piece.start, piece.stop) == (0, sizes[piece.name]) for part in slices for piece in part)
+    assert all(
+        (piece.start, piece.stop) == (0, sizes[piece.name]) for part in slices for piece in part
+    )
     order = {piece.name: -index for index, piece in enumerate(pieces)}
     for index, bucket in enumerate(plan.buckets):
         loads = []
         for part in slices:
             mine = [piece for piece in part if piece.bucket == index]
-            assert [order[piece.name] for piece in mine] == sorted(order[piece.name] for piece in mine)
+            assert [order[piece.name] for piece in mine] == sorted(
+                order[piece.name] for piece in mine
+            )
             loads.append(sum(-(-piece.size // 64) * 64 for piece in mine))
         largest = max(-(-sizes[placed.name] // 64) * 64 for placed in bucket.placed)
         assert max(loads) - min(loads) <= largest
@@ -128,7 +151,10 @@ def test_the_layout_is_that_of_megatron_core() -> None:
 
 def test_a_part_may_begin_and_end_inside_a_parameter() -> None:
     plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4)
-    assert [(s.name, s.start, s.stop, s.shard_start) for s in plan.slices(1)] == [("c", 192, 300, 0), ("b", 0, 64, 128)]
+    assert [(s.name, s.start, s.stop, s.shard_start) for s in plan.slices(1)] == [
+        ("c", 192, 300, 0),
+        ("b", 0, 64, 128),
+    ]
     assert plan.slices(3) == (Slice("a", 0, 100, 576, 0, 0),)
 
 

@@ -65,7 +65,9 @@ def layout(dp: int = 1, **sizes: int) -> ParallelLayout:
 
 def test_parameters_are_counted_as_the_models_hold_them() -> None:
     (one,) = estimate_memory(GPT2, layout(), STEP)
-    assert one.num_parameters == 124_439_808 + (50304 - 50257) * 768  # GPT-2 small, and the padded vocabulary
+    assert (
+        one.num_parameters == 124_439_808 + (50304 - 50257) * 768
+    )  # GPT-2 small, and the padded vocabulary
     (one,) = estimate_memory(replace(LLAMA, num_layers=32, vocab_size=128256), layout(), STEP)
     assert one.num_parameters == 8_030_261_248  # Llama 3 8B
     (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
@@ -88,7 +90,10 @@ def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: in
 
 
 def test_a_block_keeps_what_its_layers_keep() -> None:
-    tokens, costs = 4096, activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096))
+    tokens, costs = (
+        4096,
+        activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096)),
+    )
     hidden, query, key, inner = 4096, 4096, 1024, 14336
     per_token = 2 * (4 * hidden + (query + 2 * key) + query + 3 * inner) + 4 * 32 + 2 * 8
     assert costs.kept == costs.layer == tokens * per_token
@@ -101,7 +106,9 @@ def test_a_block_keeps_what_its_layers_keep() -> None:
 def test_sequence_parallelism_cuts_the_residual_stream_and_tensor_parallelism_the_rest() -> None:
     table = fused_activations(LLAMA)
     whole, cut = (
-        activation_costs(LLAMA, table, MicrobatchShape(num_tokens=4096, tp=tp, sequence_parallel=tp > 1)).kept
+        activation_costs(
+            LLAMA, table, MicrobatchShape(num_tokens=4096, tp=tp, sequence_parallel=tp > 1)
+        ).kept
         for tp in (1, 4)
     )
     assert cut * 4 == whole
@@ -111,7 +118,9 @@ def test_sequence_parallelism_cuts_the_residual_stream_and_tensor_parallelism_th
 
 def test_recomputation_keeps_the_inputs_of_blocks() -> None:
     costs = {
-        mode: activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096), recompute=mode)  # type: ignore[arg-type]
+        mode: activation_costs(
+            LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096), recompute=mode
+        )  # type: ignore[arg-type]
         for mode in ("none", "selective", "full")
     }
     assert costs["full"].kept == costs["full"].boundary == 4096 * 4096 * 2
@@ -149,7 +158,8 @@ def test_the_parts_add_up_to_the_peak() -> None:
 def test_an_optimizer_that_copies_everything_can_be_the_peak() -> None:
     tiny = replace(STEP, seq_length=8, num_microbatches=1)
     (fused,), (copying,) = (
-        estimate_memory(LLAMA, layout(dp=2), replace(tiny, step_bytes=step_bytes)) for step_bytes in (0, 8)
+        estimate_memory(LLAMA, layout(dp=2), replace(tiny, step_bytes=step_bytes))
+        for step_bytes in (0, 8)
     )
     assert fused.moment == "backward"
     assert copying.moment == "optimizer step"
@@ -168,7 +178,9 @@ SIZES = st.fixed_dictionaries(
 )
 
 
-@given(SIZES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans())
+@given(
+    SIZES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans()
+)
 def test_more_work_never_takes_less_and_more_ranks_never_take_more(
     sizes: dict, tp: int, pp: int, dp: int, fused: bool
 ) -> None:
@@ -176,7 +188,10 @@ def test_more_work_never_takes_less_and_more_ranks_never_take_more(
     table = (fused_activations if fused else eager_activations)(model)
 
     def peak(training: TrainingShape, tp: int = tp, pp: int = pp, dp: int = dp) -> int:
-        return max(one.peak for one in estimate_memory(model, layout(dp, tp=tp, pp=pp), training, table=table))
+        return max(
+            one.peak
+            for one in estimate_memory(model, layout(dp, tp=tp, pp=pp), training, table=table)
+        )
 
     base = peak(training)
     assert peak(replace(training, seq_length=2 * training.seq_length)) > base
@@ -186,7 +201,9 @@ def test_more_work_never_takes_less_and_more_ranks_never_take_more(
     assert peak(replace(training, recompute="none")) >= base
     assert peak(training, dp=2 * dp) <= base
     assert peak(training, tp=2 * tp) < base
-    assert peak(replace(training, sequence_parallel=True)) <= peak(replace(training, sequence_parallel=False))
+    assert peak(replace(training, sequence_parallel=True)) <= peak(
+        replace(training, sequence_parallel=False)
+    )
 
 
 def experts_of(**changes: object) -> ModelShape:
@@ -194,7 +211,9 @@ def experts_of(**changes: object) -> ModelShape:
     return replace(QWEN3_30B_A3B, experts=replace(QWEN3_30B_A3B.experts, **changes))
 
 
-def test_experts_are_cut_over_ep_and_etp_and_their_state_over_the_ranks_that_hold_the_same() -> None:
+def test_experts_are_cut_over_ep_and_etp_and_their_state_over_the_ranks_that_hold_the_same() -> (
+    None
+):
     (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
     matrices = 48 * 128 * 3 * 2048 * 768
     dense = one.num_parameters - matrices
@@ -212,10 +231,18 @@ def test_only_stages_whose_layers_have_experts_hold_some() -> None:
     model = replace(experts_of(layers=tuple(layer >= 36 for layer in range(48))), tied=False)
     stages = estimate_memory(model, ParallelLayout(4, pp=4), STEP)
     of_layer = model.expert_parameters(ParallelLayout(4, pp=4))
-    assert stages[1].num_parameters == stages[2].num_parameters < 12 * of_layer < stages[3].num_parameters
+    assert (
+        stages[1].num_parameters
+        == stages[2].num_parameters
+        < 12 * of_layer
+        < stages[3].num_parameters
+    )
     # Layers are in order of chunks, then stages: here the last chunk of every stage has experts.
     chunks = estimate_memory(
-        model, ParallelLayout(4, pp=4, vpp=4), replace(STEP, schedule="interleaved"), stage_layers=[[3] * 4] * 4
+        model,
+        ParallelLayout(4, pp=4, vpp=4),
+        replace(STEP, schedule="interleaved"),
+        stage_layers=[[3] * 4] * 4,
     )
     assert all(one.num_parameters > 3 * of_layer for one in chunks)
     assert chunks[1].num_parameters == chunks[2].num_parameters
@@ -231,7 +258,9 @@ def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_
     (alone,) = estimate_memory(QWEN3_30B_A3B, layout(4), STEP)
     assert alone.activations < exact < 1.02 * alone.activations  # Two maps of rows for one.
     assert static > 2.5 * exact
-    recomputed = estimate_memory(QWEN3_30B_A3B, layout(4), replace(STEP, recompute="experts"))[0].activations
+    recomputed = estimate_memory(QWEN3_30B_A3B, layout(4), replace(STEP, recompute="experts"))[
+        0
+    ].activations
     features = 1024 * 8 * 768
     assert alone.activations - recomputed == 48 * 5 * 2 * features
 

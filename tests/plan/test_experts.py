@@ -13,7 +13,13 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 
 SIZES: dict[str, Any] = {"num_experts": 12, "top_k": 2, "ffn_hidden_size": 16}
-MODEL: dict[str, Any] = {"vocab_size": 53, "max_seq_length": 16, "num_layers": 4, "hidden_size": 48, "num_heads": 6}
+MODEL: dict[str, Any] = {
+    "vocab_size": 53,
+    "max_seq_length": 16,
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_heads": 6,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,15 +38,23 @@ MODEL: dict[str, Any] = {"vocab_size": 53, "max_seq_length": 16, "num_layers": 4
         ({"score_scale": 0.0}, "score_scale .* above 0"),
         ({"capacity_factor": 0.0}, "capacity_factor .* above 0 or None"),
         ({"expert_bias_rate": 0.001}, "expert_bias_rate .* 0, .*no expert has a bias"),
-        ({"num_groups": 5}, r"num_groups \(5\) of experts must be 1, 2, 3, 4 or 6, because num_experts \(12\)"),
+        (
+            {"num_groups": 5},
+            r"num_groups \(5\) of experts must be 1, 2, 3, 4 or 6, because num_experts \(12\)",
+        ),
         ({"num_groups": 12}, "num_groups .* 1, 2, 3, 4 or 6"),
         ({"num_groups": 3, "top_k_groups": 4}, r"top_k_groups .* at most num_groups \(3\)"),
-        ({"num_groups": 6, "top_k": 3}, r"top_k \(3\) .* at most 2, because top_k_groups \(1\) of num_groups \(6\)"),
+        (
+            {"num_groups": 6, "top_k": 3},
+            r"top_k \(3\) .* at most 2, because top_k_groups \(1\) of num_groups \(6\)",
+        ),
         ({"layers": 0}, "layers .* at least 1"),
         ({"layers": (False, False)}, "layers .* have a true value"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_numbers_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         ExpertsConfig(**{**SIZES, **settings})
 
@@ -63,7 +77,13 @@ def test_experts_have_no_biases() -> None:
 
 
 def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
-    assert [ExpertsConfig(**SIZES, layers=2).is_in(layer) for layer in range(5)] == [False, True, False, True, False]
+    assert [ExpertsConfig(**SIZES, layers=2).is_in(layer) for layer in range(5)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     # In the form of a settings file.
     config = GPTConfig(**MODEL, bias=False, experts={**SIZES, "layers": [False, True, True, False]})  # type: ignore[arg-type]
     assert config.experts == ExpertsConfig(**SIZES, layers=(False, True, True, False))
@@ -77,10 +97,15 @@ def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
     [
         ({"world_size": 8, "ep": 8}, "num_experts (12) must be a multiple of ep (8)"),
         ({"world_size": 16, "ep": 16}, "num_experts (12) must be a multiple of ep (16)"),
-        ({"world_size": 3, "etp": 3}, "ffn_hidden_size of experts (16) must be a multiple of etp (3)"),
+        (
+            {"world_size": 3, "etp": 3},
+            "ffn_hidden_size of experts (16) must be a multiple of etp (3)",
+        ),
     ],
 )
-def test_layouts_that_experts_do_not_divide_by_are_refused(layout: dict[str, int], rule: str) -> None:
+def test_layouts_that_experts_do_not_divide_by_are_refused(
+    layout: dict[str, int], rule: str
+) -> None:
     config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES))  # type: ignore[arg-type]
     config.check_layout(ParallelLayout(4, ep=4))
     with pytest.raises(ParallelPlanError, match=re.escape(rule)):

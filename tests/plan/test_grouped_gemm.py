@@ -48,7 +48,9 @@ def test_the_measured_shapes_get_the_variants_that_were_best(shape: str) -> None
         ((32768, 32, 1024, 2048), S),
     ],
 )
-def test_swiglu_in_the_product_gets_the_variant_that_was_best(sizes: tuple[int, int, int, int], tile: str) -> None:
+def test_swiglu_in_the_product_gets_the_variant_that_was_best(
+    sizes: tuple[int, int, int, int], tile: str
+) -> None:
     assert choose_variant(Pass.FORWARD_SWIGLU, *sizes).variant == f"forward_swiglu_{tile}"
 
 
@@ -103,14 +105,19 @@ def test_the_rule_names_every_variant_and_no_other() -> None:
 
 
 def test_the_reason_has_the_numbers() -> None:
-    assert choose_variant(Pass.FORWARD, 1000, 8, 384, 384).reason == "125 rows a group are fewer than 256"
+    assert (
+        choose_variant(Pass.FORWARD, 1000, 8, 384, 384).reason
+        == "125 rows a group are fewer than 256"
+    )
     assert "7168 is at least 4096" in choose_variant(Pass.FORWARD, 16384, 32, 4096, 7168).reason
 
 
 def test_a_variant_can_be_asked_for() -> None:
     asked = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
     assert asked == Choice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
-    with pytest.raises(UnsupportedError, match="must be one for data_grad: 'forward_.* Use data_grad_cooperative"):
+    with pytest.raises(
+        UnsupportedError, match="must be one for data_grad: 'forward_.* Use data_grad_cooperative"
+    ):
         choose_variant(Pass.DATA_GRAD, 1000, 8, 384, 384, variant=f"forward_{C}")
 
 
@@ -125,7 +132,9 @@ def test_a_variant_can_be_asked_for() -> None:
         ((1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
     ],
 )
-def test_sizes_that_the_kernels_cannot_do_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+def test_sizes_that_the_kernels_cannot_do_are_refused(
+    sizes: tuple[int, int, int, int], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         choose_variant(Pass.FORWARD, *sizes)
 

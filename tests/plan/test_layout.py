@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import ParallelLayout
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text(encoding="utf-8"))["cases"]
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text(encoding="utf-8")
+)["cases"]
 ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
 SMALL = st.sampled_from([1, 2, 3])
 
@@ -35,7 +37,9 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     world = tp * cp * dp * etp * ep * pp
     order = "-".join([*draw(st.permutations(["tp", "cp", "ep", "dp"])), "pp"])
     offset = draw(st.sampled_from([0, 5]))
-    return ParallelLayout(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, rank_offset=offset)
+    return ParallelLayout(
+        world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, rank_offset=offset
+    )
 
 
 def test_rank_groups_equal_megatron_core_for_every_order() -> None:
@@ -68,7 +72,9 @@ def test_layouts_that_megatron_core_cannot_place_are_refused() -> None:
 @given(layouts())
 def test_groups_partition_the_ranks(layout: ParallelLayout) -> None:
     everyone = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
-    lists = [layout.groups(name) for name in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-dp-pp")]
+    lists = [
+        layout.groups(name) for name in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-dp-pp")
+    ]
     lists += [layout.expert_groups(name) for name in ("etp", "ep", "edp", "pp", "etp-ep", "ep-edp")]
     for groups in lists:
         assert sorted(rank for group in groups for rank in group) == everyone
@@ -115,8 +121,22 @@ def test_a_name_means_the_same_in_any_order_of_its_axes() -> None:
 def test_the_worked_example_of_sixteen_ranks() -> None:
     layout = ParallelLayout(16, tp=4, pp=2, etp=1, ep=4)
     assert (layout.dp, layout.edp, layout.etp, layout.has_experts) == (2, 2, 1, True)
-    assert layout.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
-    assert layout.expert_groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("dp") == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [8, 12],
+        [9, 13],
+        [10, 14],
+        [11, 15],
+    ]
+    assert layout.expert_groups("ep") == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
     assert layout.embedding_groups()[0] == [0, 8]
     assert layout.position_embedding_groups()[:2] == [[0], [1]]
     assert layout.coordinates(13) == {"tp": 1, "cp": 0, "dp": 1, "pp": 1}
@@ -134,14 +154,19 @@ def test_etp_is_tp_unless_given() -> None:
 
 
 def test_equal_layouts_are_equal_and_hash_alike() -> None:
-    assert len({ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2), ParallelLayout(8, tp=4)}) == 2
+    assert (
+        len({ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2), ParallelLayout(8, tp=4)}) == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
-        ({"world_size": 4, "tp": 2.0}, "tp must be a whole number of at least 1: it is 2.0, of type float."),
+        (
+            {"world_size": 4, "tp": 2.0},
+            "tp must be a whole number of at least 1: it is 2.0, of type float.",
+        ),
         (
             {"world_size": 16, "tp": 3},
             "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 1 = 3), because every copy of the dense "
@@ -188,10 +213,15 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
             "vpp (2) needs pp above 1, because chunks shorten the bubble between stages and one stage has none. "
             "Use vpp of 1, or pp of 2 or 4.",
         ),
-        ({"world_size": 4, "rank_offset": -1}, "rank_offset must be a whole number of at least 0: it is -1."),
+        (
+            {"world_size": 4, "rank_offset": -1},
+            "rank_offset must be a whole number of at least 0: it is -1.",
+        ),
     ],
 )
-def test_a_layout_that_cannot_be_says_why_and_what_can(arguments: dict[str, Any], message: str) -> None:
+def test_a_layout_that_cannot_be_says_why_and_what_can(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelPlanError) as error:
         ParallelLayout(**arguments)
     assert str(error.value) == message
@@ -199,7 +229,9 @@ def test_a_layout_that_cannot_be_says_why_and_what_can(arguments: dict[str, Any]
 
 def test_an_unknown_group_name_lists_the_axes() -> None:
     layout = ParallelLayout(8, tp=2, ep=2)
-    with pytest.raises(ParallelPlanError, match="'ep', but it is an axis of the expert grid. Use tp, cp, dp or pp"):
+    with pytest.raises(
+        ParallelPlanError, match="'ep', but it is an axis of the expert grid. Use tp, cp, dp or pp"
+    ):
         layout.groups("ep")
     with pytest.raises(ParallelPlanError, match="there is no such axis. Use etp, ep, edp or pp"):
         layout.expert_groups("expert")

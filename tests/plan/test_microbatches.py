@@ -8,7 +8,9 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.microbatches import MicrobatchRule
 
 
-def rule(size: object = None, pp: int = 1, vpp: int = 1, group: int | None = None) -> MicrobatchRule:
+def rule(
+    size: object = None, pp: int = 1, vpp: int = 1, group: int | None = None
+) -> MicrobatchRule:
     return MicrobatchRule(size, "interleaved" if vpp > 1 else "1f1b", pp, vpp, group)  # type: ignore[arg-type]
 
 
@@ -26,10 +28,20 @@ def test_a_given_size_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("pp", "vpp", "num_samples", "count"),
-    [(2, 1, 8, 4), (2, 1, 64, 4), (2, 1, 6, 6), (4, 1, 64, 16), (4, 1, 8, 8), (4, 1, 7, 7), (8, 1, 64, 32)]
+    [
+        (2, 1, 8, 4),
+        (2, 1, 64, 4),
+        (2, 1, 6, 6),
+        (4, 1, 64, 16),
+        (4, 1, 8, 8),
+        (4, 1, 7, 7),
+        (8, 1, 64, 32),
+    ]
     + [(4, 2, 64, 8), (4, 2, 60, 12), (4, 3, 64, 4), (2, 2, 4, 2), (4, 1, 1, 1)],
 )
-def test_stages_are_idle_for_at_most_a_fifth_of_a_step(pp: int, vpp: int, num_samples: int, count: int) -> None:
+def test_stages_are_idle_for_at_most_a_fifth_of_a_step(
+    pp: int, vpp: int, num_samples: int, count: int
+) -> None:
     found = rule(pp=pp, vpp=vpp)
     assert found.is_chosen
     assert found.count_for(num_samples) == count
@@ -55,5 +67,8 @@ def test_the_group_of_an_interleaved_schedule_is_respected() -> None:
 
 
 def test_a_batch_that_no_count_fits_is_refused_by_the_schedule() -> None:
-    with pytest.raises(ParallelPlanError, match="needs at least as many microbatches as stages: num_microbatches is 3"):
+    with pytest.raises(
+        ParallelPlanError,
+        match="needs at least as many microbatches as stages: num_microbatches is 3",
+    ):
         rule(pp=4, vpp=2).check(3)

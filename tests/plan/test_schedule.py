@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import Action, Schedule, build_schedule, render, simulate
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline_orders.json").read_text(encoding="utf-8"))[
-    "cases"
-]
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "pipeline_orders.json").read_text(encoding="utf-8")
+)["cases"]
 
 
 def built(case: dict[str, Any]) -> Schedule:
     name = "1f1b" if case["vpp"] == 1 else "interleaved"
-    return build_schedule(name, case["pp"], case["m"], case["vpp"], microbatch_group_size=case["group"])
+    return build_schedule(
+        name, case["pp"], case["m"], case["vpp"], microbatch_group_size=case["group"]
+    )
 
 
 def is_all_warmup(order: str) -> bool:
@@ -35,11 +37,15 @@ def test_the_order_equals_megatron_core() -> None:
         assert orders == case["orders"], case
     assert len(GOLDEN) > 150
     assert any(case["group"] and case["group"] > case["pp"] for case in GOLDEN)
-    assert any(is_all_warmup(order) for case in GOLDEN if case["vpp"] > 1 for order in case["orders"])
+    assert any(
+        is_all_warmup(order) for case in GOLDEN if case["vpp"] > 1 for order in case["orders"]
+    )
 
 
 def test_the_group_is_as_large_as_the_pipeline_by_default() -> None:
-    assert build_schedule("interleaved", 2, 4, 2) == build_schedule("interleaved", 2, 4, 2, microbatch_group_size=2)
+    assert build_schedule("interleaved", 2, 4, 2) == build_schedule(
+        "interleaved", 2, 4, 2, microbatch_group_size=2
+    )
 
 
 @given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(1, 12), st.booleans())
@@ -49,7 +55,9 @@ def test_every_microbatch_runs_forward_then_backward_on_every_stage(
     schedule = build_schedule(name, stages, microbatches, forward_only=forward_only)
     for rank in range(stages):
         row = schedule.actions(rank)
-        assert [action.microbatch for action in row if action.kind == "F"] == list(range(microbatches))
+        assert [action.microbatch for action in row if action.kind == "F"] == list(
+            range(microbatches)
+        )
         backwards = [action.microbatch for action in row if action.kind == "B"]
         assert backwards == ([] if forward_only else list(range(microbatches)))
 
@@ -59,7 +67,16 @@ def test_gpipe_runs_all_forwards_first() -> None:
 
 
 def test_forward_only_visits_the_chunks_group_by_group() -> None:
-    assert build_schedule("interleaved", 2, 4, 2, forward_only=True).order(1) == [1, 1, 2, 2, 1, 1, 2, 2]
+    assert build_schedule("interleaved", 2, 4, 2, forward_only=True).order(1) == [
+        1,
+        1,
+        2,
+        2,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 8), (6, 6)])
@@ -69,17 +86,27 @@ def test_the_bubble_of_1f1b_is_the_textbook_one(stages: int, microbatches: int) 
 
 
 def test_chunks_divide_the_bubble() -> None:
-    length = simulate(build_schedule("1f1b", 4, 8)).length * 2  # a chunk is half of the stage's layers
-    assert length - 2 * 8 * 3 == 2 * (simulate(build_schedule("interleaved", 4, 8, 2)).length - 2 * 8 * 3)
+    length = (
+        simulate(build_schedule("1f1b", 4, 8)).length * 2
+    )  # a chunk is half of the stage's layers
+    assert length - 2 * 8 * 3 == 2 * (
+        simulate(build_schedule("interleaved", 4, 8, 2)).length - 2 * 8 * 3
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zb", 2, 2), "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved or gpipe."),
+        (
+            ("zb", 2, 2),
+            "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved or gpipe.",
+        ),
         (
             ("1f1b", 2, 0),
-            "num_microbatches must be a whole number of at least 1: it is 0. Use num_microbatches of 1 or",
+            (
+                "num_microbatches must be a whole number of at least 1: it is 0. Use "
+                "num_microbatches of 1 or"
+            ),
         ),
         (("1f1b", 4, 8, 2), "schedule '1f1b' runs one chunk per stage: vpp is 2."),
         (("gpipe", 4, 8, 2), "Use schedule 'interleaved', or vpp of 1."),
@@ -97,12 +124,17 @@ def test_chunks_divide_the_bubble() -> None:
             "4, num_microbatches is 9; the last group would hold 1, fewer than stages, and every stage would wait for "
             "it. Use microbatch_group_size of 5 or 9, or 12 microbatches.",
         ),
-        (("interleaved", 4, 9, 2, 3), "a smaller group would wait for its own output, a larger one never fills."),
+        (
+            ("interleaved", 4, 9, 2, 3),
+            "a smaller group would wait for its own output, a larger one never fills.",
+        ),
         (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
         (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
     ],
 )
-def test_a_schedule_that_cannot_run_says_why_and_what_can(arguments: tuple[Any, ...], message: str) -> None:
+def test_a_schedule_that_cannot_run_says_why_and_what_can(
+    arguments: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(ParallelPlanError) as error:
         build_schedule(*arguments)
     assert message in str(error.value)
@@ -135,7 +167,9 @@ def test_split_backwards_are_a_legal_schedule() -> None:
 
 def test_stages_that_wait_for_each_other_are_an_error() -> None:
     rows = ((F0, B0, F1, B1), (F1, B1, F0, B0))
-    with pytest.raises(ParallelPlanError, match="its stages wait for each other. Stage 0 waits for the input of B"):
+    with pytest.raises(
+        ParallelPlanError, match="its stages wait for each other. Stage 0 waits for the input of B"
+    ):
         simulate(Schedule("crossed", 2, 2, 1, rows).validate())
 
 
@@ -146,4 +180,6 @@ def test_a_schedule_is_drawn_as_text() -> None:
         "stage 1 .   F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- .   .",
         "15 ticks, 20.0% of them waiting",
     ]
-    assert render(build_schedule("1f1b", 2, 2)).splitlines()[1] == "stage 0 F0 F1 .  .  B0 -- .  B1 --"
+    assert (
+        render(build_schedule("1f1b", 2, 2)).splitlines()[1] == "stage 0 F0 F1 .  .  B0 -- .  B1 --"
+    )

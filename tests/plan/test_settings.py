@@ -22,7 +22,14 @@ from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
-from lightning_megatron.plan.settings import Count, Positive, describe, settled, settled_arguments, shown
+from lightning_megatron.plan.settings import (
+    Count,
+    Positive,
+    describe,
+    settled,
+    settled_arguments,
+    shown,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16}
@@ -34,7 +41,13 @@ RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "gpt": (
         GPTConfig,
         GPTConfig,
-        {"vocab_size": 96, "max_seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4},
+        {
+            "vocab_size": 96,
+            "max_seq_length": 16,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+        },
     ),
     "encoder": (
         EncoderConfig,
@@ -47,14 +60,48 @@ RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "experts": (ExpertsConfig, ExpertsConfig, EXPERTS),
     "rotary scaling": (RotaryScaling, RotaryScaling, SCALING),
 }
-FIELDS = [(record, field.name) for record, (kind, _, _) in RECORDS.items() for field in fields(kind)]
+FIELDS = [
+    (record, field.name) for record, (kind, _, _) in RECORDS.items() for field in fields(kind)
+]
 ODD = (
     *(None, True, False, 0, -1, 2**31, 2**63, -(2**64), 10**5000),
     *(0.0, -0.5, 1.0, 1.5, 1e308, math.nan, math.inf, -math.inf, 1j),
     *("", "2", "none", "x" * 5000, "\0", b"2", bytearray(b"2")),
-    *([], [[]], [None], ["x"], [2], (), (1.5,), [math.nan], {}, {"x": "y"}, {1: 2}, {"x": {}}, {2, 3}, range(3)),
-    *(np.int64(-3), np.float64("nan"), np.bool_(True), np.array([1, 2]), torch.tensor(2), torch.ones(2)),
-    *(Decimal("NaN"), Fraction(-1, 3), timedelta(0), timedelta(-1), timedelta.max, object(), object, len, iter(())),
+    *(
+        [],
+        [[]],
+        [None],
+        ["x"],
+        [2],
+        (),
+        (1.5,),
+        [math.nan],
+        {},
+        {"x": "y"},
+        {1: 2},
+        {"x": {}},
+        {2, 3},
+        range(3),
+    ),
+    *(
+        np.int64(-3),
+        np.float64("nan"),
+        np.bool_(True),
+        np.array([1, 2]),
+        torch.tensor(2),
+        torch.ones(2),
+    ),
+    *(
+        Decimal("NaN"),
+        Fraction(-1, 3),
+        timedelta(0),
+        timedelta(-1),
+        timedelta.max,
+        object(),
+        object,
+        len,
+        iter(()),
+    ),
 )
 ANY = st.one_of(
     st.sampled_from(ODD),
@@ -64,7 +111,9 @@ ANY = st.one_of(
     st.text(max_size=20),
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
         max_leaves=5,
     ),
 )
@@ -77,14 +126,22 @@ def build(record: str, **values: Any) -> Any:
 
 def parts(value: Any) -> Iterator[Any]:
     yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+    for inner in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, tuple | list)
+        else ()
+    ):
         yield from parts(inner)
 
 
 @pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda part: str(part))
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(value=ANY)
-def test_any_value_is_taken_as_its_type_or_refused_by_name(record: str, name: str, value: Any) -> None:
+def test_any_value_is_taken_as_its_type_or_refused_by_name(
+    record: str, name: str, value: Any
+) -> None:
     try:
         built = build(record, **{name: value})
     except (ParallelPlanError, UnsupportedError) as error:
@@ -98,7 +155,16 @@ def test_any_value_is_taken_as_its_type_or_refused_by_name(record: str, name: st
         assert len(refusal) < 600
         return
     for part in parts(taken):
-        assert part is None or type(part) in (bool, int, float, str, tuple, list, dict, timedelta), (value, part)
+        assert part is None or type(part) in (
+            bool,
+            int,
+            float,
+            str,
+            tuple,
+            list,
+            dict,
+            timedelta,
+        ), (value, part)
         assert not isinstance(part, float) or math.isfinite(part)
         assert not isinstance(part, int) or abs(part) < 2**63
 
@@ -108,17 +174,36 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
     kind, make, legal = RECORDS[record]
     field = next(one for one in fields(kind) if one.name == name)
     hint = str(get_type_hints(kind)[name])
-    words = {"bool": bool, "int": int, "float": (int, float), "str": str, "Literal": (str, int), "dict": dict}
+    words = {
+        "bool": bool,
+        "int": int,
+        "float": (int, float),
+        "str": str,
+        "Literal": (str, int),
+        "dict": dict,
+    }
     words |= {"tuple": (list, tuple), "timedelta": timedelta, "Config": dict, "RotaryScaling": dict}
-    types = tuple(kind for word, kinds in words.items() if word in hint for kind in np.ravel(np.array(kinds, object)))
+    types = tuple(
+        kind
+        for word, kinds in words.items()
+        if word in hint
+        for kind in np.ravel(np.array(kinds, object))
+    )
     assert types, f"{name} of {record} has a type that this test does not know: {hint}"
     default = None if field.default is MISSING else field.default
     for value in ODD:
         is_truth = isinstance(value, bool) and "bool" not in hint
         if isinstance(value, types) and not is_truth:
             continue
-        is_number = isinstance(value, np.integer | np.floating | Decimal | Fraction | torch.Tensor | np.ndarray)
-        if (value is None and "None" in hint) or value is default or is_number or isinstance(value, range):
+        is_number = isinstance(
+            value, np.integer | np.floating | Decimal | Fraction | torch.Tensor | np.ndarray
+        )
+        if (
+            (value is None and "None" in hint)
+            or value is default
+            or is_number
+            or isinstance(value, range)
+        ):
             continue
         if value is None and (record, name) in (("layout", "etp"), ("strategy", "microbatch_size")):
             continue  # None stands for another value
@@ -128,7 +213,9 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
 
 def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
     config = build("gpt", num_layers=np.int32(3), hidden_dropout=np.float32(0.5), rotary_base=10000)
-    assert [type(value) for value in (config.num_layers, config.hidden_dropout, config.rotary_base)] == [
+    assert [
+        type(value) for value in (config.num_layers, config.hidden_dropout, config.rotary_base)
+    ] == [
         int,
         float,
         float,
@@ -140,15 +227,30 @@ def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
 @pytest.mark.parametrize(
     ("record", "values", "message"),
     [
-        ("strategy", {"tp": "2"}, "tp must be a whole number of at least 1: it is '2', of type str."),
-        ("strategy", {"tp": True}, "tp must be a whole number of at least 1: it is True, of type bool."),
-        ("strategy", {"tp": 2.0}, "tp must be a whole number of at least 1: it is 2.0, of type float."),
+        (
+            "strategy",
+            {"tp": "2"},
+            "tp must be a whole number of at least 1: it is '2', of type str.",
+        ),
+        (
+            "strategy",
+            {"tp": True},
+            "tp must be a whole number of at least 1: it is True, of type bool.",
+        ),
+        (
+            "strategy",
+            {"tp": 2.0},
+            "tp must be a whole number of at least 1: it is 2.0, of type float.",
+        ),
         ("strategy", {"zero": 2}, "zero must be 0 or 1: it is 2."),
         ("strategy", {"async_save": 1}, "async_save must be True or False: it is 1, of type int."),
         (
             "strategy",
             {"timeout": math.nan},
-            "timeout must be a finite number above 0 and at most 1000000000, timedelta or None: it is nan.",
+            (
+                "timeout must be a finite number above 0 and at most 1000000000, timedelta or "
+                "None: it is nan."
+            ),
         ),
         (
             "strategy",
@@ -161,15 +263,31 @@ def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
             {"pipeline_plan": {"layers": 3}},
             "pipeline_plan['layers'] must be text: it is 3, of type int.",
         ),
-        ("gpt", {"num_kv_heads": 0}, "num_kv_heads must be a whole number of at least 1 or None: it is 0."),
-        ("gpt", {"hidden_dropout": 1}, "hidden_dropout must be a finite number of at least 0 and below 1: it is 1."),
-        ("gpt", {"window_layers": [True, 1]}, "window_layers[1] must be True or False: it is 1, of type int."),
+        (
+            "gpt",
+            {"num_kv_heads": 0},
+            "num_kv_heads must be a whole number of at least 1 or None: it is 0.",
+        ),
+        (
+            "gpt",
+            {"hidden_dropout": 1},
+            "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.",
+        ),
+        (
+            "gpt",
+            {"window_layers": [True, 1]},
+            "window_layers[1] must be True or False: it is 1, of type int.",
+        ),
         (
             "gpt",
             {"experts": {"num_expert": 4}},
             "experts has no setting 'num_expert'. Its settings are num_experts, top_k, ",
         ),
-        ("gpt", {"experts": {"num_experts": 4}}, "experts must have top_k, ffn_hidden_size: it has num_experts."),
+        (
+            "gpt",
+            {"experts": {"num_experts": 4}},
+            "experts must have top_k, ffn_hidden_size: it has num_experts.",
+        ),
         (
             "gpt",
             {"experts": {**EXPERTS, "top_k": "2"}},
@@ -178,9 +296,16 @@ def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
         (
             "gpt",
             {"rotary_scaling": 3},
-            "rotary_scaling must be RotaryScaling or a mapping of its settings or None: it is 3, of type int.",
+            (
+                "rotary_scaling must be RotaryScaling or a mapping of its settings or None: it is "
+                "3, of type int."
+            ),
         ),
-        ("rotary scaling", {"factor": 0}, "rotary_scaling.factor must be a finite number above 0: it is 0."),
+        (
+            "rotary scaling",
+            {"factor": 0},
+            "rotary_scaling.factor must be a finite number above 0: it is 0.",
+        ),
     ],
 )
 def test_a_message_names_the_setting_what_is_legal_and_the_value(
@@ -192,9 +317,13 @@ def test_a_message_names_the_setting_what_is_legal_and_the_value(
 
 
 def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
-    def function(size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None) -> None: ...
+    def function(
+        size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None
+    ) -> None: ...
 
-    found = settled_arguments(function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3})
+    found = settled_arguments(
+        function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3}
+    )
     assert found == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
     with pytest.raises(ParallelPlanError, match=r"pair must have 2 elements: it is \[1\]"):
         settled_arguments(function, {"pair": [1]})

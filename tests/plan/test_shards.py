@@ -29,7 +29,9 @@ from lightning_megatron.plan import (
         (1, 128, 1, 128),
     ],
 )
-def test_padded_vocabulary_equals_megatron_core(vocab_size: int, multiple: int, tp: int, padded: int) -> None:
+def test_padded_vocabulary_equals_megatron_core(
+    vocab_size: int, multiple: int, tp: int, padded: int
+) -> None:
     assert padded_vocab_size(vocab_size, tp, multiple) == padded
 
 
@@ -44,11 +46,13 @@ def test_nine_heads_over_two_ranks_are_refused() -> None:
 
 def test_key_value_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(
-        ParallelPlanError, match=r"num_kv_heads \(6\) .* divisor of tp \(4\).*Use tp of 1, 2, 3, 6 or 12\."
+        ParallelPlanError,
+        match=r"num_kv_heads \(6\) .* divisor of tp \(4\).*Use tp of 1, 2, 3, 6 or 12\.",
     ):
         attention_ranges(12, 6, 64, tp=4, index=0)
     with pytest.raises(
-        ParallelPlanError, match=r"multiple of num_kv_heads \(5\).*Use num_kv_heads of 1, 2, 3, 4, 6 or 12\."
+        ParallelPlanError,
+        match=r"multiple of num_kv_heads \(5\).*Use num_kv_heads of 1, 2, 3, 4, 6 or 12\.",
     ):
         attention_ranges(12, 5, 64, tp=1, index=0)
 
@@ -66,22 +70,39 @@ def test_each_rank_holds_its_query_heads_and_the_key_value_heads_they_read(
     legal = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
     tp = data.draw(st.sampled_from(legal))
     shards = [attention_ranges(heads, kv, head_dim, tp, index) for index in range(tp)]
-    counted = [row for shard in shards for part in shard if part.copy == 0 for row in range(part.start, part.stop)]
+    counted = [
+        row
+        for shard in shards
+        for part in shard
+        if part.copy == 0
+        for row in range(part.start, part.stop)
+    ]
     assert sorted(counted) == list(range((heads + 2 * kv) * head_dim))
     for query, key, value in shards:
         read = {row // head_dim // queries for row in range(query.start, query.stop)}
         held = {row // head_dim - heads for row in range(key.start, key.stop)}
         assert held == read
-        assert (value.start, value.stop, value.copy) == (key.start + kv * head_dim, key.stop + kv * head_dim, key.copy)
+        assert (value.start, value.stop, value.copy) == (
+            key.start + kv * head_dim,
+            key.stop + kv * head_dim,
+            key.copy,
+        )
 
 
 def test_replicated_key_value_heads_are_numbered_copies() -> None:
     copies = [attention_ranges(8, 2, 4, tp=4, index=index)[1] for index in range(4)]
-    assert copies == [ShardRange(32, 36, 0), ShardRange(32, 36, 1), ShardRange(36, 40, 0), ShardRange(36, 40, 1)]
+    assert copies == [
+        ShardRange(32, 36, 0),
+        ShardRange(32, 36, 1),
+        ShardRange(36, 40, 0),
+        ShardRange(36, 40, 1),
+    ]
 
 
 @given(vocab=st.integers(1, 2000), tp=st.integers(1, 8), multiple=st.sampled_from([1, 16, 128]))
-def test_vocabulary_ranges_cover_the_true_vocabulary_once(vocab: int, tp: int, multiple: int) -> None:
+def test_vocabulary_ranges_cover_the_true_vocabulary_once(
+    vocab: int, tp: int, multiple: int
+) -> None:
     ranges = [vocab_range(vocab, tp, index, multiple) for index in range(tp)]
     assert [row for part in ranges for row in range(part.start, part.stop)] == list(range(vocab))
     assert all(part.size <= padded_vocab_size(vocab, tp, multiple) // tp for part in ranges)
@@ -101,9 +122,13 @@ def test_an_even_cut_names_what_is_cut() -> None:
     with pytest.raises(ParallelPlanError) as error:
         even_range(10, 4, 0, what="hidden_size")
     assert str(error.value) == (
-        "hidden_size (10) must be a multiple of tp (4), because each rank holds an equal part. Use tp of 1, 2, 5 or 10."
+        "hidden_size (10) must be a multiple of tp (4), because each rank holds an equal part. "
+        "Use tp of 1, 2, 5 or 10."
     )
-    with pytest.raises(ParallelPlanError, match="index must lie on its axis: it is 4, tp is 4. Use index of 0 to 3."):
+    with pytest.raises(
+        ParallelPlanError,
+        match="index must lie on its axis: it is 4, tp is 4. Use index of 0 to 3.",
+    ):
         even_range(12, 4, 4)
 
 

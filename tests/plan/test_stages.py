@@ -25,7 +25,9 @@ def compositions(total: int, parts: int, least: int) -> tuple[tuple[int, ...], .
     found = []
     for bars in combinations(range(spare + parts - 1), parts - 1):
         edges = (-1, *bars, spare + parts - 1)
-        found.append(tuple(least + right - left - 1 for left, right in zip(edges, edges[1:], strict=False)))
+        found.append(
+            tuple(least + right - left - 1 for left, right in zip(edges, edges[1:], strict=False))
+        )
     return tuple(found)
 
 
@@ -38,7 +40,12 @@ def test_the_busiest_stage_is_as_light_as_can_be(
             split_layers(num_layers, stages, chunks, embedding, loss)
         return
     layers = split_layers(num_layers, stages, chunks, embedding, loss)
-    in_order = [layer for chunk in range(chunks) for stage in range(stages) for layer in layers[stage][chunk]]
+    in_order = [
+        layer
+        for chunk in range(chunks)
+        for stage in range(stages)
+        for layer in layers[stage][chunk]
+    ]
     assert in_order == list(range(num_layers))
     assert all(count >= 1 for stage in counts_of(layers) for count in stage)
 
@@ -70,7 +77,9 @@ def test_an_even_division_is_even(stages: int, chunks: int, each: int) -> None:
         ((4, 4, 1, 9.0, 9.0), [1, 1, 1, 1]),
     ],
 )
-def test_first_and_last_stage_hold_fewer_layers(arguments: tuple[int, ...], counts: list[int]) -> None:
+def test_first_and_last_stage_hold_fewer_layers(
+    arguments: tuple[int, ...], counts: list[int]
+) -> None:
     assert [sum(stage) for stage in counts_of(split_layers(*arguments))] == counts
 
 
@@ -98,7 +107,13 @@ def test_virtual_stages_alternate_between_the_stages() -> None:
             "layer. Use pp of 1 to 30 with vpp 1.",
         ),
         ((4, 2, 1, -1.0), "embedding_cost must not be negative: it is -1.0 layers. Use 0 or more."),
-        ((0, 1), "num_layers must be a whole number of at least 1: it is 0. Use num_layers of 1 or more."),
+        (
+            (0, 1),
+            (
+                "num_layers must be a whole number of at least 1: it is 0. Use num_layers of 1 or "
+                "more."
+            ),
+        ),
     ],
 )
 def test_layers_that_cannot_be_cut_are_refused(arguments: tuple[int, ...], message: str) -> None:

@@ -16,12 +16,16 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
     if name == "interleaved":
         stages = draw(st.integers(2, 5))
-        return build_schedule(name, stages, stages * draw(st.integers(1, 3)), draw(st.integers(2, 4)))
+        return build_schedule(
+            name, stages, stages * draw(st.integers(1, 3)), draw(st.integers(2, 4))
+        )
     return build_schedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 10)))
 
 
 @given(schedules())
-def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(schedule: Schedule) -> None:
+def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(
+    schedule: Schedule,
+) -> None:
     points = reduction_points(schedule)
     assert len(points) == schedule.num_stages
     assert len({tuple(point.chunk for point in row) for row in points}) == 1
@@ -30,16 +34,24 @@ def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(schedul
         assert [point.after_action for point in row] == sorted(point.after_action for point in row)
         actions = schedule.actions(rank)
         for point in row:
-            last = max(i for i, action in enumerate(actions) if action.kind == "B" and action.chunk == point.chunk)
+            last = max(
+                i
+                for i, action in enumerate(actions)
+                if action.kind == "B" and action.chunk == point.chunk
+            )
             assert last <= point.after_action < len(actions)
             assert point.early == (point.after_action == last)
 
 
 @given(schedules())
-def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(schedule: Schedule) -> None:
+def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(
+    schedule: Schedule,
+) -> None:
     rows = simulate(schedule).rows
     for chunk in range(schedule.num_chunks):
-        done = max(s.stop for row in rows for s in row if s.action.kind == "B" and s.action.chunk == chunk)
+        done = max(
+            s.stop for row in rows for s in row if s.action.kind == "B" and s.action.chunk == chunk
+        )
         for rank, row in enumerate(reduction_points(schedule)):
             (point,) = (point for point in row if point.chunk == chunk)
             span = rows[rank][point.after_action]
@@ -69,7 +81,9 @@ def test_the_later_chunk_is_summed_beside_the_backwards_of_the_earlier_one() -> 
 
 def test_weight_halves_complete_the_gradients() -> None:
     row = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
-    assert reduction_points(Schedule("halves", 1, 1, 1, (row,)).validate()) == ((ReductionPoint(2, 0, True),),)
+    assert reduction_points(Schedule("halves", 1, 1, 1, (row,)).validate()) == (
+        (ReductionPoint(2, 0, True),),
+    )
 
 
 def test_a_schedule_without_backwards_is_refused() -> None:

@@ -27,14 +27,23 @@ def all_schedules() -> Iterator[Schedule]:
                 for chunks in (2, 3):
                     for group in range(max(2, stages), microbatches + 1):
                         if stages > 1 and not 0 < microbatches % group < stages:
-                            yield build_schedule("interleaved", stages, microbatches, chunks, group, forward_only)
+                            yield build_schedule(
+                                "interleaved", stages, microbatches, chunks, group, forward_only
+                            )
 
 
-def matched(send: Transfer, receive: Transfer, sender: int, receiver: int, schedule: Schedule) -> bool:
+def matched(
+    send: Transfer, receive: Transfer, sender: int, receiver: int, schedule: Schedule
+) -> bool:
     step = 1 if send.kind == "F" else -1
     produced = schedule.virtual_stage(sender, send.chunk)
     consumed = schedule.virtual_stage(receiver, receive.chunk)
-    same = (send.kind, send.microbatch, send.peer, receive.peer) == (receive.kind, receive.microbatch, receiver, sender)
+    same = (send.kind, send.microbatch, send.peer, receive.peer) == (
+        receive.kind,
+        receive.microbatch,
+        receiver,
+        sender,
+    )
     return same and consumed == produced + step
 
 
@@ -57,7 +66,9 @@ class Rank:
 
     def compute(self) -> bool:
         moved = False
-        while self.next < len(self.instructions) and isinstance(self.instructions[self.next], Compute):
+        while self.next < len(self.instructions) and isinstance(
+            self.instructions[self.next], Compute
+        ):
             self.run(self.instructions[self.next].action)  # type: ignore[union-attr]
             self.next += 1
             moved = True
@@ -77,7 +88,9 @@ class Rank:
         self.last_number = exchange.number
         for send in exchange.sends:
             assert (send.kind, send.chunk, send.microbatch) in self.made
-        self.held |= {(receive.kind, receive.chunk, receive.microbatch) for receive in exchange.receives}
+        self.held |= {
+            (receive.kind, receive.chunk, receive.microbatch) for receive in exchange.receives
+        }
         self.next += 1
 
 
@@ -95,7 +108,9 @@ def lists_match(ranks: list[Rank], rank: int, schedule: Schedule) -> bool:
         sends = [send for send in exchange.sends if send.peer == peer]
         receives = [receive for receive in theirs.receives if receive.peer == rank]
         assert len(sends) == len(receives)
-        assert all(matched(s, r, rank, peer, schedule) for s, r in zip(sends, receives, strict=True))
+        assert all(
+            matched(s, r, rank, peer, schedule) for s, r in zip(sends, receives, strict=True)
+        )
     return True
 
 
@@ -113,8 +128,8 @@ def connected(ranks: list[Rank], start: int) -> set[int]:
 def execute(program: Program) -> list[Rank]:
     """Run all ranks with rendezvous semantics until done.
 
-    An exchange completes only when every rank that is connected through it has arrived, the strictest reading of a
-    group call.
+    An exchange completes only when every rank that is connected through it has arrived, the
+    strictest reading of a group call.
     """
     schedule = program.schedule
     ranks = [Rank(program, rank) for rank in range(schedule.num_stages)]
@@ -139,8 +154,15 @@ def test_no_schedule_deadlocks_and_every_action_has_its_input() -> None:
     for schedule in all_schedules():
         program = plan_transfers(schedule)
         for rank in execute(program):
-            label = (schedule.name, schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
-            assert rank.next == len(rank.instructions), f"{label}: stage {rank.rank} is stuck at {rank.next}"
+            label = (
+                schedule.name,
+                schedule.num_stages,
+                schedule.num_microbatches,
+                schedule.num_chunks,
+            )
+            assert rank.next == len(rank.instructions), (
+                f"{label}: stage {rank.rank} is stuck at {rank.next}"
+            )
             assert not rank.held, f"{label}: stage {rank.rank} received what it never used"
             computed = [step.action for step in rank.instructions if isinstance(step, Compute)]
             assert computed == list(schedule.actions(rank.rank))
@@ -177,21 +199,34 @@ def test_a_tensor_is_sent_before_the_next_action_and_received_before_it_is_neede
                     made = step.action
                 else:
                     assert all(
-                        (s.kind, s.chunk, s.microbatch) == (made.kind, made.chunk, made.microbatch) for s in step.sends
+                        (s.kind, s.chunk, s.microbatch) == (made.kind, made.chunk, made.microbatch)
+                        for s in step.sends
                     )
 
 
 def test_nothing_crosses_the_ends_of_the_model() -> None:
     program = plan_transfers(build_schedule("interleaved", 3, 6, 2))
-    first = [t for step in program.instructions(0) if isinstance(step, Exchange) for t in (*step.sends, *step.receives)]
-    last = [t for step in program.instructions(2) if isinstance(step, Exchange) for t in (*step.sends, *step.receives)]
+    first = [
+        t
+        for step in program.instructions(0)
+        if isinstance(step, Exchange)
+        for t in (*step.sends, *step.receives)
+    ]
+    last = [
+        t
+        for step in program.instructions(2)
+        if isinstance(step, Exchange)
+        for t in (*step.sends, *step.receives)
+    ]
     assert not [t for t in first if t.peer == 2 and (t.kind, t.chunk) not in {("F", 1), ("B", 1)}]
     assert not [t for t in last if t.peer == 0 and (t.kind, t.chunk) not in {("F", 0), ("B", 0)}]
 
 
 def test_one_stage_exchanges_nothing() -> None:
     assert not [
-        step for step in plan_transfers(build_schedule("1f1b", 1, 4)).instructions(0) if isinstance(step, Exchange)
+        step
+        for step in plan_transfers(build_schedule("1f1b", 1, 4)).instructions(0)
+        if isinstance(step, Exchange)
     ]
 
 

@@ -1,4 +1,6 @@
-"""Modules whose own code does something around a list of blocks, or calls a model more than once in a step."""
+"""Modules whose own code does something around a list of blocks, or calls a model more than once in
+a step.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.shift = nn.Linear(D, D), nn.Parameter(torch.randn(D) / 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(NUM_BLOCKS)
+        )
         self.head = nn.Linear(D, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +53,9 @@ class ResidualAround(Body):
 class SkipFromInput(Body):
     def forward(self, x: Tensor) -> Tensor:
         first = self.enter(x)
-        return self.head(F.gelu(first[..., :4]).repeat(1, 2) * self.middle(first)) + (first * self.shift).sum(-1, True)
+        return self.head(F.gelu(first[..., :4]).repeat(1, 2) * self.middle(first)) + (
+            first * self.shift
+        ).sum(-1, True)
 
 
 class SkipsBetween(Body):
@@ -66,7 +72,9 @@ class TwoInputs(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2 * D, D)
 
-    def forward(self, x: Tensor, *, states: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, *, states: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         bias = states.mean(-1, keepdim=True) if bias is None else bias
         return self.layer(torch.cat([x, states], -1)).tanh() + bias, bias
 
@@ -139,7 +147,9 @@ class Leaving(nn.Module):
 
 
 class TermsOfBlocks(Body):
-    """Read loss terms of blocks, a list of parameters, and a weight of the first stage behind the blocks."""
+    """Read loss terms of blocks, a list of parameters, and a weight of the first stage behind the
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +160,9 @@ class TermsOfBlocks(Body):
         both = Both(x, x.mean())
         for block in self.blocks:
             both = block(both)
-        self.penalty = both.term + sum(block.inner.term for block in self.blocks) + self.enter.weight.norm()
+        self.penalty = (
+            both.term + sum(block.inner.term for block in self.blocks) + self.enter.weight.norm()
+        )
         for scale in self.scales:
             self.penalty = self.penalty + scale.pow(2).sum()
         return both.hidden * self.scales[-1]
@@ -203,11 +215,15 @@ class InnerLists(Body):
 
 
 class BlocksInPlace(Body):
-    """Have blocks that write into what they are given; what comes from another stage is a leaf of the graph."""
+    """Have blocks that write into what they are given; what comes from another stage is a leaf of
+    the graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)) for _ in range(NUM_BLOCKS)
+        )
 
 
 class WrittenByABlock(BlocksInPlace):
@@ -278,14 +294,22 @@ class Train(LightningModule):
 
 
 class CalledTwice(Train):
-    """Compare what a body makes of two inputs of different lengths, and of one that comes by chance."""
+    """Compare what a body makes of two inputs of different lengths, and of one that comes by
+    chance.
+    """
 
     def loss_of(self, batch: Tensor) -> Tensor:
         near, far = self.body(batch), self.body(torch.cat([batch, batch[:1] * 2], 0))
         middle = [self.body(batch * factor) for factor in (0.5, 2.0)]
-        return (near - far[:-1].detach() * 2).pow(2).mean() + (middle[0] * middle[1]).mean() + near.mean()
+        return (
+            (near - far[:-1].detach() * 2).pow(2).mean()
+            + (middle[0] * middle[1]).mean()
+            + near.mean()
+        )
 
 
 def loader(samples: int = SAMPLES) -> DataLoader:
-    numbers = torch.randn(samples, D, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    numbers = torch.randn(
+        samples, D, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
+    )
     return DataLoader(numbers, batch_size=4)

@@ -1,4 +1,6 @@
-"""Fine-tune local Hugging Face models under any layout, by a LightningModule that knows nothing of this library."""
+"""Fine-tune local Hugging Face models under any layout, by a LightningModule that knows nothing of
+this library.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BUILDERS = {
 
 
 class Texts(Dataset):
-    """Give tokens with two of padding, on either side; every sample has as many labels, and every step the same."""
+    """Give tokens with two of padding, on either side; every sample has as many labels, and every
+    step the same.
+    """
 
     def __init__(self, task: str) -> None:
         self.task = task
@@ -35,14 +39,23 @@ class Texts(Dataset):
         return STEPS * BATCH
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(2, V, (LENGTH,), generator=torch.Generator().manual_seed(index % BATCH))
+        tokens = torch.randint(
+            2, V, (LENGTH,), generator=torch.Generator().manual_seed(index % BATCH)
+        )
         places = torch.arange(LENGTH)
         mask = (places < LENGTH - 2 if index % 2 else places > 1).long()
-        found = {"input_ids": tokens.masked_fill((mask == 0) | (places == 4), 1), "attention_mask": mask}
+        found = {
+            "input_ids": tokens.masked_fill((mask == 0) | (places == 4), 1),
+            "attention_mask": mask,
+        }
         if self.task in ("classes", "body"):
             return {**found, "labels": torch.tensor(index % LABELS)}
         # A decoder predicts from nothing what follows padding.
-        seen = (places != 2) | (mask[0] == 1) if self.task == "tokens" else (places % 3 == 0) & (places % 9 != 0)
+        seen = (
+            (places != 2) | (mask[0] == 1)
+            if self.task == "tokens"
+            else (places % 3 == 0) & (places % 9 != 0)
+        )
         return {**found, "labels": tokens.masked_fill((mask == 0) | ~seen, -100)}
 
 
@@ -54,7 +67,9 @@ class FineTune(LightningModule):
         self.folder, self.task, self.losses = folder, task, []
 
     def configure_model(self) -> None:
-        self.model = getattr(transformers, BUILDERS[self.task]).from_pretrained(self.folder, dtype="float32")
+        self.model = getattr(transformers, BUILDERS[self.task]).from_pretrained(
+            self.folder, dtype="float32"
+        )
         if self.task == "body":
             torch.manual_seed(2)
             self.own = nn.Linear(2 * self.model.config.hidden_size, LABELS)
@@ -92,12 +107,16 @@ class InOrder(LightningDataModule):
         return DataLoader(texts, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
 
 
-def trainer_of(layout: dict[str, Any] | None, devices: int, microbatch_size: int, **options: Any) -> Trainer:
+def trainer_of(
+    layout: dict[str, Any] | None, devices: int, microbatch_size: int, **options: Any
+) -> Trainer:
     """Return a Trainer on CPUs under a layout; without one, as plain Lightning trains."""
     return Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(**{"microbatch_size": microbatch_size, **layout}),
+        strategy="auto"
+        if layout is None
+        else MegatronStrategy(**{"microbatch_size": microbatch_size, **layout}),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

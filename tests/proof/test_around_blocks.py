@@ -1,4 +1,6 @@
-"""Code around blocks that are cut into stages trains as on one process, or is refused with the name and the line."""
+"""Code around blocks that are cut into stages trains as on one process, or is refused with the name
+and the line.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,35 @@ EQUAL = (
     "Checkpointed", "TermsOfBlocks", "BlocksInPlace",
 )  # fmt: skip
 REFUSED = {
-    "NormsBetween": ("'body.norms.0' is called between the blocks 'body.blocks'", "Make a module of every block"),
+    "NormsBetween": (
+        "'body.norms.0' is called between the blocks 'body.blocks'",
+        "Make a module of every block",
+    ),
     "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ writes it", "x[:, 0] = 0.0"),
     "ReadByTheHost": ("the result of 'body.blocks.0'", "if x.abs().max() > 1e6"),
     "Reentrant": ("with use_reentrant=False", "x = checkpoint(block, x, use_reentrant=True)"),
-    "TermsOfModules": ("the modules of 'body.blocks' are listed in a step", "for part in self.modules()"),
+    "TermsOfModules": (
+        "the modules of 'body.blocks' are listed in a step",
+        "for part in self.modules()",
+    ),
     "WeightsOfBlocks": ("the parameter 'body.blocks.0.0.weight'", "block[0].weight.norm()"),
-    "TermsInAList": ("'body.blocks.0' must tell", "changes a list, dictionary or dataclass that it is given"),
+    "TermsInAList": (
+        "'body.blocks.0' must tell",
+        "changes a list, dictionary or dataclass that it is given",
+    ),
     "OnBothSides": ("'body.enter' is called before and after the blocks",),
     "InnerLists": ("'body.blocks.0.0' is called by itself", "x = part(x)"),
-    "WrittenByABlock": ("'body.blocks.0' has written into it in place", "return x + super().middle(x)"),
+    "WrittenByABlock": (
+        "'body.blocks.0' has written into it in place",
+        "return x + super().middle(x)",
+    ),
     "DropoutBeside": ("the result of 'body.enter'", "random numbers are drawn for it"),
 }
 
 
-def fit(kind: str, layout: dict[str, Any] | None, devices: int) -> tuple[list[float], float, dict[str, Any]]:
+def fit(
+    kind: str, layout: dict[str, Any] | None, devices: int
+) -> tuple[list[float], float, dict[str, Any]]:
     """Train a kind; return the losses, the last of validation, and the parameters that are here."""
     seed_everything(1, verbose=False)
     known = getattr(around_blocks, kind)
@@ -57,7 +73,9 @@ def fit_all(rank: int, size: int) -> dict[str, Any]:
     with pytest.raises(UnsupportedError, match="'body.norms.0' is called between the blocks"):
         fit("NormsBetween", {"pp": 2, "pipeline_plan": BLOCKS}, size)
     here = ("enter", "head")[rank]
-    with pytest.raises(UnsupportedError, match=f"training_step must not write weights.*'body.{here}.weight'"):
+    with pytest.raises(
+        UnsupportedError, match=f"training_step must not write weights.*'body.{here}.weight'"
+    ):
         fit("WritesWeights", {"pp": 2, "pipeline_plan": BLOCKS}, size)
     return found
 
@@ -71,7 +89,9 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_code_around_blocks_trains_as_one_process_does(kind: str, reports: list[dict[str, Any]]) -> None:
+def test_code_around_blocks_trains_as_one_process_does(
+    kind: str, reports: list[dict[str, Any]]
+) -> None:
     losses, val_loss, weights = fit(kind, None, 1)
     assert losses[-1] != losses[0]
     for report in reports:

@@ -1,4 +1,6 @@
-"""What a user can get wrong is refused with rule, values, reason and remedy; before any process exists, if possible."""
+"""What a user can get wrong is refused with rule, values, reason and remedy; before any process
+exists, if possible.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.strategy.options.sizes import check_last_batch
 from tests.world import run_world
 
-SIZES = {"vocab_size": 257, "max_seq_length": 16, "num_layers": 2, "hidden_size": 36, "num_heads": 6}
+SIZES = {
+    "vocab_size": 257,
+    "max_seq_length": 16,
+    "num_layers": 2,
+    "hidden_size": 36,
+    "num_heads": 6,
+}
 
 
 class Windows(Dataset):
@@ -87,7 +95,8 @@ def corpus(prefix: Path) -> str:
 
 
 NINE_HEADS = (
-    "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads. Use tp of 1, 3 or 9."
+    "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads. "
+    "Use tp of 1, 3 or 9."
 )
 
 #: devices, strategy, model, data, message
@@ -191,27 +200,46 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
 @pytest.mark.parametrize(
     ("sizes", "experts", "message"),
     [
-        ({"ep": 2}, None, "ep (2) needs a model with experts, because it says how experts are divided among ranks."),
+        (
+            {"ep": 2},
+            None,
+            (
+                "ep (2) needs a model with experts, because it says how experts are divided among "
+                "ranks."
+            ),
+        ),
         ({"tp": 2, "etp": 1}, None, "etp (1) needs a model with experts"),
         ({"ep": 4}, {"num_experts": 6}, "num_experts (6) must be a multiple of ep (4)"),
-        ({"etp": 4}, {"num_experts": 8}, "ffn_hidden_size of experts (10) must be a multiple of etp (4)"),
+        (
+            {"etp": 4},
+            {"num_experts": 8},
+            "ffn_hidden_size of experts (10) must be a multiple of etp (4)",
+        ),
     ],
 )
-def test_axes_that_experts_do_not_divide_by_are_refused(sizes: Any, experts: Any, message: str) -> None:
+def test_axes_that_experts_do_not_divide_by_are_refused(
+    sizes: Any, experts: Any, message: str
+) -> None:
     mixture = None if experts is None else {"top_k": 2, "ffn_hidden_size": 10, **experts}
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         trainer(4, MegatronStrategy(**sizes)).fit(model(bias=False, experts=mixture), windows())
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(
+    tmp_path: Path,
+) -> None:
     transformers = pytest.importorskip("transformers")
-    transformers.GPT2Config(vocab_size=257, n_positions=16, n_embd=36, n_head=9, n_layer=2).save_pretrained(tmp_path)
+    transformers.GPT2Config(
+        vocab_size=257, n_positions=16, n_embd=36, n_head=9, n_layer=2
+    ).save_pretrained(tmp_path)
     module = HuggingFaceCausalLM(str(tmp_path), from_scratch=True)
     with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
         trainer(4, MegatronStrategy(tp=2)).fit(module, windows())
     data = TokenDataModule(train="none", seq_length=17, batch_size=4)
-    with pytest.raises(ParallelPlanError, match=re.escape("seq_length (17) must not exceed max_seq_length (16)")):
+    with pytest.raises(
+        ParallelPlanError, match=re.escape("seq_length (17) must not exceed max_seq_length (16)")
+    ):
         trainer(3, MegatronStrategy(tp=3)).fit(module, data)
 
 
@@ -265,9 +293,18 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
             "options. Use world, tp, cp, dp, pp, data, model, embedding, position_embedding, etp, ep, edp.",
         ),
     ],
-    ids=["cp", "unknown axis", "axis twice", "axis left out", "unknown schedule", "options of no group"],
+    ids=[
+        "cp",
+        "unknown axis",
+        "axis twice",
+        "axis left out",
+        "unknown schedule",
+        "options of no group",
+    ],
 )
-def test_the_strategy_refuses_its_own_arguments(sizes: Any, error: type[Exception], message: str) -> None:
+def test_the_strategy_refuses_its_own_arguments(
+    sizes: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error) as caught:
         MegatronStrategy(**sizes)
     assert str(caught.value) == message
@@ -285,7 +322,10 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_by_the_trainer() -> 
 
 
 def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
-    with pytest.raises(ParallelPlanError, match="the dense and the expert grid must agree on the stages.*Put pp last"):
+    with pytest.raises(
+        ParallelPlanError,
+        match="the dense and the expert grid must agree on the stages.*Put pp last",
+    ):
         ParallelLayout(16, tp=4, pp=2, etp=1, ep=2, order="tp-cp-ep-pp-dp")
 
 
@@ -305,7 +345,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
 
 
 def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(32\) must not exceed max_seq_length \(16\)"):
+    with pytest.raises(
+        ParallelPlanError, match=r"seq_length \(32\) must not exceed max_seq_length \(16\)"
+    ):
         trainer(1, MegatronStrategy()).fit(model(), windows(seq_length=32))
 
 
@@ -315,10 +357,13 @@ def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
     whole = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-5])
     message = (
-        f"text.idx is truncated: {whole} bytes expected for 8 sequences and 9 document entries, {whole - 5} found."
+        f"text.idx is truncated: {whole} bytes expected for 8 sequences and 9 document entries, "
+        f"{whole - 5} found."
     )
     with pytest.raises(CorruptDataError, match=re.escape(message)):
-        trainer(1, MegatronStrategy()).fit(model(), TokenDataModule(train=prefix, seq_length=8, batch_size=4))
+        trainer(1, MegatronStrategy()).fit(
+            model(), TokenDataModule(train=prefix, seq_length=8, batch_size=4)
+        )
 
 
 def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
@@ -328,7 +373,10 @@ def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
     data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     data.tokenizer = OtherBytes()
     message = r"the tokenizer of a corpus must be the one that wrote it: .*'bytes' .* but 'other' \(0123456789ab\) was "
-    with pytest.raises(CorruptDataError, match=message + r"given\..* Use tokenizer 'bytes' or write the corpus again"):
+    with pytest.raises(
+        CorruptDataError,
+        match=message + r"given\..* Use tokenizer 'bytes' or write the corpus again",
+    ):
         trainer(1, MegatronStrategy()).fit(model(), data)
 
 
@@ -340,7 +388,9 @@ class Looking(CausalLM):
 
 
 class SlowerHeadLM(CausalLM):
-    """Train the output head, which is the embedding's copy on the last stage, in a group of its own."""
+    """Train the output head, which is the embedding's copy on the last stage, in a group of its
+    own.
+    """
 
     def configure_optimizers(self) -> Any:
         heads = [parameter for name, parameter in self.named_parameters() if "head" in name]
@@ -352,8 +402,12 @@ class UnevenLM(CausalLM):
     """Give the stage of the embedding a group that the stage of its copy does not have."""
 
     def configure_optimizers(self) -> Any:
-        embeddings = [parameter for name, parameter in self.named_parameters() if "embedding" in name]
-        others = [parameter for name, parameter in self.named_parameters() if "embedding" not in name]
+        embeddings = [
+            parameter for name, parameter in self.named_parameters() if "embedding" in name
+        ]
+        others = [
+            parameter for name, parameter in self.named_parameters() if "embedding" not in name
+        ]
         slower = [{"params": embeddings, "lr": 0.01}] if embeddings else []
         return torch.optim.SGD([{"params": others}, *slower], lr=0.1)
 
@@ -371,25 +425,39 @@ def _an_embedding_that_is_frozen_late(rank: int, size: int) -> None:
     frozen = LateFrozenLM(GPTConfig.gpt2(**SIZES))
     trainer(2, MegatronStrategy(pp=2)).fit(frozen, windows())
     tied = "model.embedding.word.weight" if rank == 0 else "model.head.weight"
-    same = {name for name, one in frozen.named_parameters() if torch.equal(one, frozen.before[name])}
+    same = {
+        name for name, one in frozen.named_parameters() if torch.equal(one, frozen.before[name])
+    }
     assert same == {tied}, "the copy on the last stage is trained as the embedding is"
 
 
 def _ranks_that_disagree(rank: int, size: int) -> None:
     odd = rank == 1
-    with pytest.raises(RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"):
-        trainer(2, MegatronStrategy(tp=1 if odd else 2)).fit(Looking(GPTConfig.gpt2(**SIZES)), windows())
-    with pytest.raises(RankMismatchError, match=r"rank 1 has strategy.microbatch_size='2', the others '1'\."):
+    with pytest.raises(
+        RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"
+    ):
+        trainer(2, MegatronStrategy(tp=1 if odd else 2)).fit(
+            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        )
+    with pytest.raises(
+        RankMismatchError, match=r"rank 1 has strategy.microbatch_size='2', the others '1'\."
+    ):
         trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if odd else 1)).fit(
             Looking(GPTConfig.gpt2(**SIZES)), windows()
         )
-    with pytest.raises(RankMismatchError, match=r"rank 1 has trainer.gradient_clip_val='1.0', the others 'None'\."):
+    with pytest.raises(
+        RankMismatchError, match=r"rank 1 has trainer.gradient_clip_val='1.0', the others 'None'\."
+    ):
         trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if odd else None).fit(
             Looking(GPTConfig.gpt2(**SIZES)), windows()
         )
-    with pytest.raises(RankMismatchError, match=r"rank 1 has train dataloader 0: batches='2', the others '3'"):
+    with pytest.raises(
+        RankMismatchError, match=r"rank 1 has train dataloader 0: batches='2', the others '3'"
+    ):
         trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(num_samples=8 if odd else 12))
-    with pytest.raises(RankMismatchError, match="rank 1 has first training batch of its data-parallel rank="):
+    with pytest.raises(
+        RankMismatchError, match="rank 1 has first training batch of its data-parallel rank="
+    ):
         trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if odd else 1))
 
 
@@ -398,7 +466,9 @@ def _copies_that_drift_apart(rank: int, size: int) -> None:
         "a tied embedding must be trained alike on the first and the last stage: 'model.embedding.word.weight' is in "
         "group 1 with"
     )
-    with pytest.raises(UnsupportedError, match=re.escape(message) + r".*Make groups in the same number and order"):
+    with pytest.raises(
+        UnsupportedError, match=re.escape(message) + r".*Make groups in the same number and order"
+    ):
         trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
 
 
@@ -426,5 +496,7 @@ def test_a_last_batch_with_too_few_microbatches_is_refused_before_the_first_step
     layout = ParallelLayout(4, pp=4, vpp=2)
     check_last_batch(0, options, layout)
     check_last_batch(4, options, layout)
-    with pytest.raises(ParallelPlanError, match=r"it has 3 samples, which are 3 microbatches. Use drop_last=True"):
+    with pytest.raises(
+        ParallelPlanError, match=r"it has 3 samples, which are 3 microbatches. Use drop_last=True"
+    ):
         check_last_batch(3, options, layout)

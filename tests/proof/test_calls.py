@@ -22,7 +22,12 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 V, SAMPLES, LENGTH = 31, 8, 6
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
 SIZES |= {"pad_token_id": 0, "max_position_embeddings": 16}
 
 
@@ -78,7 +83,10 @@ class InALoop(Train):
     """Sum the losses of three calls; Hugging Face's are computed in float32."""
 
     tolerance = 1e-6
-    model_class, extra = "GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model_class, extra = (
+        "GPT2LMHeadModel",
+        {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    )
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         total = 0.0
@@ -92,7 +100,11 @@ class Contrast(Train):
     """Compare what an encoder makes of two texts."""
 
     model_class = "BertModel"
-    extra = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
+    extra = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "intermediate_size": 24,
+    }
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         first, second = self.model(input_ids=tokens), self.model(input_ids=tokens[:, :3])
@@ -107,7 +119,10 @@ class Answers(Train):
     model_class, extra = "Olmo2ForCausalLM", {"intermediate_size": 24}
 
     def loss_of(self, tokens: Tensor) -> Tensor:
-        first, second = self.model(input_ids=tokens, labels=tokens), self.model(input_ids=tokens.flip(1)[:, :5])
+        first, second = (
+            self.model(input_ids=tokens, labels=tokens),
+            self.model(input_ids=tokens.flip(1)[:, :5]),
+        )
         return first.loss + second.logits.pow(2).mean()
 
 
@@ -117,7 +132,9 @@ class Masked(Train):
     model_class, extra = "BertForMaskedLM", Contrast.extra
 
     def loss_of(self, tokens: Tensor) -> Tensor:
-        first, second = (self.model(input_ids=one, labels=tokens) for one in (tokens, tokens.flip(1)))
+        first, second = (
+            self.model(input_ids=one, labels=tokens) for one in (tokens, tokens.flip(1))
+        )
         return first.loss + second.loss + (first.logits - second.logits).pow(2).mean()
 
 
@@ -143,7 +160,9 @@ class Texts(torch.utils.data.Dataset):
         return torch.randint(2, V, (LENGTH,), generator=torch.Generator().manual_seed(index))
 
 
-def fit(kind: type[Train], layout: dict[str, Any] | None, devices: int) -> tuple[list[float], float]:
+def fit(
+    kind: type[Train], layout: dict[str, Any] | None, devices: int
+) -> tuple[list[float], float]:
     seed_everything(1, verbose=False)
     module = kind()
     trainer = trainer_of(layout, devices, 2, max_epochs=2, num_sanity_val_steps=0)
@@ -167,7 +186,9 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_calls_of_a_model_in_stages_train_as_one_process_does(kind: type[Train], reports: list[Any]) -> None:
+def test_calls_of_a_model_in_stages_train_as_one_process_does(
+    kind: type[Train], reports: list[Any]
+) -> None:
     losses, val_loss = fit(kind, None, 1)
     assert losses[-1] < losses[0]
     for report in reports:
@@ -196,5 +217,7 @@ def test_other_calls_than_in_the_first_step_are_refused() -> None:
     batch = [Microbatch(tokens, 2)]
     with pytest.raises(UnsupportedError, match="0 calls were made, 1 expected"):
         executor.run(lambda tokens: tokens.sum(), batch, backward=False)
-    with pytest.raises(UnsupportedError, match=r"the logits of an earlier call.*the first stage would read it"):
+    with pytest.raises(
+        UnsupportedError, match=r"the logits of an earlier call.*the first stage would read it"
+    ):
         executor.run(lambda tokens: model(model(tokens).argmax(-1)), batch, backward=False)

@@ -32,7 +32,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "pp2 dp2, zero 0": SMALL | {"pp": 2, "zero": 0},
     "pp2 dp2, whole parameters": {"pp": 2, "optimizer_slices": "parameters"},
     "pp2 vpp2 dp2, many buckets": SMALL | {"pp": 2, "vpp": 2, "overlap_parameters": True},
-    "tp2 dp2 sp, many buckets": SMALL | {"tp": 2, "overlap_parameters": True, "overlap_tensor_parallel": True},
+    "tp2 dp2 sp, many buckets": SMALL
+    | {"tp": 2, "overlap_parameters": True, "overlap_tensor_parallel": True},
     "tp2 dp2 sp, whole parameters": {"tp": 2, "optimizer_slices": "parameters"},
     "tp2 dp2 sp, zero 0": SMALL | {"tp": 2, "zero": 0},
     "tp2 pp2": SMALL | {"tp": 2, "pp": 2},
@@ -41,7 +42,11 @@ KINDS = ("gpt2-tied", "llama-untied")
 
 
 def _jobs(precision: str) -> dict[tuple[str, str], Job]:
-    return {(name, kind): Job(kind, precision, options) for name, options in DIVISIONS.items() for kind in KINDS}
+    return {
+        (name, kind): Job(kind, precision, options)
+        for name, options in DIVISIONS.items()
+        for kind in KINDS
+    }
 
 
 class Part(nn.Module):
@@ -57,9 +62,13 @@ class Part(nn.Module):
 
 
 class Plain(pl.LightningModule):
-    """Train torch.nn layers of which one is used at the first batches only, with an optimizer of the test's choice."""
+    """Train torch.nn layers of which one is used at the first batches only, with an optimizer of
+    the test's choice.
+    """
 
-    def __init__(self, make: Callable[[Iterable[Any]], torch.optim.Optimizer], use_spare: bool = True) -> None:
+    def __init__(
+        self, make: Callable[[Iterable[Any]], torch.optim.Optimizer], use_spare: bool = True
+    ) -> None:
         super().__init__()
         self.make, self.use_spare = make, use_spare
         self.losses: list[float] = []
@@ -70,7 +79,9 @@ class Plain(pl.LightningModule):
             self.part = Part().double()
             with torch.no_grad():
                 for parameter in self.part.parameters():
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4)
+                    parameter.copy_(
+                        torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
+                    )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -104,18 +115,24 @@ class Two(Plain):
         self.log("loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        first = torch.optim.Adam([*self.part.first.parameters(), *self.part.spare.parameters()], lr=0.05)
+        first = torch.optim.Adam(
+            [*self.part.first.parameters(), *self.part.spare.parameters()], lr=0.05
+        )
         return [first, torch.optim.SGD(self.part.second.parameters(), lr=0.1, momentum=0.9)]
 
 
 class Unfreeze(pl.Callback):
-    """Add a frozen layer to the optimizer after the first epoch, as Lightning's finetuning callbacks do."""
+    """Add a frozen layer to the optimizer after the first epoch, as Lightning's finetuning
+    callbacks do.
+    """
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         part: Any = pl_module.part
         part.spare.requires_grad_(trainer.current_epoch > 0)
         if trainer.current_epoch == 1:
-            trainer.optimizers[0].add_param_group({"params": list(part.spare.parameters()), "lr": 0.02})
+            trainer.optimizers[0].add_param_group(
+                {"params": list(part.spare.parameters()), "lr": 0.02}
+            )
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
@@ -127,7 +144,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
 }
 
 
-def _fit(module: Plain, size: int, strategy: Any, *callbacks: pl.Callback, epochs: int = 2) -> Report:
+def _fit(
+    module: Plain, size: int, strategy: Any, *callbacks: pl.Callback, epochs: int = 2
+) -> Report:
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -147,7 +166,9 @@ def _fit(module: Plain, size: int, strategy: Any, *callbacks: pl.Callback, epoch
     data = TensorDataset(x, torch.stack([x.sum(1), x[:, 0] * 2], 1))
     sampler = DistributedSampler(data, num_replicas=size, rank=trainer.global_rank, shuffle=False)
     trainer.fit(module, DataLoader(data, batch_size=8 // size, sampler=sampler))
-    return Report(module.losses, [], {name: p.detach().clone() for name, p in module.part.named_parameters()})
+    return Report(
+        module.losses, [], {name: p.detach().clone() for name, p in module.part.named_parameters()}
+    )
 
 
 def _plain_reports(size: int) -> dict[str, Report]:
@@ -164,7 +185,9 @@ def _plain_reports(size: int) -> dict[str, Report]:
 
 
 def _world(rank: int, size: int) -> tuple[dict[tuple[str, str], Report], dict[str, Report]]:
-    return {name: train(job, size, "cpu") for name, job in _jobs("64-true").items()}, _plain_reports(size)
+    return {
+        name: train(job, size, "cpu") for name, job in _jobs("64-true").items()
+    }, _plain_reports(size)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +207,9 @@ def plain_twins() -> dict[str, Report]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_every_division_trains_as_one_process(name: str, kind: str, reports: Any, twins: dict[str, Report]) -> None:
+def test_every_division_trains_as_one_process(
+    name: str, kind: str, reports: Any, twins: dict[str, Report]
+) -> None:
     assert twins[kind].losses[-1] < twins[kind].losses[0]
     for transformers, _ in reports:
         report = transformers[name, kind]
@@ -192,14 +217,20 @@ def test_every_division_trains_as_one_process(name: str, kind: str, reports: Any
         torch.testing.assert_close(report.norms, twins[kind].norms, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "adamw, zero 0", "unused", "two optimizers", "unfrozen later"])
-def test_every_optimizer_trains_as_one_process(name: str, reports: Any, plain_twins: dict[str, Report]) -> None:
+@pytest.mark.parametrize(
+    "name", [*OPTIMIZERS, "adamw, zero 0", "unused", "two optimizers", "unfrozen later"]
+)
+def test_every_optimizer_trains_as_one_process(
+    name: str, reports: Any, plain_twins: dict[str, Report]
+) -> None:
     twin = plain_twins[name]
     assert twin.losses[-1] < twin.losses[0]
     for _, plain in reports:
         torch.testing.assert_close(plain[name].losses, twin.losses, rtol=0, atol=1e-9)
         for key, weight in twin.weights.items():
-            torch.testing.assert_close(plain[name].weights[key], weight, rtol=0, atol=1e-9, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                plain[name].weights[key], weight, rtol=0, atol=1e-9, msg=f"{name}: {key}"
+            )
 
 
 def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
@@ -215,7 +246,9 @@ def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
     return found
 
 
-def test_a_checkpoint_of_any_division_continues_under_any_other(tmp_path: Path, twins: dict[str, Report]) -> None:
+def test_a_checkpoint_of_any_division_continues_under_any_other(
+    tmp_path: Path, twins: dict[str, Report]
+) -> None:
     for found in run_world(_save_and_load, 4, str(tmp_path)):
         for name, report in found.items():
             expected = twins["gpt2-tied"].losses[2:]

@@ -1,4 +1,6 @@
-"""Experts keep the promise, too: losses, gradient norms and final weights are one process's in every expert grid."""
+"""Experts keep the promise, too: losses, gradient norms and final weights are one process's in
+every expert grid.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
     "tp4 +sp, ep4, all-to-all": {"tp": 4, "ep": 4, "etp": 1, "expert_transport": "all_to_all"},
     "tp4, etp4": {"tp": 4, "sequence_parallel": False},
-    "tp2, etp2 ep2, one-sided": {"tp": 2, "ep": 2, "sequence_parallel": False, "expert_transport": "one_sided"},
+    "tp2, etp2 ep2, one-sided": {
+        "tp": 2,
+        "ep": 2,
+        "sequence_parallel": False,
+        "expert_transport": "one_sided",
+    },
     "pp2, ep2": {"pp": 2, "ep": 2},
     "pp2, ep2, one-sided": {"pp": 2, "ep": 2, "expert_transport": "one_sided"},
     "pp2 vpp2, edp2": {"pp": 2, "vpp": 2},
@@ -54,7 +61,8 @@ def jobs() -> dict[str, Job]:
     for name, option in special:
         found[f"experts, {name}, {option}"] = Job("experts", layout=GRIDS[name] | option)
     found["experts, ep2 edp2, float32"] = Job("experts", "32-true", GRIDS["ep2 edp2"])
-    # The losses of routers weigh as much as the tokens that count, also on stages that do not count them.
+    # The losses of routers weigh as much as the tokens that count, also on stages that do not count
+    # them.
     for name in ("pp2, ep2", "pp2 vpp2, edp2", "tp2 +sp, ep2"):
         options = GRIDS[name] | {"microbatch_size": 1}
         found[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
@@ -64,9 +72,14 @@ def jobs() -> dict[str, Job]:
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, str], Report]:
     """Train every kind in this one process."""
-    found = {(kind, "64-true"): train(Job(kind, layout=layout), 1, "cpu") for kind, layout in KINDS.items()}
+    found = {
+        (kind, "64-true"): train(Job(kind, layout=layout), 1, "cpu")
+        for kind, layout in KINDS.items()
+    }
     found["experts", "32-true"] = train(Job("experts", "32-true"), 1, "cpu")
-    found["experts", "counted"] = train(Job("experts", layout={"microbatch_size": 1}, counts=True), 1, "cpu")
+    found["experts", "counted"] = train(
+        Job("experts", layout={"microbatch_size": 1}, counts=True), 1, "cpu"
+    )
     return found
 
 
@@ -79,7 +92,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 @pytest.mark.parametrize("name", list(jobs()))
 def test_every_expert_grid_trains_as_one_process(name, reports, twins):
     job = jobs()[name]
-    check(job, [ranks[name] for ranks in reports], twins[job.kind, "counted" if job.counts else job.precision])
+    check(
+        job,
+        [ranks[name] for ranks in reports],
+        twins[job.kind, "counted" if job.counts else job.precision],
+    )
 
 
 def _unequal(rank: int, size: int) -> str:
@@ -96,11 +113,16 @@ def _unequal(rank: int, size: int) -> str:
 
 def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
     for rank, error in enumerate(run_world(_unequal, 2)):
-        assert f"this rank has {SEQUENCE - 4 * rank}, the others from {SEQUENCE - 4} to {SEQUENCE}" in error
+        assert (
+            f"this rank has {SEQUENCE - 4 * rank}, the others from {SEQUENCE - 4} to {SEQUENCE}"
+            in error
+        )
 
 
 def test_the_strategy_alone_changes_nothing(twins, tmp_path: Path):
-    """One process under the strategy, in microbatches, equals plain Lightning, which has the batch as a whole."""
+    """One process under the strategy, in microbatches, equals plain Lightning, which has the batch
+    as a whole.
+    """
     for kind in ("experts", "experts, some layers"):
         job = Job(kind, layout={})
         check(job, [train(job, 1, "cpu", str(tmp_path / kind))], twins[kind, "64-true"])

@@ -1,4 +1,6 @@
-"""Hugging Face models with experts are fine-tuned, saved, resumed in other layouts and written back, in every grid."""
+"""Hugging Face models with experts are fine-tuned, saved, resumed in other layouts and written
+back, in every grid.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,19 @@ _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_emb
 _BALANCE = {"aux_loss": 0.1, "aux_loss_scope": "global", "z_loss": 0.01}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4}),
-    "mixtral, balanced": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "expert_settings": _BALANCE}),
+    "mixtral, balanced": (
+        "MixtralConfig",
+        {**_SIZES, "num_local_experts": 4, "expert_settings": _BALANCE},
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        {**_SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+        {
+            **_SIZES,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [1],
+        },
     ),
 }
 
@@ -54,9 +65,16 @@ class Kept(FineTune):
 
 
 def train(
-    folder: Path, layout: dict[str, Any] | None, devices: int, steps: int, to: Path | None = None, **options: Any
+    folder: Path,
+    layout: dict[str, Any] | None,
+    devices: int,
+    steps: int,
+    to: Path | None = None,
+    **options: Any,
 ) -> list[float]:
-    """Train to a step, from another checkpoint if there is one, and save; return the losses of the steps."""
+    """Train to a step, from another checkpoint if there is one, and save; return the losses of the
+    steps.
+    """
     seed_everything(1, verbose=False)
     module, trainer = Kept(str(folder)), trainer_of(layout, devices, 2, max_steps=steps)
     module.rate = options.pop("rate", module.rate)
@@ -71,7 +89,9 @@ def train_all(rank: int, size: int, path: Path) -> dict[str, dict[str, list[floa
     for kind in CONFIGS:
         folder, before, losses = path / kind, None, {}
         for steps, (name, layout) in enumerate(LAYOUTS.items(), 1):
-            losses[name] = train(folder, layout, size, steps, folder / f"{name}.ckpt", ckpt_path=before)
+            losses[name] = train(
+                folder, layout, size, steps, folder / f"{name}.ckpt", ckpt_path=before
+            )
             before = folder / f"{name}.ckpt"
         found[kind] = losses
     train(path / "mixtral", LAYOUTS["tp2 etp2 ep2"], size, 1, path / "kept.ckpt", rate=0.0)
@@ -96,21 +116,27 @@ def ranks(path: Path) -> list[dict[str, dict[str, list[float]]]]:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_grid_trains_and_resumes_as_one_process_does(kind: str, path: Path, ranks: Any) -> None:
+def test_every_grid_trains_and_resumes_as_one_process_does(
+    kind: str, path: Path, ranks: Any
+) -> None:
     one = train(path / kind, {}, 1, 4)
     if "balanced" not in kind:
         plain = train(path / kind, None, 1, 4)
         assert one == pytest.approx(plain, abs=1e-4)
     assert one[-1] < one[0]
     for losses in ranks:
-        assert [loss for name in LAYOUTS for loss in losses[kind][name]] == pytest.approx(one, abs=1e-4)
+        assert [loss for name in LAYOUTS for loss in losses[kind][name]] == pytest.approx(
+            one, abs=1e-4
+        )
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
-def test_a_checkpoint_of_an_expert_grid_is_the_folder_that_it_came_from(path: Path, ranks: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_expert_grid_is_the_folder_that_it_came_from(
+    path: Path, ranks: Any, tmp_path: Path
+) -> None:
     import_model(path / "mixtral", tmp_path / "imported.ckpt")
     expected = tensors_of(path / "mixtral")
     for number, checkpoint in enumerate((path / "kept.ckpt", tmp_path / "imported.ckpt")):
@@ -127,5 +153,9 @@ def test_what_an_expert_grid_has_trained_is_what_transformers_loads(
     main(["convert", str(path / kind / "tp2 etp2 ep2.ckpt"), str(tmp_path / "folder"), "--verify"])
     before, after = tensors_of(path / kind), tensors_of(tmp_path / "folder")
     assert before.keys() == after.keys()
-    assert not any(torch.equal(after[name], before[name]) for name in before if "experts" in name or "proj" in name)
+    assert not any(
+        torch.equal(after[name], before[name])
+        for name in before
+        if "experts" in name or "proj" in name
+    )
     main(["convert", str(tmp_path / "folder"), str(tmp_path / "again.ckpt"), "--verify"])

@@ -1,4 +1,6 @@
-"""A LightningModule around a Hugging Face model trains under every layout as it does without this library."""
+"""A LightningModule around a Hugging Face model trains under every layout as it does without this
+library.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 _SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 _SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 32}
-_ENCODER = {**_SIZES, "pad_token_id": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ENCODER = {
+    **_SIZES,
+    "pad_token_id": 1,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 _GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
 CONFIGS = {
     "llama": ("LlamaConfig", {**_SIZES, "num_key_value_heads": 2}),
@@ -58,12 +65,18 @@ class Report:
 
 
 def train(folder: str, task: str, layout: dict[str, Any] | None, devices: int) -> Report:
-    """Train the steps of all data, however many ranks share it; without a layout as plain Lightning does."""
+    """Train the steps of all data, however many ranks share it; without a layout as plain Lightning
+    does.
+    """
     seed_everything(1, verbose=False)
     module = FineTune(folder, task)
     trainer = trainer_of(layout, devices, 2, max_epochs=1)
     trainer.fit(module, InOrder(task))
-    return Report(module.losses, isinstance(module.model, ReplacedModel), sum(p.numel() for p in module.parameters()))
+    return Report(
+        module.losses,
+        isinstance(module.model, ReplacedModel),
+        sum(p.numel() for p in module.parameters()),
+    )
 
 
 def train_all(rank: int, size: int, folder: Path) -> dict[tuple[str, str], dict[str, Report]]:
@@ -86,7 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, task in CASES:
         name, settings = CONFIGS[kind]
         config = getattr(transformers, name)(**settings)
-        getattr(transformers, BUILDERS[task]).from_config(config).save_pretrained(path / kind / task)
+        getattr(transformers, BUILDERS[task]).from_config(config).save_pretrained(
+            path / kind / task
+        )
     return path
 
 
@@ -97,7 +112,9 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], dict[str, Report]]]:
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
-def test_every_layout_trains_as_hugging_face_does(kind: str, task: str, folder: Path, ranks: Any) -> None:
+def test_every_layout_trains_as_hugging_face_does(
+    kind: str, task: str, folder: Path, ranks: Any
+) -> None:
     given = str(folder / kind / task)
     plain, one = train(given, task, None, 1), train(given, task, {}, 1)
     assert not plain.is_swapped
@@ -108,4 +125,6 @@ def test_every_layout_trains_as_hugging_face_does(kind: str, task: str, folder: 
         for layout, report in reports[kind, task].items():
             assert report.is_swapped
             assert report.losses == pytest.approx(plain.losses, abs=1e-4), f"{layout}, rank {rank}"
-            assert report.held < one.held or not LAYOUTS[layout], f"{layout} keeps a part on each rank"
+            assert report.held < one.held or not LAYOUTS[layout], (
+                f"{layout} keeps a part on each rank"
+            )

@@ -32,10 +32,12 @@ def jobs() -> dict[str, Job]:
     plain += [(kind, layout) for layout in ("tp4+sp", "pp2 vpp2 dp2", "tp2 pp2") for kind in others]
     plain += [("gemma-tied", layout) for layout in ("tp4", "tp2 pp2 +sp")]
     found = {f"{kind}, {layout}": Job(kind, "64-true", LAYOUTS[layout]) for kind, layout in plain}
-    # Masks are one process's where every rank draws the replicated stream, not under sequence or data parallelism, and
-    # where the microbatches are the same.
+    # Masks are one process's where every rank draws the replicated stream, not under sequence or
+    # data parallelism, and where the microbatches are the same.
     for layout in ("tp4", "pp4", "tp2 pp2"):
-        found[f"dropout, {layout}"] = Job("dropout", "64-true", LAYOUTS[layout] | {"microbatch_size": 2})
+        found[f"dropout, {layout}"] = Job(
+            "dropout", "64-true", LAYOUTS[layout] | {"microbatch_size": 2}
+        )
     for layout in ("tp4+sp", "pp2 vpp2 dp2", "dp4", "tp2 pp2"):
         found[f"gpt2-tied, {layout}, float32"] = Job("gpt2-tied", "32-true", LAYOUTS[layout])
     special = [
@@ -51,7 +53,9 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
-    """Train every kind in this one process: with plain Lightning, and with the strategy where dropout draws from it."""
+    """Train every kind in this one process: with plain Lightning, and with the strategy where
+    dropout draws from it.
+    """
     found = {}
     for precision in TOLERANCE:
         for kind in KINDS:
@@ -93,4 +97,6 @@ def check(job: Job, ranks: list[Report], twin: Report) -> None:
     for name, weight in weights.items():
         # The vocabulary's padding belongs to no full tensor.
         expected = twin.weights[name].narrow(0, 0, weight.shape[0])
-        torch.testing.assert_close(weight, expected, **close, msg=f"{name}: {(weight - expected).abs().max()}")
+        torch.testing.assert_close(
+            weight, expected, **close, msg=f"{name}: {(weight - expected).abs().max()}"
+        )

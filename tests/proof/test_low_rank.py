@@ -1,4 +1,6 @@
-"""A LightningModule around peft's LoRA trains under every layout as it does without this library, and comes back."""
+"""A LightningModule around peft's LoRA trains under every layout as it does without this library,
+and comes back.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"tp2+sp pp2": {"tp": 2, "pp": 2}, "pp2 vpp2 dp2": {"pp": 2, "vpp": 2}},
     "mixtral": {"pp2 ep2": {"pp": 2, "ep": 2}, "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1}},
 }
-ADAPTED = {"llama": ["q_proj", "v_proj", "o_proj", "up_proj"], "mixtral": ["q_proj", "v_proj", "o_proj"]}
+ADAPTED = {
+    "llama": ["q_proj", "v_proj", "o_proj", "up_proj"],
+    "mixtral": ["q_proj", "v_proj", "o_proj"],
+}
 OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
 
 
@@ -53,7 +58,9 @@ class Data(InOrder):
         return self.train_dataloader()
 
 
-def train(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, out: str = "") -> list[float]:
+def train(
+    layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, out: str = ""
+) -> list[float]:
     """Return the losses of all steps."""
     seed_everything(1, verbose=False)
     module, trainer = Adapt(folder, adapter), trainer_of(layout, devices, 1, **OPTIONS)
@@ -69,9 +76,13 @@ def train(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str
     return module.losses
 
 
-def evaluate(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, path: str | None) -> float:
+def evaluate(
+    layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, path: str | None
+) -> float:
     module = Adapt(folder, adapter)
-    (found,) = trainer_of(layout, devices, 1, **OPTIONS).validate(module, Data(), ckpt_path=path, verbose=False)
+    (found,) = trainer_of(layout, devices, 1, **OPTIONS).validate(
+        module, Data(), ckpt_path=path, verbose=False
+    )
     return float(found["val_loss"])
 
 
@@ -81,7 +92,10 @@ def train_all(
     """Train under every layout; save what the first one has trained and load it in the last one."""
     layouts = LAYOUTS[kind]
     names = list(layouts)
-    losses = {name: train(layouts[name], size, folder, adapter, out if name == names[0] else "") for name in names}
+    losses = {
+        name: train(layouts[name], size, folder, adapter, out if name == names[0] else "")
+        for name in names
+    }
     return losses, evaluate(layouts[names[-1]], size, folder, adapter, out)
 
 
@@ -104,7 +118,9 @@ def save(kind: str, path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(kind: str, tmp_path: Path) -> None:
+def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(
+    kind: str, tmp_path: Path
+) -> None:
     base, given = save(kind, tmp_path)
     plain, out = train(None, 1, base, given), str(tmp_path / "trained.ckpt")
     assert plain[-1] < plain[0]
@@ -118,11 +134,15 @@ def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(kind: str, t
     main(["convert", out, str(again)])
     main(["convert", out, str(merged), "--merge", "--verify"])
     consolidate(out, file, weights_only=True)
-    before, after = (safetensors.load_file(Path(one, "adapter_model.safetensors")) for one in (given, again))
+    before, after = (
+        safetensors.load_file(Path(one, "adapter_model.safetensors")) for one in (given, again)
+    )
     assert before.keys() == after.keys()
     assert not any(torch.equal(after[name], before[name]) for name in before)
     assert peft.LoraConfig.from_pretrained(again) == peft.LoraConfig.from_pretrained(given)
-    read = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), again)
+    read = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), again
+    )
     theirs = peft.get_peft_model_state_dict(read)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in after.items())
     losses = [evaluate(None, 1, base, str(again), None), evaluate(None, 1, base, given, str(file))]
@@ -139,7 +159,9 @@ class Classify(LightningModule):
 
     def configure_model(self) -> None:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(self.folder)
-        self.model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+        self.model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+        )
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return self.model(input_ids=batch[0], labels=batch[1]).loss

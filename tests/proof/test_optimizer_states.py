@@ -1,4 +1,6 @@
-"""Optimizer states of replaced Hugging Face models go to one process of plain Lightning, and come from there."""
+"""Optimizer states of replaced Hugging Face models go to one process of plain Lightning, and come
+from there.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ peft = pytest.importorskip("peft")
 
 V, STEPS, SAVED_AFTER = 53, 4, 2
 TP, PP = {"tp": 2}, {"pp": 2, "microbatch_size": 2}
-#: Each case with the layouts that it is trained in; ``gpt2`` stores projections transposed, ``gpt_neox`` rows of one
-#: head after the other, and ``mixtral`` all experts of a layer in one tensor.
+#: Each case with the layouts that it is trained in; ``gpt2`` stores projections transposed,
+#: ``gpt_neox`` rows of one head after the other, and ``mixtral`` all experts of a layer in one
+#: tensor.
 LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
     "llama": {"tp": TP, "pp": PP},
     "gpt2": {"tp": TP, "pp": PP},
@@ -34,7 +37,9 @@ LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
 
 
 class Texts(Dataset):
-    """Give the same four texts to every step, because Lightning's own strategies start an epoch again."""
+    """Give the same four texts to every step, because Lightning's own strategies start an epoch
+    again.
+    """
 
     def __len__(self) -> int:
         return 4 * STEPS
@@ -50,17 +55,25 @@ class FineTune(LightningModule):
         super().__init__()
         self.losses: list[float] = []
         name = case.removesuffix(" with an adapter")
-        model: Any = expert_models.exact_twin_of(name, num_hidden_layers=2) if name == "mixtral" else exact_twin(name)
+        model: Any = (
+            expert_models.exact_twin_of(name, num_hidden_layers=2)
+            if name == "mixtral"
+            else exact_twin(name)
+        )
         if case != name:
             targets = "all-linear" if name == "llama" else ["query_key_value", "dense"]
-            config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights="gaussian")
+            config = peft.LoraConfig(
+                r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights="gaussian"
+            )
             torch.manual_seed(3)
             model = peft.get_peft_model(model, config).double()
         self.model = model.eval()
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         logits = self.model(input_ids=batch).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
         self.log("loss", loss)
         return loss
 
@@ -68,13 +81,19 @@ class FineTune(LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def configure_optimizers(self) -> Any:
-        small = [p for name, p in self.named_parameters() if "norm" in name or "bias" in name or "ln_" in name]
+        small = [
+            p
+            for name, p in self.named_parameters()
+            if "norm" in name or "bias" in name or "ln_" in name
+        ]
         others = [p for p in self.parameters() if all(p is not one for one in small)]
         groups = [{"params": others, "weight_decay": 0.3}, {"params": small, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def trained(case: str, layout: dict[str, int] | None, devices: int, steps: int, path: Path | None = None) -> Trainer:
+def trained(
+    case: str, layout: dict[str, int] | None, devices: int, steps: int, path: Path | None = None
+) -> Trainer:
     """Return the trainer of a run, from its start or from a checkpoint."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
@@ -97,12 +116,16 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 
 def train_in_parts(rank: int, size: int, folder: Path) -> dict[tuple[str, str], list[float]]:
-    """Save a training of every case and layout, and return the losses of one that goes on from one process's file."""
+    """Save a training of every case and layout, and return the losses of one that goes on from one
+    process's file.
+    """
     found = {}
     for case, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
             trained(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
-            found[case, name] = losses_of(trained(case, layout, size, STEPS, folder / f"{case}.ckpt"))
+            found[case, name] = losses_of(
+                trained(case, layout, size, STEPS, folder / f"{case}.ckpt")
+            )
     return found
 
 
@@ -130,4 +153,6 @@ def test_a_training_goes_on_in_one_process_and_back(case: str, folder: Path, ran
         found = losses_of(trained(case, None, 1, STEPS, file))
         assert found == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), f"{name} to one process"
         for losses in ranks:
-            assert losses[case, name] == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), f"one process to {name}"
+            assert losses[case, name] == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), (
+                f"one process to {name}"
+            )

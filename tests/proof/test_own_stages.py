@@ -16,8 +16,18 @@ from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 5}
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "sliding_window": 5,
+}
 PLANS = {
     "pipeline_plan": {"model.body.blocks": "blocks"},
     "tensor_parallel_plan": {
@@ -85,7 +95,9 @@ class Train(FineTune):
 
 
 def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
-    """Train the steps of a few batches, however many ranks share it; without a layout as plain Lightning does."""
+    """Train the steps of a few batches, however many ranks share it; without a layout as plain
+    Lightning does.
+    """
     seed_everything(1, verbose=False)
     module = Train(kind)
     if kind == "Plain" and layout is not None:
@@ -103,7 +115,10 @@ def train_all(rank: int, size: int) -> dict[tuple[str, str], tuple[list[float], 
             if "vpp" in layout and kind != "Plain":
                 continue
             module = train(kind, layout, size)
-            found[kind, name] = module.losses, any(isinstance(part, StagedBlocks) for part in module.modules())
+            found[kind, name] = (
+                module.losses,
+                any(isinstance(part, StagedBlocks) for part in module.modules()),
+            )
     return found
 
 

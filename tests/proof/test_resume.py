@@ -1,4 +1,6 @@
-"""A checkpoint of one layout continues under every other with the losses that one process would have had."""
+"""A checkpoint of one layout continues under every other with the losses that one process would
+have had.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _save_and_go_on(rank: int, size: int, folder: str, from_one: str) -> dict[st
         f"tp2 pp2 to {name}": train(Job(KIND, layout=LAYOUTS[name]), size, "cpu", resume_from=saved)
         for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "dp4", "tp2 pp2")
     }
-    found["one to tp2 pp2"] = train(Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one)
+    found["one to tp2 pp2"] = train(
+        Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one
+    )
     return found
 
 
@@ -34,7 +38,9 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report
     train(Job(KIND, layout={}), 1, "cpu", one, steps=SAVED_AFTER)
     ranks = run_world(_save_and_go_on, 4, str(folder), one)
     found = {name: [reports[name] for reports in ranks] for name in ranks[0]}
-    found["tp2 pp2 to one"] = [train(Job(KIND, layout={}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))]
+    found["tp2 pp2 to one"] = [
+        train(Job(KIND, layout={}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))
+    ]
     return found
 
 
@@ -46,11 +52,23 @@ def whole() -> Report:
 
 @pytest.mark.parametrize(
     "way",
-    [*(f"tp2 pp2 to {name}" for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "dp4", "tp2 pp2", "one")), "one to tp2 pp2"],
+    [
+        *(
+            f"tp2 pp2 to {name}"
+            for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "dp4", "tp2 pp2", "one")
+        ),
+        "one to tp2 pp2",
+    ],
 )
-def test_training_continues_under_another_layout(way: str, continued: dict[str, list[Report]], whole: Report) -> None:
+def test_training_continues_under_another_layout(
+    way: str, continued: dict[str, list[Report]], whole: Report
+) -> None:
     for report in continued[way]:
         assert len(report.losses) == STEPS - SAVED_AFTER
         close = {"rtol": 0.0, "atol": TOLERANCE["64-true"]}
-        torch.testing.assert_close(torch.tensor(report.losses), torch.tensor(whole.losses[SAVED_AFTER:]), **close)
-        torch.testing.assert_close(torch.tensor(report.norms), torch.tensor(whole.norms[SAVED_AFTER:]), **close)
+        torch.testing.assert_close(
+            torch.tensor(report.losses), torch.tensor(whole.losses[SAVED_AFTER:]), **close
+        )
+        torch.testing.assert_close(
+            torch.tensor(report.norms), torch.tensor(whole.norms[SAVED_AFTER:]), **close
+        )

@@ -1,4 +1,6 @@
-"""The pipeline_plan that a refusal names trains as one process does, whoever follows refusals step by step."""
+"""The pipeline_plan that a refusal names trains as one process does, whoever follows refusals step
+by step.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,30 @@ from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 16}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pooler_dropout": 0.0}
 RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 4}
-VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-T5 = {"vocab_size": V, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+T5 = {
+    "vocab_size": V,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+}
 
 
 def built(kind: str) -> nn.Module:
@@ -44,10 +64,16 @@ def built(kind: str) -> nn.Module:
     known = getattr(transformers, kind)
     if kind == "CLIPModel":
         vision = {**VISION, "image_size": 8, "patch_size": 4}
-        return known(known.config_class(text_config={**SIZES, "eos_token_id": 2}, vision_config=vision))
+        return known(
+            known.config_class(text_config={**SIZES, "eos_token_id": 2}, vision_config=vision)
+        )
     if kind == "T5ForConditionalGeneration":
         return known(known.config_class(**T5, decoder_start_token_id=0))
-    extra = {**RELATIVE, "norm_rel_ebd": "layer_norm", "pooler_hidden_size": 16} if "Deberta" in kind else {}
+    extra = (
+        {**RELATIVE, "norm_rel_ebd": "layer_norm", "pooler_hidden_size": 16}
+        if "Deberta" in kind
+        else {}
+    )
     return known(known.config_class(**SIZES, **UNDROPPED, **extra))
 
 
@@ -70,7 +96,9 @@ class Train(LightningModule):
             found = self.model(input_ids=tokens, pixel_values=pixels)
             return (found.text_embeds * found.image_embeds).sum(-1).mean()
         if self.kind == "BertForQuestionAnswering":
-            return self.model(tokens, start_positions=tokens[:, 0] % 4, end_positions=tokens[:, 1] % 4).loss
+            return self.model(
+                tokens, start_positions=tokens[:, 0] % 4, end_positions=tokens[:, 1] % 4
+            ).loss
         labels = tokens[:, 0] % 2 if "Sequence" in self.kind else tokens % 2
         return self.model(tokens, labels=labels).loss
 
@@ -126,7 +154,10 @@ def fit_all(rank: int, size: int, plans: dict[str, dict[str, str]]) -> dict[str,
 
 def test_plans_that_refusals_name_train_as_one_process_does() -> None:
     plans = {kind: followed(kind) for kind in KINDS}
-    assert plans["CLIPModel"] == {"model.vision_model.encoder.layers": "blocks", "model.text_model": "last"}
+    assert plans["CLIPModel"] == {
+        "model.vision_model.encoder.layers": "blocks",
+        "model.text_model": "last",
+    }
     reports = run_world(fit_all, 2, plans)
     for kind in KINDS:
         losses = fit(kind, None, 1)
@@ -136,5 +167,7 @@ def test_plans_that_refusals_name_train_as_one_process_does() -> None:
 
 
 def test_a_module_without_blocks_is_told_that_no_plan_would_do() -> None:
-    with pytest.raises(UnsupportedError, match="2 blocks of one kind, so that no pipeline_plan would do"):
+    with pytest.raises(
+        UnsupportedError, match="2 blocks of one kind, so that no pipeline_plan would do"
+    ):
         pipelined_module(BoringModel(), mesh_of(pp=2))

@@ -1,7 +1,7 @@
 """Where a step counts its tokens, every layout takes the mean over all of them, wherever they are.
 
-Each step has other labels that are ignored: those of whole ranks, of whole microbatches and once all of them. The twin
-is a plain loop in one process without Lightning.
+Each step has other labels that are ignored: those of whole ranks, of whole microbatches and once
+all of them. The twin is a plain loop in one process without Lightning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CONFIG = GPTConfig.llama(
     ffn_hidden_size=24,
     tie_embeddings=True,
 )
-#: Samples of each step that have no label. A rank of dp=4 has samples r and r + 4; microbatches hold two samples.
+#: Samples of each step that have no label. A rank of dp=4 has samples r and r + 4; microbatches
+#: hold two samples.
 EMPTY = (
     {1, 5},  # one rank of four
     {4, 6, 7},  # the last microbatch of one rank alone, and of one rank of two
@@ -52,7 +53,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """Name a run: arguments of the strategy, batches whose gradients are accumulated, and the module."""
+    """Name a run: arguments of the strategy, batches whose gradients are accumulated, and the
+    module.
+    """
 
     layout: dict[str, Any]
     accumulate: int = 1
@@ -62,7 +65,10 @@ class Job:
 JOBS = {
     **{name: Job(layout) for name, layout in LAYOUTS.items()},
     **{f"{name}, accumulated": Job(LAYOUTS[name], accumulate=2) for name in ("pp2 dp2", "tp2 pp2")},
-    **{f"dp4, zero {zero}, accumulated": Job({"zero": zero, "microbatch_size": 1}, accumulate=2) for zero in (0, 1)},
+    **{
+        f"dp4, zero {zero}, accumulated": Job({"zero": zero, "microbatch_size": 1}, accumulate=2)
+        for zero in (0, 1)
+    },
     **{f"{name}, zero 0": Job(LAYOUTS[name] | {"zero": 0}) for name in ("dp4", "pp2 dp2")},
     **{f"{name}, CausalLM": Job(LAYOUTS[name], is_causal_lm=True) for name in ("dp4", "pp2 dp2")},
 }
@@ -87,14 +93,21 @@ def whole(ranks: list[Report]) -> dict[str, Tensor]:
         for name, (shape, pieces) in report.pieces.items():
             full = weights.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
             for offsets, piece in pieces:
-                part = full[tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))]
+                part = full[
+                    tuple(
+                        slice(start, start + size)
+                        for start, size in zip(offsets, piece.shape, strict=True)
+                    )
+                ]
                 assert part.isnan().all() or torch.equal(part, piece), name
                 part.copy_(piece)
     return weights
 
 
 class Texts(Dataset):
-    """Sequences of different lengths, padded; some labels inside are ignored, too, and some samples have none."""
+    """Sequences of different lengths, padded; some labels inside are ignored, too, and some samples
+    have none.
+    """
 
     def __len__(self) -> int:
         return STEPS * GLOBAL_BATCH
@@ -112,7 +125,9 @@ class Texts(Dataset):
 
 
 def optimizer_of(parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Return AdamW and its schedule; a large eps keeps gradients that are zero but for rounding from whole steps."""
+    """Return AdamW and its schedule; a large eps keeps gradients that are zero but for rounding
+    from whole steps.
+    """
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
@@ -140,7 +155,11 @@ class Counting(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         assert self.model is not None, "configure_model ran"
         num_tokens = (batch["labels"] != -100).sum()
-        self.log("val_loss", self.model(batch["tokens"], batch["labels"]).sum() / num_tokens, sync_dist=True)
+        self.log(
+            "val_loss",
+            self.model(batch["tokens"], batch["labels"]).sum() / num_tokens,
+            sync_dist=True,
+        )
         return {"num_tokens": num_tokens}
 
     def configure_optimizers(self) -> Any:
@@ -167,7 +186,9 @@ class Record(pl.Callback):
     def __init__(self) -> None:
         self.report = Report()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         metrics = trainer.callback_metrics
         self.report.losses.append(float(metrics["train_loss"]))
         both = float(metrics.get("both_step", metrics["train_loss"]))
@@ -184,7 +205,11 @@ def train(job: Job, size: int) -> Report:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore")
     record = Record()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=size,
@@ -201,14 +226,21 @@ def train(job: Job, size: int) -> Report:
     sizes = {name: job.layout.get(name, 1) for name in ("tp", "pp", "vpp")}
     grid = ParallelLayout(size, **sizes)
     sampler = DistributedSampler(
-        Texts(), shuffle=False, num_replicas=grid.dp, rank=grid.coordinates(trainer.global_rank)["dp"]
+        Texts(),
+        shuffle=False,
+        num_replicas=grid.dp,
+        rank=grid.coordinates(trainer.global_rank)["dp"],
     )
-    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // grid.dp // job.accumulate, sampler=sampler)
+    loader = DataLoader(
+        Texts(), batch_size=GLOBAL_BATCH // grid.dp // job.accumulate, sampler=sampler
+    )
     module = Ready() if job.is_causal_lm else Counting()
     trainer.fit(module, loader)
     metrics = trainer.callback_metrics
     if not job.is_causal_lm:
-        assert float(metrics["both_epoch"]) == pytest.approx(float(metrics["epoch_loss"]), abs=1e-12)
+        assert float(metrics["both_epoch"]) == pytest.approx(
+            float(metrics["epoch_loss"]), abs=1e-12
+        )
         record.report.epoch_loss = float(metrics["epoch_loss"])
     (validated,) = trainer.validate(module, loader, verbose=False)
     record.report.val_loss = validated["val_loss"]
@@ -251,7 +283,9 @@ def twin(parts: int) -> Report:
 def token_losses(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of every token from the logits."""
     logits = model(tokens)
-    flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    flat = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     return flat.view_as(labels)
 
 
@@ -278,7 +312,9 @@ def test_every_layout_takes_the_mean_over_all_tokens(name, reports, twins):
     assert expected.norms[2] == 0.0
     for ranks in reports:
         found = ranks[name]
-        torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), **close)
+        torch.testing.assert_close(
+            torch.tensor(found.losses), torch.tensor(expected.losses), **close
+        )
         torch.testing.assert_close(torch.tensor(found.norms), torch.tensor(expected.norms), **close)
         assert found.val_loss == pytest.approx(expected.val_loss, abs=1e-10)
         if not job.is_causal_lm:
@@ -288,4 +324,6 @@ def test_every_layout_takes_the_mean_over_all_tokens(name, reports, twins):
     for key, weight in weights.items():
         # The vocabulary's padding belongs to no full tensor.
         want = expected.weights[key].narrow(0, 0, weight.shape[0])
-        torch.testing.assert_close(weight, want, **close, msg=f"{key}: {(weight - want).abs().max()}")
+        torch.testing.assert_close(
+            weight, want, **close, msg=f"{key}: {(weight - want).abs().max()}"
+        )

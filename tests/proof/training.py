@@ -21,9 +21,16 @@ from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.training.clip import grad_norm
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 300
-_SIZES = {"vocab_size": VOCABULARY, "max_seq_length": SEQUENCE, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "max_seq_length": SEQUENCE,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+}
 _LLAMA = {**_SIZES, "num_kv_heads": 2, "ffn_hidden_size": 48}
-#: Losses of sequences do not depend on how a batch is cut into microbatches; those of a whole step neither.
+#: Losses of sequences do not depend on how a batch is cut into microbatches; those of a whole step
+#: neither.
 _EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.1, "z_loss": 0.01}
 KINDS = {
     "gpt2-tied": GPTConfig.gpt2(**_SIZES),
@@ -50,7 +57,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain Lightning).
+    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain
+    Lightning).
 
     A step that ``counts`` ignores some labels and returns how many are left.
     """
@@ -123,7 +131,9 @@ class Record(pl.Callback):
     def __init__(self) -> None:
         self.report = Report()
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any
+    ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
             self.report.norms.append(float(grad_norm(strategy._state.main)))
@@ -131,7 +141,9 @@ class Record(pl.Callback):
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.report.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any
+    ) -> None:
         self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
@@ -146,13 +158,16 @@ def train(
 ) -> Report:
     """Run a job in this process up to ``steps``.
 
-    With a checkpoint path, save there and read the final weights back from it; with ``resume_from``, go on from there.
+    With a checkpoint path, save there and read the final weights back from it; with
+    ``resume_from``, go on from there.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     pl.seed_everything(1234, verbose=False)
     record, size = Record(), devices
-    strategy: Any = "auto" if job.layout is None else MegatronStrategy(**{"microbatch_size": 2, **job.layout})
+    strategy: Any = (
+        "auto" if job.layout is None else MegatronStrategy(**{"microbatch_size": 2, **job.layout})
+    )
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -168,7 +183,11 @@ def train(
         callbacks=[record],
         **job.trainer,
     )
-    place = {"num_replicas": 1, "rank": 0} if job.layout is None else _place(job.layout, size, trainer.global_rank)
+    place = (
+        {"num_replicas": 1, "rank": 0}
+        if job.layout is None
+        else _place(job.layout, size, trainer.global_rank)
+    )
     sampler = DistributedSampler(Tokens(), shuffle=False, **place)
     loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
     module = Module(KINDS[job.kind], job.counts)
@@ -179,9 +198,13 @@ def train(
         if trainer.is_global_zero:
             saved = read_full(checkpoint)
             names = [name for name in saved if name.startswith("state_dict.")]
-            record.report.weights = {name.removeprefix("state_dict."): saved[name] for name in names}
+            record.report.weights = {
+                name.removeprefix("state_dict."): saved[name] for name in names
+            }
     else:
-        record.report.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        record.report.weights = {
+            name: tensor.detach().clone() for name, tensor in module.state_dict().items()
+        }
     return record.report
 
 
@@ -194,5 +217,7 @@ def train_all(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[
 
 
 def _place(layout: dict[str, Any], size: int, rank: int) -> dict[str, int]:
-    grid = ParallelLayout(size, tp=layout.get("tp", 1), pp=layout.get("pp", 1), vpp=layout.get("vpp", 1))
+    grid = ParallelLayout(
+        size, tp=layout.get("tp", 1), pp=layout.get("pp", 1), vpp=layout.get("vpp", 1)
+    )
     return {"num_replicas": grid.dp, "rank": grid.coordinates(rank)["dp"]}

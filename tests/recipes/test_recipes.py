@@ -28,7 +28,11 @@ FINETUNE = "finetune_hf.yaml"
 
 
 @pytest.fixture(params=COMPLETE, ids=lambda names: names[-1])
-def config(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict:
+def config(
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict:
     """Return a recipe's resolved configuration."""
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
     files = [option for name in request.param for option in ("-c", str(RECIPES / name))]
@@ -66,7 +70,9 @@ def test_batches_are_whole_microbatches(config: dict) -> None:
 
 
 def test_callbacks_show_the_rate_and_draw_the_loss(config: dict) -> None:
-    classes = [callback["class_path"].rpartition(".")[2] for callback in config["trainer"]["callbacks"]]
+    classes = [
+        callback["class_path"].rpartition(".")[2] for callback in config["trainer"]["callbacks"]
+    ]
     assert classes[:2] == ["TokensProgressBar", "LossCurve"]
 
 
@@ -94,7 +100,9 @@ def test_four_processes_train_like_one(tmp_path: Path) -> None:
 def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
     four = losses(tmp_path / "four", "moe_speeches_cpu.yaml")
     layout = [f"--trainer.strategy.{name}=1" for name in ("tp", "ep")] + ["--trainer.devices=1"]
-    one = losses(tmp_path / "one", "moe_speeches_cpu.yaml", options=[*layout, "--data.batch_size=16"])
+    one = losses(
+        tmp_path / "one", "moe_speeches_cpu.yaml", options=[*layout, "--data.batch_size=16"]
+    )
     assert len(four["train_loss"]) == 3
     for name, values in one.items():
         assert four[name] == pytest.approx(values, abs=2e-4), name
@@ -102,12 +110,19 @@ def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
 
 
 def options_of(model: Path, folder: Path) -> list[str]:
-    """Write a few texts in the tokens of a Hugging Face folder, and return what trains that folder on them."""
+    """Write a few texts in the tokens of a Hugging Face folder, and return what trains that folder
+    on them.
+    """
     texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
     write_documents(str(folder / "text"), texts, load_tokenizer(model))
     data = {"corpus": "null", "train": folder / "text", "split": "8,1,1", "seq_length": 32}
     options = [f"--data.{name}={value}" for name, value in data.items()]
-    return [*options, "--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+    return [
+        *options,
+        "--trainer.accelerator=cpu",
+        "--trainer.precision=32-true",
+        f"--model.path={model}",
+    ]
 
 
 @pytest.mark.slow
@@ -132,7 +147,9 @@ def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_again(tmp_path: Path) -> None:
+def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_again(
+    tmp_path: Path,
+) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     from tests.tiny_llama import save_tiny_mixtral
@@ -150,17 +167,28 @@ def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_a
         assert two[name] == pytest.approx(values, abs=2e-4), name
     (checkpoint,) = (tmp_path / "two").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
     main(["convert", str(checkpoint), str(tmp_path / "exported"), "--verify"])
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
     assert not any(report.values()), report
     before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items() if "mlp" in name)
+    assert not any(
+        torch.equal(tensor, before[name])
+        for name, tensor in again.state_dict().items()
+        if "mlp" in name
+    )
 
 
 def losses(folder: Path, *recipes: str, options: Sequence[str] = ()) -> dict[str, list[float]]:
     """Run a few steps and return what the metrics file says, by name."""
     folder.mkdir(exist_ok=True)
     files = [option for name in recipes for option in ("-c", str(RECIPES / name))]
-    steps = {"max_steps": 3, "val_check_interval": 3, "limit_val_batches": 2, "log_every_n_steps": 1}
+    steps = {
+        "max_steps": 3,
+        "val_check_interval": 3,
+        "limit_val_batches": 2,
+        "log_every_n_steps": 1,
+    }
     given = [f"--trainer.{name}={value}" for name, value in steps.items()]
     command = [
         sys.executable,
@@ -173,7 +201,15 @@ def losses(folder: Path, *recipes: str, options: Sequence[str] = ()) -> dict[str
         f"--trainer.default_root_dir={folder}",
     ]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
     (metrics,) = folder.glob(f"{recipes[-1].removesuffix('.yaml')}/version_0/metrics.csv")
     found: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_bits_per_byte": []}

@@ -1,4 +1,6 @@
-"""A recipe, or a module that recipes name, with a setting of a wrong type or size ends with the setting's name."""
+"""A recipe, or a module that recipes name, with a setting of a wrong type or size ends with the
+setting's name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from lightning_megatron import CausalLM, GPTConfig, ParallelPlanError, TokenDataModule, UnsupportedError
+from lightning_megatron import (
+    CausalLM,
+    GPTConfig,
+    ParallelPlanError,
+    TokenDataModule,
+    UnsupportedError,
+)
 from lightning_megatron.cli.main import main
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
@@ -26,12 +34,15 @@ RECIPE: dict[str, Any] = {
         "devices": 1,
         "max_steps": 1,
         "strategy": {"class_path": "lightning_megatron.MegatronStrategy", "init_args": {}},
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        **dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        ),
     },
     "model": {"class_path": "lightning_megatron.CausalLM", "init_args": {"config": SIZES}},
     "data": {"class_path": "lightning_megatron.TokenDataModule", "init_args": {"train": "text"}},
 }
-#: What takes settings, the function whose annotations say which, and the other arguments that it needs.
+#: What takes settings, the function whose annotations say which, and the other arguments that it
+#: needs.
 OWNERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "training": (CausalLM, TokenModule, {"config": SIZES}),
     "model": (CausalLM, CausalLM, {"config": SIZES}),
@@ -50,7 +61,9 @@ ARGUMENTS = [
 @pytest.mark.parametrize(("owner", "name"), ARGUMENTS)
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(value=ANY)
-def test_any_argument_of_a_module_is_taken_or_refused_by_name(owner: str, name: str, value: Any) -> None:
+def test_any_argument_of_a_module_is_taken_or_refused_by_name(
+    owner: str, name: str, value: Any
+) -> None:
     make, _, needed = OWNERS[owner]
     refusal = None
     try:
@@ -59,7 +72,12 @@ def test_any_argument_of_a_module_is_taken_or_refused_by_name(owner: str, name: 
         refusal = str(error)
     if refusal is None:
         return
-    words = {"initial": "loss scale", "minimum": "loss scale", "train": "no data", "corpus": "corpus"}
+    words = {
+        "initial": "loss scale",
+        "minimum": "loss scale",
+        "train": "no data",
+        "corpus": "corpus",
+    }
     is_folder = owner == "folder" and "path must be a local folder" in refusal
     assert name in refusal or words.get(name, name) in refusal or is_folder, refusal
 
@@ -83,7 +101,11 @@ def test_numbers_that_are_none_are_refused_for_every_argument(owner: str, name: 
 
 def test_checked_values_are_what_the_modules_hold() -> None:
     module = CausalLM(SIZES, learning_rate=1, betas=[0.5, 0.6])  # type: ignore[arg-type]
-    assert (module.learning_rate, module.betas, module.config) == (1.0, (0.5, 0.6), GPTConfig(**SIZES))
+    assert (module.learning_rate, module.betas, module.config) == (
+        1.0,
+        (0.5, 0.6),
+        GPTConfig(**SIZES),
+    )
     assert module.hparams["betas"] == (0.5, 0.6)
     data: Any = TokenDataModule(train={Path("a") / "b": 2}, seq_length=8)  # type: ignore[dict-item]
     assert (data.prefixes["train"], data.weights) == (["a/b"], [2.0])
@@ -112,11 +134,27 @@ STRATEGY = "trainer.strategy.init_args"
         (f"{STRATEGY}.async_save", "often", 'Parser key "async_save"'),
         (f"{STRATEGY}.tensor_parallel_plan", {"a": [1]}, 'Parser key "tensor_parallel_plan"'),
         ("model.init_args.config.num_layers", "many", 'Parser key "config.num_layers"'),
-        ("model.init_args.config.num_layers", -2, "num_layers must be a whole number of at least 1: it is -2"),
-        ("model.init_args.config.hidden_dropout", float("nan"), "hidden_dropout must be a finite number"),
+        (
+            "model.init_args.config.num_layers",
+            -2,
+            "num_layers must be a whole number of at least 1: it is -2",
+        ),
+        (
+            "model.init_args.config.hidden_dropout",
+            float("nan"),
+            "hidden_dropout must be a finite number",
+        ),
         ("model.init_args.config.experts", {"num_experts": 2}, "experts"),
-        ("model.init_args.learning_rate", -0.1, "learning_rate must be a finite number of at least 0: it is -0.1"),
-        ("data.init_args.seq_length", 0, "seq_length must be a whole number of at least 1: it is 0"),
+        (
+            "model.init_args.learning_rate",
+            -0.1,
+            "learning_rate must be a finite number of at least 0: it is -0.1",
+        ),
+        (
+            "data.init_args.seq_length",
+            0,
+            "seq_length must be a whole number of at least 1: it is 0",
+        ),
         ("data.init_args.num_workers", None, "num_workers"),
     ],
 )

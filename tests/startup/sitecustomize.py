@@ -1,8 +1,10 @@
-"""What every Python that the tests start does first, because most of what it then does is to import Lightning.
+"""What every Python that the tests start does first, because most of what it then does is to import
+Lightning.
 
-It looks for garbage rarely, since nearly all that imports make stays: with the usual thresholds that is a fifth of the
-seconds. And torchmetrics does not import transformers and matplotlib, as it would wherever they are installed, for
-metrics that nobody here asks for: another fifth. Programs that use these import them.
+It looks for garbage rarely, since nearly all that imports make stays: with the usual thresholds
+that is a fifth of the seconds. And torchmetrics does not import transformers and matplotlib, as it
+would wherever they are installed, for metrics that nobody here asks for: another fifth. Programs
+that use these import them.
 """
 
 import gc

@@ -77,7 +77,9 @@ class Net(LightningModule):
         rank, size = self.place
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
         order = torch.arange(16).view(-1, size, self.batch_size // size)[:, rank].flatten()
-        return DataLoader(TensorDataset(x[order], x[order].sum(1, keepdim=True)), self.batch_size // size)
+        return DataLoader(
+            TensorDataset(x[order], x[order].sum(1, keepdim=True)), self.batch_size // size
+        )
 
     def train_dataloader(self) -> DataLoader:
         return self.data()
@@ -95,7 +97,9 @@ class WithNorm(Net):
 
 
 class Fails(Callback):
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == 5:
             raise RuntimeError("as asked")
 
@@ -113,14 +117,24 @@ class Bench:
         folder: Where files go.
     """
 
-    def __init__(self, strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path) -> None:
+    def __init__(
+        self, strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path
+    ) -> None:
         self.strategy, self.devices, self.place, self.folder = strategy, devices, place, folder
 
     def trainer(self, **options: Any) -> Trainer:
         seed_everything(1, verbose=False)
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        quiet: dict[str, Any] = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
         quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 4}
-        quiet |= {"use_distributed_sampler": False, "log_every_n_steps": 1, "default_root_dir": self.folder}
+        quiet |= {
+            "use_distributed_sampler": False,
+            "log_every_n_steps": 1,
+            "default_root_dir": self.folder,
+        }
         return Trainer(**{**quiet, **options}, devices=self.devices, strategy=self.strategy())
 
     def fit(self, module: Net | None = None, **options: Any) -> tuple[Trainer, Net]:
@@ -143,7 +157,11 @@ def averaged(kind: type[Net] = Net) -> Run:
     def run(bench: Bench) -> dict[str, Any]:
         averaging = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)
         trainer, module = bench.fit(kind(), callbacks=[averaging])
-        return {"weights": weights(module), "epochs": trainer.current_epoch, "metrics": metrics(trainer)}
+        return {
+            "weights": weights(module),
+            "epochs": trainer.current_epoch,
+            "metrics": metrics(trainer),
+        }
 
     return run
 
@@ -151,7 +169,10 @@ def averaged(kind: type[Net] = Net) -> Run:
 def pruned(bench: Bench) -> dict[str, Any]:
     pruning = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
     _, module = bench.fit(callbacks=[pruning])
-    return {"weights": weights(module), "zeros": sum(int((p == 0).sum()) for p in module.parameters())}
+    return {
+        "weights": weights(module),
+        "zeros": sum(int((p == 0).sum()) for p in module.parameters()),
+    }
 
 
 def with_callback(*make: Callable[[], Callback], **options: Any) -> Run:
@@ -177,7 +198,9 @@ def lambdas(bench: Bench) -> dict[str, Any]:
     def note(trainer: Trainer, module: Net, loss: Tensor) -> None:
         calls.append(loss.item())
 
-    trainer, module = bench.fit(callbacks=[LambdaCallback(on_train_batch_end=halve, on_before_backward=note)])
+    trainer, module = bench.fit(
+        callbacks=[LambdaCallback(on_train_batch_end=halve, on_before_backward=note)]
+    )
     return {"weights": weights(module), "metrics": metrics(trainer), "calls": len(calls)}
 
 
@@ -240,14 +263,21 @@ def excepted(bench: Bench) -> dict[str, Any]:
     module.place = bench.place
     trainer = bench.trainer()
     trainer.fit(module, ckpt_path=bench.folder / "failed.ckpt")
-    return {"weights": weights(module), "message": message, "steps": trainer.global_step, "metrics": metrics(trainer)}
+    return {
+        "weights": weights(module),
+        "message": message,
+        "steps": trainer.global_step,
+        "metrics": metrics(trainer),
+    }
 
 
 def found_rate(bench: Bench) -> dict[str, Any]:
     module = Net()
     module.place = bench.place
     trainer = bench.trainer()
-    finder = Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-4, max_lr=0.5, update_attr=True)
+    finder = Tuner(trainer).lr_find(
+        module, num_training=12, min_lr=1e-4, max_lr=0.5, update_attr=True
+    )
     assert finder is not None
     trainer.fit(module)
     return {"weights": weights(module), "losses": finder.results["loss"][:8], "lr": module.lr}

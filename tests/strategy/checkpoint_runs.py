@@ -17,7 +17,13 @@ from lightning_megatron import GPT, GPTConfig
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from tests.proof.training import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Tokens
 
-_SIZES = {"vocab_size": VOCABULARY, "max_seq_length": SEQUENCE, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "max_seq_length": SEQUENCE,
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_heads": 4,
+}
 GPT2 = GPTConfig.gpt2(**_SIZES)
 LLAMA = GPTConfig.llama(**_SIZES, num_kv_heads=2, ffn_hidden_size=48)
 
@@ -40,7 +46,9 @@ class Trained(pl.LightningModule):
         return self.model(batch["tokens"], batch["labels"]).mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(self.trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean")))
+        self.losses.append(
+            float(self.trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean"))
+        )
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def configure_optimizers(self) -> Any:
@@ -54,7 +62,11 @@ class Trained(pl.LightningModule):
 
 
 def trainer_of(
-    layout: dict[str, Any] | None, devices: int, steps: int, callbacks: Sequence[pl.Callback] = (), **options: Any
+    layout: dict[str, Any] | None,
+    devices: int,
+    steps: int,
+    callbacks: Sequence[pl.Callback] = (),
+    **options: Any,
 ) -> pl.Trainer:
     """Return a quiet trainer; without a layout one of Lightning's own strategies."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -65,7 +77,9 @@ def trainer_of(
         "accelerator": "cpu",
         "precision": "64-true",
         "logger": False,
-        "enable_checkpointing": any(isinstance(one, pl.callbacks.ModelCheckpoint) for one in callbacks),
+        "enable_checkpointing": any(
+            isinstance(one, pl.callbacks.ModelCheckpoint) for one in callbacks
+        ),
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
@@ -73,7 +87,9 @@ def trainer_of(
         "max_steps": steps,
     }
     strategy = "auto" if layout is None else MegatronStrategy(**{"microbatch_size": 2, **layout})
-    return pl.Trainer(**{**quiet, **options}, strategy=strategy, devices=devices, callbacks=list(callbacks))
+    return pl.Trainer(
+        **{**quiet, **options}, strategy=strategy, devices=devices, callbacks=list(callbacks)
+    )
 
 
 def train(
@@ -85,11 +101,19 @@ def train(
     config: GPTConfig = GPT2,
     **options: Any,
 ) -> Trained:
-    """Train up to a number of steps, from a checkpoint if one is named, and save afterwards if a path is given."""
+    """Train up to a number of steps, from a checkpoint if one is named, and save afterwards if a
+    path is given.
+    """
     trainer, module = trainer_of(layout, devices, steps, **options), Trained(config)
-    places = trainer.strategy.distributed_sampler_kwargs if layout is not None else {"num_replicas": 1, "rank": 0}
+    places = (
+        trainer.strategy.distributed_sampler_kwargs
+        if layout is not None
+        else {"num_replicas": 1, "rank": 0}
+    )
     sampler = DistributedSampler(Tokens(), shuffle=False, **places)
-    loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // places["num_replicas"], sampler=sampler)
+    loader = DataLoader(
+        Tokens(), batch_size=GLOBAL_BATCH // places["num_replicas"], sampler=sampler
+    )
     trainer.fit(module, loader, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -122,7 +122,11 @@ def listed(batch: Any) -> Any:
         return batch.tolist()
     if isinstance(batch, dict):
         return {name: listed(value) for name, value in batch.items()}
-    return batch if batch is None or isinstance(batch, (int, float)) else [listed(value) for value in batch]
+    return (
+        batch
+        if batch is None or isinstance(batch, (int, float))
+        else [listed(value) for value in batch]
+    )
 
 
 class Module(LightningDataModule):
@@ -143,7 +147,10 @@ def weighted() -> Sampler:
 
 def twice(generator: int = 5) -> Sampler:
     return RandomSampler(
-        Numbers(), replacement=True, num_samples=20, generator=torch.Generator().manual_seed(generator)
+        Numbers(),
+        replacement=True,
+        num_samples=20,
+        generator=torch.Generator().manual_seed(generator),
     )
 
 

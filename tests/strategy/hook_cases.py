@@ -1,4 +1,6 @@
-"""Modules, callbacks and optimizers that write down who is called, in which order, and what gradients they see."""
+"""Modules, callbacks and optimizers that write down who is called, in which order, and what
+gradients they see.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ class Log:
         self.module, self.calls = module, list[Call]()
 
     def add(self, who: str) -> None:
-        norms = tuple(None if p.grad is None else round(p.grad.norm().item(), 9) for p in self.module.parameters())
+        norms = tuple(
+            None if p.grad is None else round(p.grad.norm().item(), 9)
+            for p in self.module.parameters()
+        )
         self.calls.append((who, norms))
 
 
 def logging_all(owner: Any, who: str, hooks: tuple[str, ...], log: Callable[[str], None]) -> None:
-    """Replace methods of an object by ones that write down that they are called, and call what was there."""
+    """Replace methods of an object by ones that write down that they are called, and call what was
+    there.
+    """
     for hook in hooks:
         before = getattr(owner, hook)
 
@@ -46,14 +53,40 @@ def logging_all(owner: Any, who: str, hooks: tuple[str, ...], log: Callable[[str
         setattr(type(owner), hook, staticmethod(called))
 
 
-CALLBACK_HOOKS = tuple(name for name in dir(Callback) if name.startswith("on_")) + ("setup", "teardown")
+CALLBACK_HOOKS = tuple(name for name in dir(Callback) if name.startswith("on_")) + (
+    "setup",
+    "teardown",
+)
 MODULE_HOOKS = (
-    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer"),
+    *(
+        "on_fit_start",
+        "on_fit_end",
+        "on_train_start",
+        "on_train_end",
+        "on_train_epoch_start",
+        "on_train_epoch_end",
+    ),
+    *(
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    ),
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
-    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward", "lr_scheduler_step"),
+    *(
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "backward",
+        "lr_scheduler_step",
+    ),
     *("training_step", "validation_step", "on_validation_batch_start", "on_validation_batch_end"),
-    *("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_start", "on_validation_end"),
+    *(
+        "on_validation_epoch_start",
+        "on_validation_epoch_end",
+        "on_validation_start",
+        "on_validation_end",
+    ),
     *("configure_model", "configure_optimizers", "configure_callbacks", "setup", "teardown"),
 )
 
@@ -120,7 +153,9 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
 class ClipsItself(Line):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        self.norms.append({"before": norm.item(), **{n: float(v) for n, v in grad_norm(self, 2).items()}})
+        self.norms.append(
+            {"before": norm.item(), **{n: float(v) for n, v in grad_norm(self, 2).items()}}
+        )
 
 
 class ClipsByLightning(Line):
@@ -163,7 +198,9 @@ class ClipsByHand(ByHand):
 
 
 class AddsUpByHand(ByHand):
-    """Step at every second batch, clip the sum of two backward passes of each, forget by the module's own method."""
+    """Step at every second batch, clip the sum of two backward passes of each, forget by the
+    module's own method.
+    """
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -222,12 +259,18 @@ class Turns(ByHand):
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters(), lr=0.01)]
+        return [
+            torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+            torch.optim.Adam(self.net[2].parameters(), lr=0.01),
+        ]
 
 
 USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "backward halves the loss": (HalfTheLoss, {}),
-    "backward halves the loss of accumulated batches": (HalfTheLoss, {"accumulate_grad_batches": 3}),
+    "backward halves the loss of accumulated batches": (
+        HalfTheLoss,
+        {"accumulate_grad_batches": 3},
+    ),
     "norms are logged": (ReadsNorms, {}),
     "norms of accumulated batches are logged": (ReadsNorms, {"accumulate_grad_batches": 2}),
     "read by helpers after the step": (ReadsThroughHelpers, {}),
@@ -235,7 +278,10 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "the module lets Lightning clip": (ClipsByLightning, {}),
     "gradients are dropped and replaced": (DropsAndReplaces, {}),
     "gradients are written into": (WritesAfterBackward, {}),
-    "gradients are written into while they accumulate": (WritesAfterBackward, {"accumulate_grad_batches": 2}),
+    "gradients are written into while they accumulate": (
+        WritesAfterBackward,
+        {"accumulate_grad_batches": 2},
+    ),
     "clipped by hand": (ClipsByHand, {}),
     "added up by hand": (AddsUpByHand, {}),
     "clipped after plain backward passes": (ClipsRawly, {}),
@@ -265,7 +311,11 @@ def data(rank: int = 0, size: int = 1) -> DataLoader:
 def fit(module: Line, strategy: Any, place: tuple[int, int] = (0, 1), **options: Any) -> Trainer:
     """Fit for two epochs in float64."""
     seed_everything(1, verbose=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 2}
     quiet["devices"] = dist.get_world_size() if dist.is_initialized() else 1
     quiet |= {"precision": "64-true", "use_distributed_sampler": False}
@@ -310,7 +360,9 @@ def order_of_calls(strategy: Any, place: tuple[int, int] = (0, 1), **options: An
     return log.calls
 
 
-def use(name: str, strategy: Any, place: tuple[int, int] = (0, 1)) -> tuple[list[Tensor], list[dict[str, float]]]:
+def use(
+    name: str, strategy: Any, place: tuple[int, int] = (0, 1)
+) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Return the weights after a fit, and what the module has read."""
     kind, options = USES[name]
     module = kind()
@@ -329,5 +381,7 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
         names = [name for name in USES if kind == "ours" or name not in NOT_UNDER_DDP]
         found[kind] = {name: use(name, strategy(), (rank, size)) for name in names}
         found[kind]["calls"] = order_of_calls(strategy(), (rank, size))
-    found["tp2"] = {name: use(name, MegatronStrategy(tp=2, tensor_parallel_plan=PLAN))[1] for name in IN_PARTS}
+    found["tp2"] = {
+        name: use(name, MegatronStrategy(tp=2, tensor_parallel_plan=PLAN))[1] for name in IN_PARTS
+    }
     return found

@@ -25,11 +25,26 @@ WAYS: dict[str, dict[str, Any]] = {
 #: Hooks of the module and of a callback; those of the backward pass are refused with stages.
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"),
-    *("on_before_optimizer_step", "on_train_epoch_start", "on_train_epoch_end", "on_validation_batch_start"),
-    *("on_validation_batch_end", "on_validation_epoch_end", "on_train_start", "on_validation_epoch_start"),
+    *(
+        "on_before_optimizer_step",
+        "on_train_epoch_start",
+        "on_train_epoch_end",
+        "on_validation_batch_start",
+    ),
+    *(
+        "on_validation_batch_end",
+        "on_validation_epoch_end",
+        "on_train_start",
+        "on_validation_epoch_start",
+    ),
 )
 OF_LOSS = ("on_before_backward",)
-BY_EPOCH_ONLY = ("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_train_start")
+BY_EPOCH_ONLY = (
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_train_start",
+)
 
 
 def log_all(module: Any, where: str, value: float | Tensor, is_epoch: bool = False) -> None:
@@ -98,7 +113,9 @@ def data(place: tuple[int, int]) -> DataLoader:
     return DataLoader(TensorDataset(x[order], x[order].sum(1, keepdim=True)), 4 // size)
 
 
-def run(strategy: Any, devices: int, place: tuple[int, int], folder: Any, of_loss: bool = True) -> dict[str, Any]:
+def run(
+    strategy: Any, devices: int, place: tuple[int, int], folder: Any, of_loss: bool = True
+) -> dict[str, Any]:
     """Fit, and return what reached callbacks and the logger."""
     seed_everything(1, verbose=False)
     hooks = HOOKS + OF_LOSS if of_loss else HOOKS
@@ -122,11 +139,14 @@ def run(strategy: Any, devices: int, place: tuple[int, int], folder: Any, of_los
         **options,
     )
     trainer.fit(module, data(place), [data(place), data(place)])
-    found: dict[str, Any] = {"callbacks": {name: float(v) for name, v in trainer.callback_metrics.items()}}
+    found: dict[str, Any] = {
+        "callbacks": {name: float(v) for name, v in trainer.callback_metrics.items()}
+    }
     if trainer.is_global_zero:
         rows = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
         names = rows[0].split(",")
         found["rows"] = [
-            {name: float(value) for name, value in zip(names, row.split(","), strict=True) if value} for row in rows[1:]
+            {name: float(value) for name, value in zip(names, row.split(","), strict=True) if value}
+            for row in rows[1:]
         ]
     return found

@@ -1,4 +1,6 @@
-"""Train small modules with Lightning alone and under a strategy, and bring losses and full weights back."""
+"""Train small modules with Lightning alone and under a strategy, and bring losses and full weights
+back.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,18 @@ class Predict(Regress):
         return loss
 
 
-def run(module: Regress, devices: int = 1, layout: dict[str, Any] | None = None, **options: Any) -> Outcome:
+def run(
+    module: Regress, devices: int = 1, layout: dict[str, Any] | None = None, **options: Any
+) -> Outcome:
     """Train a few steps; without a layout as plain Lightning does on one device."""
     seed_everything(1, verbose=False)
     share = 1 if layout is None else devices // (layout.get("tp", 1) * layout.get("pp", 1))
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(**{"microbatch_size": BATCH // share, **layout}),
+        strategy="auto"
+        if layout is None
+        else MegatronStrategy(**{"microbatch_size": BATCH // share, **layout}),
         precision="64-true",
         logger=False,
         enable_checkpointing=False,
@@ -99,13 +105,16 @@ class Batches(DataLoader):
     def __init__(self, module: Regress, share: int) -> None:
         generator = torch.Generator().manual_seed(3)
         if isinstance(module, Predict):
-            data: Any = TensorDataset(torch.randint(2, V, (STEPS * BATCH, LENGTH), generator=generator))
+            data: Any = TensorDataset(
+                torch.randint(2, V, (STEPS * BATCH, LENGTH), generator=generator)
+            )
         else:
             inputs = torch.randn(STEPS * BATCH, 6, 8, generator=generator, dtype=torch.float64)
             data = TensorDataset(inputs, inputs.flip(-1).tanh())
         rank = torch.distributed.get_rank() if share > 1 else 0
         size = BATCH // share
         parts: Iterable[list[int]] = [
-            list(range(step * BATCH + rank * size, step * BATCH + (rank + 1) * size)) for step in range(STEPS)
+            list(range(step * BATCH + rank * size, step * BATCH + (rank + 1) * size))
+            for step in range(STEPS)
         ]
         super().__init__(data, batch_sampler=parts)

@@ -27,7 +27,9 @@ class Runs(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.val_steps.append(trainer.global_step)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.batch_losses.append(float(outputs["loss"]))
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -49,8 +51,14 @@ class Bench:
     def trainer(self, **options: Any) -> Trainer:
         """Return a quiet trainer on the CPU."""
         seed_everything(3, verbose=False)
-        strategy = MegatronStrategy(**self.strategy) if isinstance(self.strategy, dict) else self.strategy
-        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        strategy = (
+            MegatronStrategy(**self.strategy) if isinstance(self.strategy, dict) else self.strategy
+        )
+        quiet: dict[str, Any] = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
         quiet |= {
             "enable_model_summary": False,
             "accelerator": "cpu",
@@ -62,14 +70,20 @@ class Bench:
         return Trainer(**{**quiet, **options}, strategy=strategy or "auto", devices=self.devices)
 
     def loaders(self, batch_size: int = 4, num_samples: int = 16) -> tuple[DataLoader, DataLoader]:
-        """Return training and validation data whose batches over all data-parallel ranks are the same."""
-        return loader(num_samples, batch_size // self.num_data), loader(8, 4 // self.num_data, seed=2)
+        """Return training and validation data whose batches over all data-parallel ranks are the
+        same.
+        """
+        return loader(num_samples, batch_size // self.num_data), loader(
+            8, 4 // self.num_data, seed=2
+        )
 
 
 def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
     """Collect what must not depend on the strategy."""
     runs = next(callback for callback in trainer.callbacks if isinstance(callback, Runs))
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "largest"}
+    metrics = {
+        name: float(value) for name, value in trainer.callback_metrics.items() if name != "largest"
+    }
     metrics.pop("count", None)
     return {
         "global_step": trainer.global_step,
@@ -82,7 +96,13 @@ def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
     }
 
 
-def fit(bench: Bench, model: TinyLM | None = None, batch_size: int = 4, num_samples: int = 16, **options: Any) -> Any:
+def fit(
+    bench: Bench,
+    model: TinyLM | None = None,
+    batch_size: int = 4,
+    num_samples: int = 16,
+    **options: Any,
+) -> Any:
     """Fit and collect."""
     model = model or TinyLM()
     trainer = bench.trainer(**options)
@@ -92,14 +112,23 @@ def fit(bench: Bench, model: TinyLM | None = None, batch_size: int = 4, num_samp
 
 def early_stopping(bench: Bench) -> Any:
     stopping = EarlyStopping("val_loss", patience=0, min_delta=0.3)
-    return {**fit(bench, callbacks=[Runs(), stopping], max_epochs=6), "stopped": stopping.stopped_epoch}
+    return {
+        **fit(bench, callbacks=[Runs(), stopping], max_epochs=6),
+        "stopped": stopping.stopped_epoch,
+    }
 
 
 def checkpoints(bench: Bench) -> Any:
     folder = bench.folder / "monitored"
-    saver = ModelCheckpoint(folder, "{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True)
+    saver = ModelCheckpoint(
+        folder, "{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True
+    )
     found = fit(bench, callbacks=[Runs(), saver], enable_checkpointing=True, max_epochs=4)
-    return {**found, "best": float(saver.best_model_score), "names": sorted(path.name for path in folder.iterdir())}
+    return {
+        **found,
+        "best": float(saver.best_model_score),
+        "names": sorted(path.name for path in folder.iterdir()),
+    }
 
 
 def resume(bench: Bench) -> Any:
@@ -111,7 +140,9 @@ def resume(bench: Bench) -> Any:
     trainer.fit(after, *bench.loaders(), ckpt_path=path)
     found = outcome(trainer, after)
     # The callback that counts is new; the resumed part alone is compared.
-    validated = bench.trainer().validate(TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False)
+    validated = bench.trainer().validate(
+        TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False
+    )
     return {**found, "validated": validated}
 
 
@@ -122,7 +153,12 @@ def evaluation(bench: Bench) -> Any:
     tested = trainer.test(model, bench.loaders()[1], verbose=False)
     predicted = trainer.predict(model, bench.loaders()[1])
     tokens = [int(batch.sum()) for batch in predicted]
-    return {**outcome(trainer, model), "validated": validated, "tested": tested, "predicted": tokens}
+    return {
+        **outcome(trainer, model),
+        "validated": validated,
+        "tested": tested,
+        "predicted": tokens,
+    }
 
 
 def second_fit(bench: Bench) -> Any:
@@ -148,7 +184,9 @@ def continue_others(bench: Bench) -> Any:
     """Go on from what other strategies and layouts have saved, files of Lightning included."""
     found = {}
     for path in sorted(bench.folder.parent.glob("*/middle.ckpt")):
-        validated = bench.trainer().validate(TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False)
+        validated = bench.trainer().validate(
+            TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False
+        )
         found[path.parent.name] = {"validated": validated}
         if path.is_dir():
             trainer, model = bench.trainer(max_epochs=2, gradient_clip_val=0.5), TinyLM()
@@ -161,10 +199,14 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "plain": fit,
     "limits": lambda bench: fit(bench, limit_train_batches=3, limit_val_batches=1),
     "val_check_interval": lambda bench: fit(bench, val_check_interval=0.5, num_sanity_val_steps=0),
-    "val_check_by_step": lambda bench: fit(bench, val_check_interval=3, check_val_every_n_epoch=None, max_steps=7),
+    "val_check_by_step": lambda bench: fit(
+        bench, val_check_interval=3, check_val_every_n_epoch=None, max_steps=7
+    ),
     "accumulate": lambda bench: fit(bench, accumulate_grad_batches=3),
     "clip_norm": lambda bench: fit(bench, gradient_clip_val=0.05),
-    "clip_value": lambda bench: fit(bench, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
+    "clip_value": lambda bench: fit(
+        bench, gradient_clip_val=0.001, gradient_clip_algorithm="value"
+    ),
     "last_batch_smaller": lambda bench: fit(bench, num_samples=14),
     "epoch_schedule": lambda bench: fit(bench, TinyLM("epoch"), max_epochs=4),
     "plateau": lambda bench: fit(bench, TinyLM("plateau"), max_epochs=3),
@@ -196,4 +238,6 @@ def run_cases(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     functions = CASES | EXTRA_CASES
     benches = {name: Bench(size, strategy, folder / name) for name, strategy in strategies.items()}
-    return {name: {case: functions[case](bench) for case in cases} for name, bench in benches.items()}
+    return {
+        name: {case: functions[case](bench) for case in cases} for name, bench in benches.items()
+    }

@@ -1,4 +1,6 @@
-"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`, or `... teardown 1`."""
+"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`, or
+`... teardown 1`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ class FailingLM(TinyLM):
     """Go wrong at the third batch of one rank.
 
     Args:
-        kind: ``raise``; or ``hang``: the other ranks wait where no closed connection wakes them up; or the name of a
-            hook that raises.
+        kind: ``raise``; or ``hang``: the other ranks wait where no closed connection wakes them up;
+            or the name of a hook that raises.
         rank: The rank.
     """
 
@@ -38,7 +40,11 @@ class FailingLM(TinyLM):
             raise ArithmeticError("the third batch is bad")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if batch_idx == 2 and self.kind in ("raise", "hang") and self.global_rank == self.failing_rank:
+        if (
+            batch_idx == 2
+            and self.kind in ("raise", "hang")
+            and self.global_rank == self.failing_rank
+        ):
             raise ArithmeticError("the third batch is bad")
         if batch_idx == 2 and self.kind == "hang":
             # As a rank that waits in NCCL would: nothing wakes it up.
@@ -52,11 +58,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, rank = sys.argv[1], int(sys.argv[2])
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     strategy = MegatronStrategy(pp=2, microbatch_size=2)
     # One rank that waits for ever shows as much as three.
     devices = 4 if kind == "raise" else 2
-    saver = [ModelCheckpoint(tempfile.mkdtemp(dir=sys.argv[3]))] if kind == "on_save_checkpoint" else []
+    saver = (
+        [ModelCheckpoint(tempfile.mkdtemp(dir=sys.argv[3]))] if kind == "on_save_checkpoint" else []
+    )
     quiet |= {"enable_checkpointing": bool(saver), "callbacks": saver}
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet)
     trainer.fit(FailingLM(kind, rank), loader(32, 4))

@@ -1,4 +1,6 @@
-"""Run a module of this folder as a user runs a script: in a process of its own, which starts the other ranks."""
+"""Run a module of this folder as a user runs a script: in a process of its own, which starts the
+other ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_script(module: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_script(
+    module: str, *arguments: str, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m tests.strategy.<module>` and return what it printed.
 
     Args:
@@ -18,7 +22,14 @@ def run_script(module: str, *arguments: str, timeout: float = 240) -> subprocess
         arguments: Its arguments.
         timeout: When to give up (seconds).
     """
-    launched = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    launched = (
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PL_GLOBAL_SEED",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     return subprocess.run(
         [sys.executable, "-m", f"tests.strategy.{module}", *arguments],

@@ -1,4 +1,6 @@
-"""Buffers of the user's modules under dp: those of the first rank, at the moments at which `ddp` sends them."""
+"""Buffers of the user's modules under dp: those of the first rank, at the moments at which `ddp`
+sends them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.world import run_world
 
 
 class Normed(LightningModule):
-    """Keep a running mean by a batch norm, a buffer by hand, one that is replaced, and one that never changes."""
+    """Keep a running mean by a batch norm, a buffer by hand, one that is replaced, and one that
+    never changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +46,9 @@ class Normed(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y) + self.level.sum() + self.late.sum())
+        self.log(
+            "val_loss", nn.functional.mse_loss(self.net(x), y) + self.level.sum() + self.late.sum()
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -81,7 +87,10 @@ def fit(strategy: Any, size: int, path: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"each batch": {}, "accumulated": {"accumulate_grad_batches": 3}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "each batch": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+}
 
 
 def _compare(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -102,13 +111,17 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_buffers_weights_and_validation_are_those_of_ddp_on_every_rank(worlds: Any, name: str) -> None:
+def test_buffers_weights_and_validation_are_those_of_ddp_on_every_rank(
+    worlds: Any, name: str
+) -> None:
     for rank, found in enumerate(worlds[1]):
         plain, ours = found[name]
         assert len(plain["buffers"]) == len(ours["buffers"]) == 11
         for step, (expected, got) in enumerate(zip(plain["buffers"], ours["buffers"], strict=True)):
             for key in expected:
-                torch.testing.assert_close(got[key], expected[key], msg=f"rank {rank}, step {step}: {key}")
+                torch.testing.assert_close(
+                    got[key], expected[key], msg=f"rank {rank}, step {step}: {key}"
+                )
         for key, expected in plain["weights"].items():
             torch.testing.assert_close(ours["weights"][key], expected)
         # Lightning keeps its own sums over an epoch in float32.
@@ -138,8 +151,16 @@ def test_synchronised_norms_over_copies_are_refused() -> None:
         size = 4
 
     class Fake:
-        data, world, tp, pp = type("Data", (), {"size": 2}), Several, type("Tp", (), {"size": 2}), Several
+        data, world, tp, pp = (
+            type("Data", (), {"size": 2}),
+            Several,
+            type("Tp", (), {"size": 2}),
+            Several,
+        )
 
     module = nn.Sequential(nn.SyncBatchNorm(4))
-    with pytest.raises(UnsupportedError, match=r"SyncBatchNorm sums its statistics over all 4 ranks: '0' would count"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"SyncBatchNorm sums its statistics over all 4 ranks: '0' would count",
+    ):
         check_synchronised_norms(module, Fake)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Callbacks, loggers and settings of Lightning's own do what they do without the strategy, or are refused by name."""
+"""Callbacks, loggers and settings of Lightning's own do what they do without the strategy, or are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,46 @@ REFUSED = {
     "pruned": "ModelPruning needs the whole model on every rank",
     "graphed": "Graphs(log_graph=True) cannot be used with tp",
 }
-WITH_STAGES = {**REFUSED, "lambdas": "LambdaCallback.on_before_backward cannot be called with pp (2) above 1"}
+WITH_STAGES = {
+    **REFUSED,
+    "lambdas": "LambdaCallback.on_before_backward cannot be called with pp (2) above 1",
+}
 STRATEGIES: dict[str, tuple[Callable[[], Any], bool]] = {
     "ddp": (lambda: "ddp", True),
     "dp2": (MegatronStrategy, True),
-    "tp2": (lambda: MegatronStrategy(tp=2, tensor_parallel_plan={"*.up": "column", "*.down": "row"}), False),
-    "pp2": (lambda: MegatronStrategy(pp=2, pipeline_plan={"blocks": "blocks"}, microbatch_size=4), False),
+    "tp2": (
+        lambda: MegatronStrategy(tp=2, tensor_parallel_plan={"*.up": "column", "*.down": "row"}),
+        False,
+    ),
+    "pp2": (
+        lambda: MegatronStrategy(pp=2, pipeline_plan={"blocks": "blocks"}, microbatch_size=4),
+        False,
+    ),
 }
 IN_PARTS = (
-    *("finetuned", "summarized", "device statistics", "excepted", "rate found", "fitted twice", "profiled"),
+    *(
+        "finetuned",
+        "summarized",
+        "device statistics",
+        "excepted",
+        "rate found",
+        "fitted twice",
+        "profiled",
+    ),
     *("rate found in the fit", "accumulated by a schedule"),
 )
 ALONE = ("anomalies", "clipped by value")
 #: What one rank tells as well as two.
-SETTINGS = ("profiled", "profiled simply", "profiled at length", "bar", "rich bar", "summary", "timer", "barebones")
+SETTINGS = (
+    "profiled",
+    "profiled simply",
+    "profiled at length",
+    "bar",
+    "rich bar",
+    "summary",
+    "timer",
+    "barebones",
+)
 ON_DATA_RANKS = tuple(case for case in CASES if case not in SETTINGS)
 
 
@@ -48,7 +76,9 @@ def quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
 
 
-def run(case: str, strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path) -> Any:
+def run(
+    case: str, strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path
+) -> Any:
     """Return what came of a case, or the message of a refusal."""
     try:
         return CASES[case](Bench(strategy, devices, place, folder))
@@ -105,7 +135,9 @@ def test_a_feature_does_on_one_rank_what_it_does_without_the_strategy(
 
 
 @pytest.mark.parametrize("case", ON_DATA_RANKS)
-def test_a_feature_does_on_data_ranks_what_it_does_under_ddp(ranks: list[dict[Any, Any]], case: str) -> None:
+def test_a_feature_does_on_data_ranks_what_it_does_under_ddp(
+    ranks: list[dict[Any, Any]], case: str
+) -> None:
     for found in ranks:
         assert_alike(found["ddp", case], found["dp2", case])
 

@@ -1,4 +1,6 @@
-"""Saves behind training look to Lightning's checkpoint callbacks like saves that are complete at once."""
+"""Saves behind training look to Lightning's checkpoint callbacks like saves that are complete at
+once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Scores(Callback):
 
 def fit(layout: dict[str, Any] | None, steps: int, *callbacks: Callback) -> None:
     """Train on five batches an epoch."""
-    trainer_of(layout, 1, steps, callbacks=callbacks).fit(Trained(), DataLoader(Tokens(), batch_size=8))
+    trainer_of(layout, 1, steps, callbacks=callbacks).fit(
+        Trained(), DataLoader(Tokens(), batch_size=8)
+    )
 
 
 @pytest.fixture
@@ -49,7 +53,9 @@ def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_saves")
 @pytest.mark.parametrize("name", ["same", "{score:.0f}", "last"])
-def test_names_that_are_taken_get_the_versions_that_they_get_elsewhere(name: str, tmp_path: Path) -> None:
+def test_names_that_are_taken_get_the_versions_that_they_get_elsewhere(
+    name: str, tmp_path: Path
+) -> None:
     found = []
     for number, layout in enumerate((None, {}, BEHIND)):
         folder = tmp_path / str(number)
@@ -59,7 +65,9 @@ def test_names_that_are_taken_get_the_versions_that_they_get_elsewhere(name: str
         best = {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
         steps = {}
         if layout is not None:
-            steps = {path: load_metadata(folder / path)["global_step"] for path in os.listdir(folder)}
+            steps = {
+                path: load_metadata(folder / path)["global_step"] for path in os.listdir(folder)
+            }
         found.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name, best, steps))
     assert found[0][:3] == found[1][:3]
     assert found[1] == found[2]
@@ -84,12 +92,16 @@ def test_a_link_to_the_last_is_made_when_that_is_complete(tmp_path: Path) -> Non
     assert saver.last_model_path == str(tmp_path / "new" / "last.ckpt")
 
 
-def test_a_save_that_fails_leaves_the_link_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_link_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Save.run
 
     def full(save: Save) -> None:
         if "step=3" in str(save.path):
-            raise CheckpointSaveError("every rank must write its part of a checkpoint: No space left on device")
+            raise CheckpointSaveError(
+                "every rank must write its part of a checkpoint: No space left on device"
+            )
         run(save)
 
     monkeypatch.setattr(Save, "run", full)

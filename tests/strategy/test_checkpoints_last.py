@@ -1,4 +1,6 @@
-"""What a training leaves and finds: saves behind it, what is removed when, and the newest whole checkpoint."""
+"""What a training leaves and finds: saves behind it, what is removed when, and the newest whole
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
 from lightning_megatron.checkpoint.save import Save
-from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    CorruptDataError,
+    UnsupportedError,
+)
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
@@ -34,7 +41,10 @@ def fit(
     **options: Any,
 ) -> tuple[pl.Trainer, Trained]:
     """Train on five batches an epoch."""
-    trainer, module = trainer_of(layout, 1, steps, callbacks=[callback], **options), module or Trained()
+    trainer, module = (
+        trainer_of(layout, 1, steps, callbacks=[callback], **options),
+        module or Trained(),
+    )
     trainer.fit(module, DataLoader(Tokens(), batch_size=8), ckpt_path=resume)
     return trainer, module
 
@@ -52,7 +62,9 @@ def damage(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, BEHIND], ids=["at once", "behind training"])
-def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(layout: Any, tmp_path: Path) -> None:
+def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(
+    layout: Any, tmp_path: Path
+) -> None:
     class Watched(Trained):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -65,7 +77,13 @@ def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(layout: 
         saver = every_step(folder, save_top_k=2, save_last=True, monitor="loss", mode="min")
         saver.filename = "{step}-{loss:.3f}"
         trainer, _ = fit(strategy, 5, saver, module=Watched())
-        found.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name, float(saver.best_model_score)))
+        found.append(
+            (
+                sorted(os.listdir(folder)),
+                Path(saver.best_model_path).name,
+                float(saver.best_model_score),
+            )
+        )
         if strategy is not None:
             assert all(is_sharded_checkpoint(folder / name) for name in os.listdir(folder))
             verify_checkpoint(saver.best_model_path)
@@ -91,7 +109,9 @@ def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
     def slowly(save: Save) -> None:
         time.sleep(0.2)
         # Nothing of the new one is visible, and the old one is there, however long this takes.
-        seen.append(sorted(name for name in os.listdir(tmp_path) if is_sharded_checkpoint(tmp_path / name)))
+        seen.append(
+            sorted(name for name in os.listdir(tmp_path) if is_sharded_checkpoint(tmp_path / name))
+        )
         run(save)
 
     monkeypatch.setattr(Save, "run", slowly)
@@ -108,7 +128,9 @@ def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
     def full(save: Save) -> None:
         assert threading.get_ident() != main, "a save behind training is in a thread"
         if "step=3" in str(save.path):
-            raise CheckpointSaveError("every rank must write its part of a checkpoint: No space left on device")
+            raise CheckpointSaveError(
+                "every rank must write its part of a checkpoint: No space left on device"
+            )
         run(save)
 
     monkeypatch.setattr(Save, "run", full)
@@ -121,11 +143,15 @@ def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
 def test_saves_behind_training_hold_the_state_of_their_step(tmp_path: Path) -> None:
     _, whole = fit(BEHIND, 5, every_step(tmp_path))
     for step in (1, 3):
-        _, rest = fit({}, 5, every_step(tmp_path / f"again {step}"), resume=tmp_path / f"step={step}.ckpt")
+        _, rest = fit(
+            {}, 5, every_step(tmp_path / f"again {step}"), resume=tmp_path / f"step={step}.ckpt"
+        )
         assert rest.losses == whole.losses[step:]
 
 
-def test_last_is_the_newest_whole_checkpoint_of_any_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_last_is_the_newest_whole_checkpoint_of_any_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _, whole = fit({}, 5, every_step(tmp_path))
     (tmp_path / ".step=9.ckpt.unfinished").mkdir()
     (tmp_path / "step=10.ckpt").mkdir()
@@ -138,7 +164,9 @@ def test_last_is_the_newest_whole_checkpoint_of_any_name(tmp_path: Path, caplog:
     assert rest.losses == whole.losses[4:]
 
 
-def test_last_goes_by_the_time_of_saving_and_follows_no_link_to_what_is_gone(tmp_path: Path) -> None:
+def test_last_goes_by_the_time_of_saving_and_follows_no_link_to_what_is_gone(
+    tmp_path: Path,
+) -> None:
     fit({}, 4, every_step(tmp_path))
     # The training went back to its second step, and took another way from there.
     fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
@@ -153,13 +181,22 @@ def test_last_begins_anew_without_checkpoints_but_not_with_damaged_ones(tmp_path
     assert len(module.losses) == 2
     for path in list(tmp_path.iterdir()):
         damage(path)
-    with pytest.warns(match="passes over"), pytest.raises(CorruptDataError, match="all 2 .* are damaged"):
+    with (
+        pytest.warns(match="passes over"),
+        pytest.raises(CorruptDataError, match="all 2 .* are damaged"),
+    ):
         fit({}, 4, every_step(tmp_path), resume="last")
 
 
-def test_last_continues_from_files_of_other_strategies_and_not_from_weights_alone(tmp_path: Path) -> None:
+def test_last_continues_from_files_of_other_strategies_and_not_from_weights_alone(
+    tmp_path: Path,
+) -> None:
     fit(None, 2, every_step(tmp_path))
-    fit({}, 1, every_step(tmp_path, save_weights_only=True, save_top_k=1, auto_insert_metric_name=False))
+    fit(
+        {},
+        1,
+        every_step(tmp_path, save_weights_only=True, save_top_k=1, auto_insert_metric_name=False),
+    )
     trainer, module = fit({}, 3, every_step(tmp_path, save_top_k=0), resume="last")
     assert trainer.ckpt_path == str(tmp_path / "step=2.ckpt")
     assert len(module.losses) == 1
@@ -169,7 +206,9 @@ def test_last_finds_what_an_earlier_version_of_the_logger_has_saved(tmp_path: Pa
     for steps, resume in ((2, None), (3, "last")):
         saver = ModelCheckpoint(every_n_train_steps=1)
         trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
-    assert trainer.ckpt_path == str(tmp_path / "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt")
+    assert trainer.ckpt_path == str(
+        tmp_path / "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt"
+    )
     assert "version_1" in saver.best_model_path
 
 

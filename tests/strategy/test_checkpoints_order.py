@@ -13,13 +13,19 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.stages import split_layers
-from lightning_megatron.strategy.checkpoints.name_order import merge_orders, named_numbers, order_groups
+from lightning_megatron.strategy.checkpoints.name_order import (
+    merge_orders,
+    named_numbers,
+    order_groups,
+)
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 
 
 def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:
     """Return the names of a GPT of eight layers, whole and as stages hold them."""
-    config = GPTConfig.gpt2(vocab_size=32, max_seq_length=8, num_layers=8, hidden_size=8, num_heads=2)
+    config = GPTConfig.gpt2(
+        vocab_size=32, max_seq_length=8, num_layers=8, hidden_size=8, num_heads=2
+    )
     with torch.device("meta"):
         names = [f"net.{name}" for name, _ in GPT(config).named_parameters()]
     stages: list[list[str]] = []
@@ -27,7 +33,9 @@ def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:
         held = {str(layer) for chunk in chunks for layer in chunk}
         first, last = number == 0, number == pp - 1
         parts = {"embedding": first, "final_norm": last, "head": last}
-        stages.append([name for name in names if name.split(".")[2] in held or parts.get(name.split(".")[1])])
+        stages.append(
+            [name for name in names if name.split(".")[2] in held or parts.get(name.split(".")[1])]
+        )
     return names, stages
 
 
@@ -36,7 +44,10 @@ def test_stages_merge_into_the_order_of_the_whole_model(pp: int, vpp: int) -> No
     names, stages = _whole_and_stages(pp, vpp)
     assert sorted(name for stage in stages for name in stage) == sorted(names)
     assert merge_orders(stages) == names
-    decays = [[[n for n in stage if "norm" not in n], [n for n in stage if "norm" in n]] for stage in stages]
+    decays = [
+        [[n for n in stage if "norm" not in n], [n for n in stage if "norm" in n]]
+        for stage in stages
+    ]
     expected = [[n for n in names if "norm" not in n], [n for n in names if "norm" in n]]
     assert order_groups(decays, names) == expected
 
@@ -44,7 +55,9 @@ def test_stages_merge_into_the_order_of_the_whole_model(pp: int, vpp: int) -> No
 def test_groups_in_another_order_than_the_models_are_refused_over_several_stages() -> None:
     names, stages = _whole_and_stages(2, 1)
     backwards = [[stage[::-1]] for stage in stages]
-    with pytest.raises(CheckpointMismatchError, match="must be in the model's order to be numbered"):
+    with pytest.raises(
+        CheckpointMismatchError, match="must be in the model's order to be numbered"
+    ):
         order_groups(backwards, names)
     # One process has the order that it has.
     assert order_groups([[names[::-1]]], names) == [names[::-1]]
@@ -59,15 +72,27 @@ def test_numbers_go_to_names_and_saved_names_win() -> None:
 
 def test_generators_continue_from_what_loads_safely() -> None:
     device = torch.device("cpu")
-    for draw in (lambda: np.random.standard_normal(), lambda: random.gauss(0, 1), lambda: torch.randn(3)):
+    for draw in (
+        lambda: np.random.standard_normal(),
+        lambda: random.gauss(0, 1),
+        lambda: torch.randn(3),
+    ):
         draw()  # leaves half of a pair of normal numbers behind
     file = io.BytesIO()
     torch.save(random_states(device), file)
-    expected = [torch.rand(4).tolist(), np.random.standard_normal(3).tolist(), [random.gauss(0, 1) for _ in range(3)]]
+    expected = [
+        torch.rand(4).tolist(),
+        np.random.standard_normal(3).tolist(),
+        [random.gauss(0, 1) for _ in range(3)],
+    ]
     torch.manual_seed(9)
     np.random.seed(9)
     random.seed(9)
     file.seek(0)
     restore_random_states(torch.load(file, weights_only=True), device)
-    found = [torch.rand(4).tolist(), np.random.standard_normal(3).tolist(), [random.gauss(0, 1) for _ in range(3)]]
+    found = [
+        torch.rand(4).tolist(),
+        np.random.standard_normal(3).tolist(),
+        [random.gauss(0, 1) for _ in range(3)],
+    ]
     assert found == expected

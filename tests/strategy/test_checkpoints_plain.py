@@ -1,4 +1,6 @@
-"""Checkpoints of one process and of Lightning's own strategies continue here, and ours there, with equal losses."""
+"""Checkpoints of one process and of Lightning's own strategies continue here, and ours there, with
+equal losses.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ GRIDS: dict[str, dict[str, Any]] = {
     "pp2 ep2": {"pp": 2, "ep": 2},
     "tp2 +sp ep2": {"tp": 2, "ep": 2, "etp": 1},
 }
-EXPERTS = replace(LLAMA, num_layers=2, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16))
+EXPERTS = replace(
+    LLAMA, num_layers=2, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+)
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
 LAYOUTS_OF = {"gpt2": LAYOUTS, "llama": {"tp2 pp2": LAYOUTS["tp2 pp2"]}, "experts": GRIDS}
 
@@ -38,21 +42,29 @@ def _losses(module: Trained) -> tuple[list[float], list[float]]:
 
 def _assert_equal(found: list[float], expected: list[float]) -> None:
     exact = {"dtype": torch.float64}
-    torch.testing.assert_close(torch.tensor(found, **exact), torch.tensor(expected, **exact), rtol=0.0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.tensor(found, **exact), torch.tensor(expected, **exact), rtol=0.0, atol=1e-10
+    )
 
 
 def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Continue from a plain file under every layout; begin under every layout for plain Lightning to continue."""
+    """Continue from a plain file under every layout; begin under every layout for plain Lightning
+    to continue.
+    """
     config = CONFIGS[kind]
     found = {}
     for name, layout in LAYOUTS_OF[kind].items():
-        found[name] = _losses(train(layout, size, STEPS, resume=f"{folder}/plain.ckpt", config=config))
+        found[name] = _losses(
+            train(layout, size, STEPS, resume=f"{folder}/plain.ckpt", config=config)
+        )
         train(layout, size, HALF, save=f"{folder}/{name}", config=config)
     return found
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_training_goes_on_between_plain_lightning_and_every_layout(kind: str, tmp_path: Path) -> None:
+def test_training_goes_on_between_plain_lightning_and_every_layout(
+    kind: str, tmp_path: Path
+) -> None:
     config = CONFIGS[kind]
     losses, rates = _losses(train(None, 1, STEPS, config=config))
     train(None, 1, HALF, save=tmp_path / "plain.ckpt", config=config)

@@ -1,4 +1,6 @@
-"""A training that goes on is the training that was not interrupted: equal bit by bit, each sample once."""
+"""A training that goes on is the training that was not interrupted: equal bit by bit, each sample
+once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NUM_SAMPLES = (NUM_TOKENS - 1) // WINDOW
 
 
 class Seen(Trained):
-    """Write down which samples come, and draw from every generator that a user's step may draw from."""
+    """Write down which samples come, and draw from every generator that a user's step may draw
+    from.
+    """
 
     def __init__(self, augments: bool) -> None:
         super().__init__(replace(GPT2, hidden_dropout=0.2, attention_dropout=0.1))
@@ -32,7 +36,9 @@ class Seen(Trained):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if self.augments:
-            loss = loss * (1.0 + 0.1 * torch.rand(()) + 0.1 * float(np.random.normal()) + 0.1 * random.random())
+            loss = loss * (
+                1.0 + 0.1 * torch.rand(()) + 0.1 * float(np.random.normal()) + 0.1 * random.random()
+            )
         return loss
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -88,10 +94,19 @@ def _interrupted(rank: int, size: int, folder: str) -> dict[str, Any]:
     # 24 samples by four ranks, 12 by two, the others by one, whose batches are of other sizes.
     one: dict[str, Any] = {"microbatch_size": 1}
     first = fit(one, folder, 3, save=(3, f"{folder}/four"), batch_size=2)
-    second = fit({"tp": 2, **one}, folder, 5, save=(5, f"{folder}/two"), resume=f"{folder}/four", batch_size=3)
+    second = fit(
+        {"tp": 2, **one},
+        folder,
+        5,
+        save=(5, f"{folder}/two"),
+        resume=f"{folder}/four",
+        batch_size=3,
+    )
     third = fit({"tp": 2, "pp": 2, **one}, folder, -1, resume=f"{folder}/two", batch_size=5)
     found["samples"] = (first.seen, second.seen, third.seen)
-    found["once"] = fit({"tp": 4, "microbatch_size": NUM_SAMPLES}, folder, -1, batch_size=NUM_SAMPLES).seen
+    found["once"] = fit(
+        {"tp": 4, "microbatch_size": NUM_SAMPLES}, folder, -1, batch_size=NUM_SAMPLES
+    ).seen
     return found
 
 
@@ -113,7 +128,9 @@ def test_the_same_layout_goes_on_with_equal_bits(name: str, ranks: list[dict[str
         assert rest_seen == whole_seen[SAVED_AFTER:]
 
 
-def test_other_numbers_of_data_ranks_take_each_sample_once_and_in_order(ranks: list[dict[str, Any]]) -> None:
+def test_other_numbers_of_data_ranks_take_each_sample_once_and_in_order(
+    ranks: list[dict[str, Any]],
+) -> None:
     parts = [found["samples"] for found in ranks]
     # By the order "tp-cp-ep-dp-pp": four data ranks, then ranks 0 and 2, then rank 0 for all.
     taken: list[int] = []

@@ -31,13 +31,21 @@ class Small(L.LightningModule):
 
 
 def test_a_directory_is_refused_with_what_to_do_and_that_works(tmp_path: Path) -> None:
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_steps": 1}
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "max_steps": 1,
+    }
     trainer = L.Trainer(strategy=MegatronStrategy(), default_root_dir=tmp_path, **options)
     module = Small()
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=2))
     best = trainer.checkpoint_callback.best_model_path
     for path in (best, Path(best)):
-        with pytest.raises(CheckpointMismatchError, match="is a directory that MegatronStrategy saved") as caught:
+        with pytest.raises(
+            CheckpointMismatchError, match="is a directory that MegatronStrategy saved"
+        ) as caught:
             Small.load_from_checkpoint(path)
     assert f"checkpoint consolidate {best} plain.ckpt --weights-only" in str(caught.value)
     consolidate(best, tmp_path / "plain.ckpt", weights_only=True)
@@ -50,7 +58,9 @@ def test_a_directory_is_refused_with_what_to_do_and_that_works(tmp_path: Path) -
 
 
 def test_lightning_reads_by_the_name_that_is_replaced_once() -> None:
-    assert "checkpoint = pl_load(checkpoint_path, " in inspect.getsource(saving._load_from_checkpoint)
+    assert "checkpoint = pl_load(checkpoint_path, " in inspect.getsource(
+        saving._load_from_checkpoint
+    )
     reader = saving.pl_load
     explain_directories()
     assert saving.pl_load is reader

@@ -20,9 +20,14 @@ def quiet() -> None:
 
 def two_ranks(rank: int, size: int) -> dict[str, dict[str, Any]]:
     quiet()
-    strategies = {"ddp": lambda: "ddp", "dp2": MegatronStrategy, "tp2": lambda: MegatronStrategy(tp=2)}
+    strategies = {
+        "ddp": lambda: "ddp",
+        "dp2": MegatronStrategy,
+        "tp2": lambda: MegatronStrategy(tp=2),
+    }
     return {
-        name: {case: fit(case, make(), size) for case in {**CASES, **SHUFFLED}} for name, make in strategies.items()
+        name: {case: fit(case, make(), size) for case in {**CASES, **SHUFFLED}}
+        for name, make in strategies.items()
     }
 
 
@@ -44,7 +49,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHUFFLED])
-def test_data_ranks_see_the_samples_that_they_see_under_ddp(ranks: list[dict[str, Any]], case: str) -> None:
+def test_data_ranks_see_the_samples_that_they_see_under_ddp(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
     for found in ranks:
         assert_same(found["dp2"][case], found["ddp"][case])
 
@@ -77,7 +84,9 @@ def test_one_data_rank_draws_an_order_of_all_samples_for_every_epoch(
 
 def test_a_skipped_batch_is_one_on_one_device() -> None:
     quiet()
-    assert_same(fit("accumulated", MegatronStrategy(), skips=True), fit("accumulated", "auto", skips=True))
+    assert_same(
+        fit("accumulated", MegatronStrategy(), skips=True), fit("accumulated", "auto", skips=True)
+    )
 
 
 def skipping(rank: int, size: int) -> str:

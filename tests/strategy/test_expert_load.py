@@ -37,18 +37,33 @@ EXPERTS = {
 
 
 def module_of(**options: Any) -> TinyLM:
-    return TinyLM(num_layers=4, mlp_bias=False, ffn_hidden_size=16, **{"experts": EXPERTS, **options})
+    return TinyLM(
+        num_layers=4, mlp_bias=False, ffn_hidden_size=16, **{"experts": EXPERTS, **options}
+    )
 
 
-def fit(folder: Path | str, callback: ExpertLoad | None = None, module: TinyLM | None = None, **options: Any) -> None:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+def fit(
+    folder: Path | str,
+    callback: ExpertLoad | None = None,
+    module: TinyLM | None = None,
+    **options: Any,
+) -> None:
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     settings = {"accelerator": "cpu", "devices": 1, "max_steps": 5, "log_every_n_steps": 2, **quiet}
     # One sequence in a microbatch: the same ones in every layout.
-    strategy = options.pop("strategy", None) or MegatronStrategy(microbatch_size=1, **options.pop("layout", {}))
+    strategy = options.pop("strategy", None) or MegatronStrategy(
+        microbatch_size=1, **options.pop("layout", {})
+    )
     batch_size = options.pop("batch_size", 4)
     logger = options.pop("logger", CSVLogger(folder, name="", version=""))
     callbacks = [callback or ExpertLoad()]
-    trainer = Trainer(**{**settings, **options}, strategy=strategy, logger=logger, callbacks=callbacks)
+    trainer = Trainer(
+        **{**settings, **options}, strategy=strategy, logger=logger, callbacks=callbacks
+    )
     # Shuffled: one data rank and several then deal out the same order.
     trainer.fit(module or module_of(), loader(batch_size=batch_size, shuffle=True))
 
@@ -58,7 +73,11 @@ def logged(folder: Path | str) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     with Path(folder, "metrics.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            values = {name: float(value) for name, value in row.items() if name.startswith("experts/") and value}
+            values = {
+                name: float(value)
+                for name, value in row.items()
+                if name.startswith("experts/") and value
+            }
             if values:
                 rows[int(row["step"])] = values
     return rows
@@ -70,10 +89,16 @@ def check_rows(rows: dict[int, dict[str, float]]) -> None:
         expected = {f"experts/{name}" for name in FIGURES}
         for layer in LAYERS:
             expected |= {f"experts/layer_{layer}/{name}" for name in FIGURES}
-            expected |= {f"experts/layer_{layer}/load/expert_{expert}" for expert in range(NUM_EXPERTS)}
-            shares = [row[f"experts/layer_{layer}/load/expert_{expert}"] for expert in range(NUM_EXPERTS)]
+            expected |= {
+                f"experts/layer_{layer}/load/expert_{expert}" for expert in range(NUM_EXPERTS)
+            }
+            shares = [
+                row[f"experts/layer_{layer}/load/expert_{expert}"] for expert in range(NUM_EXPERTS)
+            ]
             assert sum(shares) == pytest.approx(1.0)
-            assert row[f"experts/layer_{layer}/max_over_mean"] == pytest.approx(NUM_EXPERTS * max(shares))
+            assert row[f"experts/layer_{layer}/max_over_mean"] == pytest.approx(
+                NUM_EXPERTS * max(shares)
+            )
             assert 0.0 < row[f"experts/layer_{layer}/entropy"] <= math.log(NUM_EXPERTS)
             assert 0.9 < row[f"experts/layer_{layer}/balance_loss"] < NUM_EXPERTS
             assert 0.0 <= row[f"experts/layer_{layer}/dropped"] < 0.5
@@ -105,8 +130,16 @@ def test_every_layout_logs_what_one_process_logs(tmp_path: Path) -> None:
         assert (tmp_path / name / "expert_load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(tmp_path: Path) -> None:
-    fit(tmp_path, ExpertLoad(per_expert=False), accumulate_grad_batches=2, log_every_n_steps=1, max_steps=3)
+def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(
+    tmp_path: Path,
+) -> None:
+    fit(
+        tmp_path,
+        ExpertLoad(per_expert=False),
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        max_steps=3,
+    )
     rows = logged(tmp_path)
     assert list(rows) == [0, 1, 2]
     assert not [name for row in rows.values() for name in row if "/load/" in name]
@@ -127,7 +160,11 @@ def test_figures_are_those_of_the_counts() -> None:
     assert values["experts/layer_2/dropped"] == 0.25
     assert values["experts/layer_2/load/expert_1"] == 0.25
     assert values["experts/max_over_mean"] == 2.0
-    assert (values["experts/entropy"], values["experts/balance_loss"], values["experts/z_loss"]) == (0.5, 1.0, 2.0)
+    assert (
+        values["experts/entropy"],
+        values["experts/balance_loss"],
+        values["experts/z_loss"],
+    ) == (0.5, 1.0, 2.0)
     assert len(values) == 5 * 3 + 2 * 4
 
 
@@ -162,7 +199,9 @@ def test_without_matplotlib_or_a_folder_training_ends_well_and_says_why(
 
 
 def test_other_strategies_and_models_without_experts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"the strategy is SingleDeviceStrategy.*MegatronStrategy"):
+    with pytest.raises(
+        UnsupportedError, match=r"the strategy is SingleDeviceStrategy.*MegatronStrategy"
+    ):
         fit(tmp_path, strategy="auto")
     with pytest.raises(UnsupportedError, match="needs a model with experts"):
         fit(tmp_path, module=module_of(experts=None))

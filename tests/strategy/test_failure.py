@@ -18,7 +18,11 @@ import pytest
 from lightning_megatron.strategy.process.children import Children
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
-from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_is_gone, launcher_mark
+from lightning_megatron.strategy.process.parent_watch import (
+    LAUNCHER,
+    launcher_is_gone,
+    launcher_mark,
+)
 from lightning_megatron.strategy.process.positions import birth_of
 from tests.strategy.scripts import ROOT, run_script
 
@@ -35,7 +39,8 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(
     assert f"[rank {rank}] failed; the other ranks will be stopped." in done.stderr[:ours]
     assert done.stderr.count("Traceback (most recent call last)") == 1
     others = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", done.stderr)]
-    # Ranks that hang may be stopped before they have said anything, and nobody waits for the last hook of another.
+    # Ranks that hang may be stopped before they have said anything, and nobody waits for the last
+    # hook of another.
     assert others or kind != "raise"
     assert all(other > ours for other in others)
 
@@ -46,7 +51,9 @@ def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = FailureWatch(2, num_local=2), FailureWatch(5, num_local=2)
 
-    def fail(watch: FailureWatch, error: Exception, before: Callable[[], None] = lambda: None) -> None:
+    def fail(
+        watch: FailureWatch, error: Exception, before: Callable[[], None] = lambda: None
+    ) -> None:
         with watch.guard():
             watch.join_job("job-of-this-test")
             before()
@@ -62,7 +69,9 @@ def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
     second.cleanup_done()
     told = capsys.readouterr().err
     assert (
-        told.index("[rank 2] failed") < told.index("ZeroDivisionError: the cause") < told.index("[rank 5] stops after")
+        told.index("[rank 2] failed")
+        < told.index("ZeroDivisionError: the cause")
+        < told.index("[rank 5] stops after")
     )
     assert told.count("Traceback") == 1
     assert first.has_failed
@@ -70,7 +79,9 @@ def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
 
 
 @pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
-def test_leaving_in_order_is_no_failure(leaving: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+def test_leaving_in_order_is_no_failure(
+    leaving: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     watch = FailureWatch(0)
     with pytest.raises(leaving), watch.guard():
         raise leaving
@@ -80,7 +91,11 @@ def test_leaving_in_order_is_no_failure(leaving: type[BaseException], capsys: py
 
 def processes_with(argument: str) -> list[str]:
     """List the processes that were started with an argument."""
-    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if has_argument(path, argument)]
+    return [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if has_argument(path, argument)
+    ]
 
 
 def has_argument(path: Path, argument: str) -> bool:
@@ -99,14 +114,17 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
 @pytest.mark.parametrize(
-    ("launcher", "number"), [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)]
+    ("launcher", "number"),
+    [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
 )
 def test_launched_ranks_end_after_the_process_that_launched_them(
     launcher: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     marker = f"marker-{launcher}-{number.name}-{os.getpid()}"
     torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if launcher == "torchrun"
+        else []
     )
     with subprocess.Popen(
         [sys.executable, *torchrun, "-m", "tests.strategy.run_failure", "hang", "-1", marker],
@@ -133,7 +151,8 @@ def start(code: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [(("", "import sys; sys.exit(3)"), 3), (("", "import os; os.kill(os.getpid(), 9)"), 137)]
+    ("codes", "expected"),
+    [(("", "import sys; sys.exit(3)"), 3), (("", "import os; os.kill(os.getpid(), 9)"), 137)],
 )
 def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
     codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
@@ -169,14 +188,19 @@ def test_a_rank_knows_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher_is_gone({}) is None
     assert launcher_is_gone({LAUNCHER: "12 345"})()  # type: ignore[misc]
     assert not launcher_is_gone({LAUNCHER: launcher_mark()})()  # type: ignore[misc]
-    found = [launcher_is_gone(variables) for variables in ({LAUNCHER: "17 1"}, {"TORCHELASTIC_RUN_ID": "x"})]
+    found = [
+        launcher_is_gone(variables)
+        for variables in ({LAUNCHER: "17 1"}, {"TORCHELASTIC_RUN_ID": "x"})
+    ]
     assert [one() for one in found] == [False, False]  # type: ignore[misc]
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert [one() for one in found] == [True, True]  # type: ignore[misc]
     assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
 
 
-def test_the_last_rank_to_leave_removes_the_folder_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_rank_to_leave_removes_the_folder_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = JobFolder("job", 0), JobFolder("job", 1)
     (first.path / "process_2").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
@@ -186,7 +210,9 @@ def test_the_last_rank_to_leave_removes_the_folder_of_a_job(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_what_killed_jobs_left_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_killed_jobs_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ours, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
     places = {

@@ -1,4 +1,6 @@
-"""A value that is not finite ends the run where values are logged, and is named with rank, batch and parameter."""
+"""A value that is not finite ends the run where values are logged, and is named with rank, batch
+and parameter.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, NonFiniteError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.optimization.finite_watch import Finding, FiniteWatch, checks_of, describe
+from lightning_megatron.strategy.optimization.finite_watch import (
+    Finding,
+    FiniteWatch,
+    checks_of,
+    describe,
+)
 from lightning_megatron.strategy.private.lightning import LRSearch
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
@@ -34,7 +41,11 @@ class Spoiled(TinyLM):
         self.kind, self.spoiled_rank, self.spoiled_batch = kind, rank, batch
 
     def spoils(self, kind: str, batch_idx: int) -> bool:
-        return (kind, self.global_rank, batch_idx) == (self.kind, self.spoiled_rank, self.spoiled_batch)
+        return (kind, self.global_rank, batch_idx) == (
+            self.kind,
+            self.spoiled_rank,
+            self.spoiled_batch,
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.spoils("weight", batch_idx):
@@ -72,19 +83,30 @@ def message(case: tuple[dict[str, Any], str, int, int, dict[str, Any]]) -> str:
     return f"{trainer.global_step}: no error"
 
 
-def messages(rank: int, size: int, cases: list[tuple[dict[str, Any], str, int, int, dict[str, Any]]]) -> list[str]:
+def messages(
+    rank: int, size: int, cases: list[tuple[dict[str, Any], str, int, int, dict[str, Any]]]
+) -> list[str]:
     warnings.simplefilter("ignore")
     return [message(case) for case in cases]
 
 
 CASES: dict[str, tuple[tuple[dict[str, Any], str, int, int, dict[str, Any]], str]] = {
-    "loss, dp2": (({}, "loss", 1, 3, {}), "3: .*at training batch 3 the loss of rank 1 (inf) was not"),
-    "loss, first batch": (({}, "loss", 1, 0, {}), "0: .*at training batch 0 the loss of rank 1 (inf) was not"),
+    "loss, dp2": (
+        ({}, "loss", 1, 3, {}),
+        "3: .*at training batch 3 the loss of rank 1 (inf) was not",
+    ),
+    "loss, first batch": (
+        ({}, "loss", 1, 0, {}),
+        "0: .*at training batch 0 the loss of rank 1 (inf) was not",
+    ),
     "loss, pp2": (
         ({"pp": 2}, "loss", 1, 3, {}),
         "3: .*at training batch 3 the loss of rank 0 (inf), the loss of rank 1 (inf) were not",
     ),
-    "gradient, dp2": (({}, "gradient", 1, 3, {}), f"3: .*at training batch 3 the gradient {NAME} of rank 1 (nan) was"),
+    "gradient, dp2": (
+        ({}, "gradient", 1, 3, {}),
+        f"3: .*at training batch 3 the gradient {NAME} of rank 1 (nan) was",
+    ),
     "gradient, clipped": (
         ({"overlap_gradients": False}, "gradient", 0, 3, {"gradient_clip_val": 1.0}),
         f"3: .*at training batch 3 the gradient {NAME} of rank 0 (nan) was",
@@ -93,14 +115,20 @@ CASES: dict[str, tuple[tuple[dict[str, Any], str, int, int, dict[str, Any]], str
         ({"pp": 2}, "gradient", 1, 3, {}),
         f"3: .*at training batch 3 the gradient {NAME} of rank 1 (nan) was",
     ),
-    "weight, tp2": (({"tp": 2}, "weight", 1, 3, {}), f"3: .*at training batch 3 the weight {NAME} of rank 1 (nan) was"),
+    "weight, tp2": (
+        ({"tp": 2}, "weight", 1, 3, {}),
+        f"3: .*at training batch 3 the weight {NAME} of rank 1 (nan) was",
+    ),
     "weight, first batch": (
         ({}, "weight", 1, 0, {}),
         f"0: .*at training batch 0 the weight {NAME} of rank 1 (nan) was",
     ),
     "loss, logged at the fourth batch": (
         ({}, "loss", 1, 2, {"log_every_n_steps": 4}),
-        "3: .*at training batch 2 the loss of rank 1 (inf) was not, before anything else was. At batch 3 so were",
+        (
+            "3: .*at training batch 2 the loss of rank 1 (inf) was not, before anything else was. "
+            "At batch 3 so were"
+        ),
     ),
     "loss, logged never": (
         ({}, "loss", 1, 2, {"log_every_n_steps": 50}),
@@ -116,7 +144,9 @@ def found() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_rank_the_batch_and_the_parameter_are_named_on_every_rank(found: list[list[str]], name: str) -> None:
+def test_the_rank_the_batch_and_the_parameter_are_named_on_every_rank(
+    found: list[list[str]], name: str
+) -> None:
     begin, _, words = CASES[name][1].rpartition(".*")
     for texts in found:
         text = texts[list(CASES).index(name)]
@@ -124,7 +154,9 @@ def test_the_rank_the_batch_and_the_parameter_are_named_on_every_rank(found: lis
         assert words in text
 
 
-def test_a_scaled_loss_and_a_search_for_a_rate_are_left_alone_unless_the_user_says_otherwise() -> None:
+def test_a_scaled_loss_and_a_search_for_a_rate_are_left_alone_unless_the_user_says_otherwise() -> (
+    None
+):
     quiet, search = Trainer(logger=False), Trainer(logger=False, callbacks=[LRSearch(4)])
     assert checks_of(None, False, quiet) is None
     assert checks_of(None, True, quiet) is False
@@ -141,7 +173,9 @@ def test_what_spreads_to_the_rest_is_named_first() -> None:
         ]
     )
     assert "at training batch 7 the loss of rank 3 (nan) was not, before anything else was." in text
-    assert "At batch 9 so were the gradient a of rank 0 (nan), the weight w0 of rank 0 (inf)" in text
+    assert (
+        "At batch 9 so were the gradient a of rank 0 (nan), the weight w0 of rank 0 (inf)" in text
+    )
     assert "and 3 more" in text
     assert "the batch that rank 3 had read" in text
 

@@ -27,7 +27,11 @@ from tests.strategy.tiny import TinyLM, loader
 
 
 def trainer_of(strategy: Any = None, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
     strategy = MegatronStrategy(microbatch_size=2) if strategy is None else strategy
     return Trainer(**{**quiet, **options}, strategy=strategy, use_distributed_sampler=False)
@@ -76,7 +80,10 @@ class Manual(Plain):
         self.log("loss", loss)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters(), lr=0.01)]
+        return [
+            torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+            torch.optim.Adam(self.net[2].parameters(), lr=0.01),
+        ]
 
 
 def lines(batch_size: int = 4) -> DataLoader:
@@ -122,7 +129,9 @@ def test_the_trainers_precision_sets_the_types(
     assert trainer.precision == precision
     trainer.fit(model, loader())
     assert {parameter.dtype for parameter in model.parameters()} == {parameters}
-    trained = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+    trained = [
+        parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]
+    ]
     assert {parameter.dtype for parameter in trained} == {mains}
     assert trainer.callback_metrics["loss"].isfinite()
     trainer.save_checkpoint(tmp_path / "after")
@@ -168,7 +177,9 @@ def test_optimizers_that_step_at_different_batches_share_a_loss_scale() -> None:
 
 
 def test_unknown_precisions_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="precision must be one of 32-true, 64-true, bf16-true, bf16-mixed"):
+    with pytest.raises(
+        UnsupportedError, match="precision must be one of 32-true, 64-true, bf16-true, bf16-mixed"
+    ):
         trainer_of(precision="16-true")
 
 
@@ -181,10 +192,15 @@ def test_inputs_of_plain_modules_are_converted_and_cut_into_microbatches() -> No
 def test_a_collate_function_may_cut_the_batch_itself() -> None:
     def collate(samples: list[tuple[Tensor, ...]]) -> list[Microbatch]:
         parts = [samples[:1], samples[1:]]
-        return [Microbatch(tuple(map(torch.stack, zip(*part, strict=True))), len(part)) for part in parts]
+        return [
+            Microbatch(tuple(map(torch.stack, zip(*part, strict=True))), len(part))
+            for part in parts
+        ]
 
     ours, theirs = Plain(), Plain()
-    trainer_of(precision="64-true").fit(ours, DataLoader(lines().dataset, batch_size=4, collate_fn=collate))
+    trainer_of(precision="64-true").fit(
+        ours, DataLoader(lines().dataset, batch_size=4, collate_fn=collate)
+    )
     trainer_of("auto", precision="64-true").fit(theirs, lines())
     assert [size for _, size in ours.seen] == [1, 3] * 4
     for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -192,7 +208,9 @@ def test_a_collate_function_may_cut_the_batch_itself() -> None:
 
 
 def test_a_batch_that_is_no_multiple_of_the_microbatch_is_refused() -> None:
-    with pytest.raises(ParallelPlanError, match="batch_size .4. of the training dataloader must be a multiple"):
+    with pytest.raises(
+        ParallelPlanError, match="batch_size .4. of the training dataloader must be a multiple"
+    ):
         trainer_of(MegatronStrategy(microbatch_size=3)).fit(Plain(), lines())
 
 
@@ -238,7 +256,9 @@ def test_a_trainer_that_has_fitted_evaluates_and_saves_checkpoints(
     moments = [state["exp_avg"] for state in again.optimizers[0].state.values()]
     assert moments
     assert all(moment.any() for moment in moments)
-    assert trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False) == found
+    assert (
+        trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False) == found
+    )
 
 
 def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
@@ -255,10 +275,14 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         trainer_of().fit(Plain(), lines(), ckpt_path=tmp_path)
 
 
-def test_data_that_is_random_depends_on_the_data_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_random_depends_on_the_data_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
     strategy = MegatronStrategy(tp=2)
-    Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
+    Trainer(
+        accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False
+    )
     draws = []
     for rank in range(4):
         strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
@@ -288,7 +312,9 @@ class Frozen(Callback):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_collections_pass_over_what_was_there_before_the_training(fails: bool, nothing_frozen: None) -> None:
+def test_collections_pass_over_what_was_there_before_the_training(
+    fails: bool, nothing_frozen: None
+) -> None:
     seen = Frozen(fails)
     with pytest.raises(RuntimeError, match="as asked") if fails else nullcontext():
         trainer_of(callbacks=[seen]).fit(Plain(), lines())

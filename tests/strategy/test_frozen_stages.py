@@ -47,7 +47,9 @@ class Tuned(L.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         logits = self.model(input_ids=batch).logits
         # Hugging Face computes the loss in float32.
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
         self.log("loss", loss)
         return loss
 
@@ -55,14 +57,18 @@ class Tuned(L.LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def embeddings(self) -> list[nn.Parameter]:
-        return [one for name, one in self.named_parameters() if any(part in name for part in EMBEDDINGS)]
+        return [
+            one for name, one in self.named_parameters() if any(part in name for part in EMBEDDINGS)
+        ]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
 
 class HeadOnly(Tuned):
-    """Train a part of a model alone, as scripts do: by a list of the parameters that require gradients."""
+    """Train a part of a model alone, as scripts do: by a list of the parameters that require
+    gradients.
+    """
 
     trains = "lm_head"
 
@@ -87,7 +93,10 @@ class ByNames(Tuned):
         own = self.embeddings()
         known = set(map(id, own))
         groups = [
-            {"params": [one for one in self.parameters() if id(one) not in known], "weight_decay": 0.3},
+            {
+                "params": [one for one in self.parameters() if id(one) not in known],
+                "weight_decay": 0.3,
+            },
             {"params": own, "weight_decay": 0.0, "lr": 2e-3},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
@@ -103,10 +112,14 @@ class ByLayers(Tuned):
         groups = []
         for name, parameter in self.model.named_parameters():
             numbers = [int(part) + 1 for part in name.split(".") if part.isdecimal()]
-            depth = numbers[0] if numbers else (0 if any(part in name for part in EMBEDDINGS) else 4)
+            depth = (
+                numbers[0] if numbers else (0 if any(part in name for part in EMBEDDINGS) else 4)
+            )
             groups.append({"params": [parameter], "lr": 1e-2 * 0.6 ** (4 - depth)})
         optimizer = torch.optim.AdamW(groups)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7), "interval": "step"}
+        ]
 
 
 class Without(Tuned):
@@ -145,7 +158,9 @@ class Freezes(Thaws):
 
 
 class Adds(Thaws):
-    """Freeze embeddings, and add them to the optimizer in the second epoch, as Lightning's callback does."""
+    """Freeze embeddings, and add them to the optimizer in the second epoch, as Lightning's callback
+    does.
+    """
 
     def on_train_epoch_start(self) -> None:
         """Leave it to the callback."""
@@ -191,7 +206,13 @@ class Saves(ByLayers):
 
 
 CASES = [
-    *[(HeadOnly, "llama"), (FirstBlock, "llama"), (ByNames, "gpt2"), (ByNames, "bert"), (ByLayers, "tied llama")],
+    *[
+        (HeadOnly, "llama"),
+        (FirstBlock, "llama"),
+        (ByNames, "gpt2"),
+        (ByNames, "bert"),
+        (ByLayers, "tied llama"),
+    ],
     *[
         (Vectors, "gpt2"),
         (ByLayers, "gpt2"),
@@ -202,12 +223,20 @@ CASES = [
     ],
 ]
 REFUSED = {
-    (LooksUp, "gpt2"): "cannot be called with pp above 1.*The first stage alone has the vectors of tokens",
-    (Saves, "gpt2"): "the optimizers of all pipeline stages must have equally many parameter groups",
+    (
+        LooksUp,
+        "gpt2",
+    ): "cannot be called with pp above 1.*The first stage alone has the vectors of tokens",
+    (
+        Saves,
+        "gpt2",
+    ): "the optimizers of all pipeline stages must have equally many parameter groups",
 }
 
 
-def trainer_of(strategy: Any, kind: type[Tuned], epochs: int, folder: str, devices: int = 2) -> L.Trainer:
+def trainer_of(
+    strategy: Any, kind: type[Tuned], epochs: int, folder: str, devices: int = 2
+) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=devices if isinstance(strategy, MegatronStrategy) else 1,
@@ -223,7 +252,9 @@ def trainer_of(strategy: Any, kind: type[Tuned], epochs: int, folder: str, devic
 
 
 def fit(strategy: Callable[[], Any], kind: type[Tuned], model: str, folder: str) -> list[float]:
-    """Return the losses of two epochs; what a callback has added to the optimizer goes on in a third one."""
+    """Return the losses of two epochs; what a callback has added to the optimizer goes on in a
+    third one.
+    """
     data, module = DataLoader(TOKENS, batch_size=4), kind(model)
     trainer = trainer_of(strategy(), kind, 2, folder)
     trainer.fit(module, data)
@@ -241,7 +272,9 @@ def staged() -> MegatronStrategy:
 
 def train(rank: int, size: int, folder: str) -> tuple[list[list[float]], list[str]]:
     losses = [fit(staged, kind, model, folder) for kind, model in CASES]
-    with pytest.raises(ValueError, match=r"an optimizer must have parameters on some pipeline stage"):
+    with pytest.raises(
+        ValueError, match=r"an optimizer must have parameters on some pipeline stage"
+    ):
         fit(staged, Nothing, "llama", folder)
     refusals = []
     for kind, model in REFUSED:
@@ -256,8 +289,12 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_world(train, 2, str(tmp_path_factory.mktemp("cut")))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{kind.__name__} {model}" for kind, model in CASES])
-def test_stages_train_what_one_process_trains(everywhere: list[Any], number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=[f"{kind.__name__} {model}" for kind, model in CASES]
+)
+def test_stages_train_what_one_process_trains(
+    everywhere: list[Any], number: int, tmp_path: Path
+) -> None:
     expected = fit(lambda: "auto", *CASES[number], str(tmp_path))
     assert len(set(expected)) == len(expected)
     for rank, (losses, _) in enumerate(everywhere):
@@ -265,7 +302,9 @@ def test_stages_train_what_one_process_trains(everywhere: list[Any], number: int
             assert_equal(torch.tensor(one), torch.tensor(other), f"rank {rank}, step {step}", 1e-6)
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[f"{kind.__name__} {model}" for kind, model in REFUSED])
+@pytest.mark.parametrize(
+    "number", range(len(REFUSED)), ids=[f"{kind.__name__} {model}" for kind, model in REFUSED]
+)
 def test_what_one_stage_alone_would_know_is_refused(everywhere: list[Any], number: int) -> None:
     for _, refusals in everywhere:
         assert re.search(list(REFUSED.values())[number], refusals[number])

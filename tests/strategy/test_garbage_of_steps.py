@@ -17,12 +17,22 @@ from lightning_megatron import MegatronStrategy
 transformers = pytest.importorskip("transformers")
 
 V, STEPS = 32, 7
-SIZES = {"vocab_size": V, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3}
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+}
 SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", SPECIAL, {}),
     "LlamaForSequenceClassification": ("llama", SPECIAL, {}),
-    "MixtralForCausalLM": ("mixtral", {**SPECIAL, "num_local_experts": 4, "num_key_value_heads": 3}, {}),
+    "MixtralForCausalLM": (
+        "mixtral",
+        {**SPECIAL, "num_local_experts": 4, "num_key_value_heads": 3},
+        {},
+    ),
     "BertForMaskedLM": ("bert", {}, {}),
     "OlmoForCausalLM": ("olmo", SPECIAL, {}),
     "LlamaForCausalLM, recomputed": ("llama", SPECIAL, {"recompute": "full"}),

@@ -8,7 +8,9 @@ from lightning_megatron.strategy.optimization.gradient_report import describe_no
 
 def test_parameter_rank_step_and_kind_are_named() -> None:
     text = describe_nonfinite([(3, "layers.1.mlp.up.weight", 12_000, 0)], step=41)
-    assert text.startswith("all gradients must be finite: training batch 41 gave layers.1.mlp.up.weight on rank 3")
+    assert text.startswith(
+        "all gradients must be finite: training batch 41 gave layers.1.mlp.up.weight on rank 3"
+    )
     assert "(12,000 NaN)" in text
     assert "the batch that rank 3 had read" in text
 

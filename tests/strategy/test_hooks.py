@@ -1,4 +1,6 @@
-"""Hooks run in Lightning's order, ``backward`` is called, and gradients are where users look for them."""
+"""Hooks run in Lightning's order, ``backward`` is called, and gradients are where users look for
+them.
+"""
 
 from __future__ import annotations
 
@@ -70,18 +72,24 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_a_use_of_gradients_has_the_effect_that_it_has_under_ddp(ranks: list[dict[str, Any]], name: str) -> None:
+def test_a_use_of_gradients_has_the_effect_that_it_has_under_ddp(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     expected = use(name, "auto") if name in NOT_UNDER_DDP else None
     for found in ranks:
         assert_used_alike(expected or found["ddp"][name], found["ours"][name])
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_norms_of_gradients_in_parts_are_those_of_whole_ones(ranks: list[dict[str, Any]], name: str) -> None:
+def test_norms_of_gradients_in_parts_are_those_of_whole_ones(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     _, expected = use(name, "auto")
     assert len(expected) in (8, 16)
     for found in ranks:
-        assert [{k: pytest.approx(v, abs=1e-9) for k, v in one.items()} for one in expected] == found["tp2"][name]
+        assert [
+            {k: pytest.approx(v, abs=1e-9) for k, v in one.items()} for one in expected
+        ] == found["tp2"][name]
 
 
 def test_hooks_run_in_the_order_of_ddp_and_see_its_gradients(ranks: list[dict[str, Any]]) -> None:
@@ -90,8 +98,13 @@ def test_hooks_run_in_the_order_of_ddp_and_see_its_gradients(ranks: list[dict[st
 
 
 def test_microbatches_have_a_backward_pass_each_and_one_hook_after_all() -> None:
-    found = [who for who, _ in order_of_calls(MegatronStrategy(microbatch_size=2, check_microbatches=False))]
-    step = found[found.index("module.training_step") : found.index("module.on_before_optimizer_step")]
+    found = [
+        who
+        for who, _ in order_of_calls(MegatronStrategy(microbatch_size=2, check_microbatches=False))
+    ]
+    step = found[
+        found.index("module.training_step") : found.index("module.on_before_optimizer_step")
+    ]
     of_module = [who.removeprefix("module.") for who in step if who.startswith("module.")]
     each = ["training_step", "on_before_backward", "backward"]
     forget = ["on_before_zero_grad", "optimizer_zero_grad"]
@@ -114,9 +127,15 @@ def two_stages(rank: int, size: int) -> list[str]:
         (ChangesLoss(), []),
         (TinyLM(), [LambdaCallback(on_before_backward=lambda trainer, module, loss: None)]),
     ):
-        options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        options: dict[str, Any] = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_checkpointing": False,
+        }
         strategy = MegatronStrategy(pp=2)
-        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks, **options)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, callbacks=callbacks, **options
+        )
         with pytest.raises(UnsupportedError) as raised:
             trainer.fit(module, loader())
         messages.append(str(raised.value))
@@ -125,5 +144,9 @@ def two_stages(rank: int, size: int) -> list[str]:
 
 def test_hooks_that_take_the_loss_are_refused_with_stages() -> None:
     for first, second in run_world(two_stages, 2):
-        assert first.startswith("ChangesLoss.backward cannot be called with pp (2) above 1, because it takes the loss")
-        assert second.startswith("LambdaCallback.on_before_backward cannot be called with pp (2) above 1")
+        assert first.startswith(
+            "ChangesLoss.backward cannot be called with pp (2) above 1, because it takes the loss"
+        )
+        assert second.startswith(
+            "LambdaCallback.on_before_backward cannot be called with pp (2) above 1"
+        )

@@ -16,7 +16,11 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
 
 from lightning_megatron import MegatronStrategy
 from tests.strategy.tiny import VOCABULARY, TinyLM, Words
@@ -127,12 +131,22 @@ class Keeper(TinyLM):
             "hits": self.kept(stage, "confusion").compute().diagonal().sum().double(),
             **self.kept(stage, "both").compute(),
         }
-        doubles = {f"{stage}_{name}": torch.as_tensor(value, dtype=torch.float64) for name, value in values.items()}
+        doubles = {
+            f"{stage}_{name}": torch.as_tensor(value, dtype=torch.float64)
+            for name, value in values.items()
+        }
         self.log_dict(doubles, sync_dist=True)
-        summed = {"histogram": self.kept(stage, "histogram")[3] + 0.0, "begun": float(self.kept(stage, "begun"))}
+        summed = {
+            "histogram": self.kept(stage, "histogram")[3] + 0.0,
+            "begun": float(self.kept(stage, "begun")),
+        }
         for name, value in summed.items():
             self.log(f"{stage}_{name}", value, sync_dist=True, reduce_fx="sum")
-        self.seen[stage] = (count, len(self.kept(stage, "outputs")), self.kept(stage, "array").tolist())
+        self.seen[stage] = (
+            count,
+            len(self.kept(stage, "outputs")),
+            self.kept(stage, "array").tolist(),
+        )
         self.forget(stage)
 
     def on_train_epoch_end(self) -> None:
@@ -161,7 +175,9 @@ class Collects(Callback):
     def __init__(self) -> None:
         self.sums: list[int] = []
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.sums.append(int(outputs["classes"].sum()))
 
 
@@ -171,7 +187,9 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
     sizes = strategy or {}
     data = devices // (sizes.get("tp", 1) * sizes.get("pp", 1))
     stopping = EarlyStopping("val_mean", patience=1, min_delta=0.2)
-    saver = ModelCheckpoint(folder, "{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=1)
+    saver = ModelCheckpoint(
+        folder, "{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=1
+    )
     collects = Collects()
     trainer = Trainer(
         accelerator="cpu",
@@ -188,7 +206,8 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
     )
     part = getattr(trainer.strategy, "data_parallel_rank", 0)
     train, val = (
-        DataLoader(Words(count, seed), 4 // data, sampler=range(part, count, data)) for count, seed in ((16, 1), (8, 2))
+        DataLoader(Words(count, seed), 4 // data, sampler=range(part, count, data))
+        for count, seed in ((16, 1), (8, 2))
     )
     module = Keeper()
     trainer.fit(module, train, val)
@@ -206,7 +225,9 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
     }
 
 
-def run_layouts(rank: int, size: int, folder: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run_layouts(
+    rank: int, size: int, folder: Path, layouts: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     return {name: run(size, layout, folder / name) for name, layout in layouts.items()}
 

@@ -40,7 +40,8 @@ def replay(
 
 
 @pytest.mark.parametrize(
-    ("reduce_fx", "expected"), [("mean", 2.5), ("avg", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)]
+    ("reduce_fx", "expected"),
+    [("mean", 2.5), ("avg", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)],
 )
 def test_microbatches_are_merged_as_the_user_says(reduce_fx: Any, expected: float) -> None:
     def record(module: Any, recorder: Recorder) -> None:
@@ -75,7 +76,9 @@ def test_a_batch_size_may_be_a_tensor() -> None:
 
 @pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 5])
-def test_means_weigh_by_tokens_where_the_step_counts_them(as_tensors: bool, batch_size: int | None) -> None:
+def test_means_weigh_by_tokens_where_the_step_counts_them(
+    as_tensors: bool, batch_size: int | None
+) -> None:
     """Nothing else does, and a microbatch without a token takes no part."""
 
     def record(module: Any, recorder: Recorder) -> None:
@@ -88,7 +91,9 @@ def test_means_weigh_by_tokens_where_the_step_counts_them(as_tensors: bool, batc
             module.log("rows", 1.0, reduce_fx="sum")
 
     counts = [3, 0, 1]
-    logged, _ = replay(record, counts=[torch.tensor(count) for count in counts] if as_tensors else counts)
+    logged, _ = replay(
+        record, counts=[torch.tensor(count) for count in counts] if as_tensors else counts
+    )
     assert logged["value"][0].item() == 3.0
     assert float(logged["value"][1]["batch_size"]) == 4.0
     assert logged["rows"][0].item() == 3.0
@@ -118,7 +123,9 @@ def test_the_value_of_a_metric_is_that_of_all_microbatches() -> None:
 
 
 def test_a_metric_that_the_module_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="MeanMetric is not among its modules. Set it as an attribute"):
+    with pytest.raises(
+        ValueError, match="MeanMetric is not among its modules. Set it as an attribute"
+    ):
         replay(lambda module, recorder: module.log("metric", MeanMetric()))
 
 
@@ -129,7 +136,11 @@ def test_the_kind_of_a_value_is_kept() -> None:
         module.log("number", 7)
 
     logged, extra = replay(record, [torch.tensor(0.5)])
-    assert [logged[name][0].dtype for name in logged] == [torch.float32, torch.float64, torch.float32]
+    assert [logged[name][0].dtype for name in logged] == [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+    ]
     assert extra[0].item() == 0.5
 
 
@@ -152,7 +163,9 @@ def test_a_metric_is_logged_once_as_it_is() -> None:
     assert replay(record, metric=metric)[0]["metric"] == (metric, {"on_epoch": True})
 
 
-@pytest.mark.parametrize(("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")]
+)
 def test_what_is_no_scalar_is_refused(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replay(lambda module, recorder: module.log("value", value))

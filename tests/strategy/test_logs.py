@@ -1,4 +1,6 @@
-"""What steps and hooks log in any way reaches callbacks and loggers as under Lightning's own strategies."""
+"""What steps and hooks log in any way reaches callbacks and loggers as under Lightning's own
+strategies.
+"""
 
 from __future__ import annotations
 

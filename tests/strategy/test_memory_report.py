@@ -23,8 +23,15 @@ from lightning_megatron.strategy.callbacks.memory_report import (
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 
-# Sizes of which every parameter's extent is a multiple of 64, so that buffers hold no padding between parameters.
-SIZES: dict[str, Any] = {"vocab_size": 1024, "max_seq_length": 64, "num_layers": 4, "hidden_size": 64, "num_heads": 4}
+# Sizes of which every parameter's extent is a multiple of 64, so that buffers hold no padding
+# between parameters.
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "max_seq_length": 64,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+}
 
 
 def fit(module: LightningModule, callback: MemoryReport, devices: int = 1, **options: Any) -> None:
@@ -60,7 +67,9 @@ class ExpertsLM(LargerLM):
 
     def __init__(self) -> None:
         super().__init__()
-        experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=64, layers=2, shared_ffn_hidden_size=64)
+        experts = ExpertsConfig(
+            num_experts=4, top_k=2, ffn_hidden_size=64, layers=2, shared_ffn_hidden_size=64
+        )
         self.config = GPTConfig.llama(**SIZES, ffn_hidden_size=128, experts=experts)
 
 
@@ -88,9 +97,15 @@ def test_two_data_ranks_hold_what_the_estimate_says():
     first, second = run_world(report_of_ranks, 2)
     assert first == second
     sharded, whole, stages, single, narrow, *with_experts = first
-    for reports, expected in ((sharded, 2 + 4 + 12 / 2), (whole, 18), (single, 4 + 4 + 8 / 2), (narrow, 2 + 2 + 6)):
+    for reports, expected in (
+        (sharded, 2 + 4 + 12 / 2),
+        (whole, 18),
+        (single, 4 + 4 + 8 / 2),
+        (narrow, 2 + 2 + 6),
+    ):
         (report,) = reports
-        # A few buckets, each padded to 256 elements at most; a scalar for each parameter that the optimizer trains.
+        # A few buckets, each padded to 256 elements at most; a scalar for each parameter that the
+        # optimizer trains.
         slack = 256 * 18 * 2 + 4 * 100
         assert expected <= report.bytes_per_parameter + 1e-9
         assert sum(report.held.values()) <= expected * report.estimate.num_parameters + slack
@@ -100,7 +115,9 @@ def test_two_data_ranks_hold_what_the_estimate_says():
     assert [report.estimate.in_flight for report in stages] == [2, 1]
     for report in stages:
         assert report.bytes_per_parameter == pytest.approx(18, rel=0.01)
-        assert report.estimate.num_parameters == pytest.approx(report.held["parameters"] / 2, rel=0.01)
+        assert report.estimate.num_parameters == pytest.approx(
+            report.held["parameters"] / 2, rel=0.01
+        )
     assert [len(reports) for reports in with_experts] == [1, 2, 1]
     for report in (report for reports in with_experts for report in reports):
         for part, held in report.held.items():
@@ -144,14 +161,17 @@ def test_other_modules_have_their_parts_counted_and_their_peak_unknown():
     count = 32 * 64 + 64 * 64 + 64
     assert report.estimate.num_parameters == count
     assert report.held == pytest.approx(
-        {"parameters": 4 * count, "gradients": 4 * count, "mains": 0, "optimizer": 4 * count}, rel=0.03
+        {"parameters": 4 * count, "gradients": 4 * count, "mains": 0, "optimizer": 4 * count},
+        rel=0.03,
     )
     assert report.ratio is None
     assert "n/a" in report.table()
 
 
 def test_another_strategy_is_refused():
-    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, callbacks=[MemoryReport()])
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, callbacks=[MemoryReport()]
+    )
     with pytest.raises(UnsupportedError, match="the strategy is SingleDeviceStrategy"):
         trainer.fit(Line(), loader())
 
@@ -162,7 +182,9 @@ def test_ranks_of_a_stage_are_joined_by_the_most_they_hold(capsys: pytest.Captur
     one = callback.reports[0]
     smaller = replace(one, held={name: size // 2 for name, size in one.held.items()}, peak=5)
     other = replace(one, stage=1, peak=3)
-    joined = merge_ranks([other, replace(smaller, peak=5), replace(one, peak=7), replace(other, peak=9)])
+    joined = merge_ranks(
+        [other, replace(smaller, peak=5), replace(one, peak=7), replace(other, peak=9)]
+    )
     assert [(report.stage, report.peak) for report in joined] == [(0, 7), (1, 9)]
     assert joined[0].held == one.held
 
@@ -170,7 +192,9 @@ def test_ranks_of_a_stage_are_joined_by_the_most_they_hold(capsys: pytest.Captur
 def test_optimizers_and_batches_are_known_by_what_they_are():
     weight = [nn.Parameter(torch.ones(3))]
     adam = torch.optim.AdamW(weight, amsgrad=True)
-    assert [state_copies(o) for o in (adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight))] == [3, 0, 1]
+    assert [
+        state_copies(o) for o in (adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight))
+    ] == [3, 0, 1]
     unknown = torch.optim.RMSprop(weight, momentum=0.9)
     weight[0].grad = torch.ones(3)
     unknown.step()

@@ -1,4 +1,6 @@
-"""What couples the samples of a batch is refused when the batch is cut, and trains as without the strategy when not."""
+"""What couples the samples of a batch is refused when the batch is cut, and trains as without the
+strategy when not.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Samples(Dataset):
 class Step(LightningModule):
     """Run a function as the training step."""
 
-    def __init__(self, step: Callable[..., Any], net: nn.Module | None = None, **attributes: Any) -> None:
+    def __init__(
+        self, step: Callable[..., Any], net: nn.Module | None = None, **attributes: Any
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh()) if net is None else net
@@ -129,7 +133,8 @@ def mixed_by(share: Callable[[], float], order: Callable[[int], Any]) -> Callabl
     def step(module: Step, batch: Any) -> Tensor:
         part, places = share(), torch.as_tensor(order(len(batch["x"])))
         return F.cross_entropy(
-            logits(module, {**batch, "x": part * batch["x"] + (1 - part) * batch["x"][places]}), batch["y"]
+            logits(module, {**batch, "x": part * batch["x"] + (1 - part) * batch["x"][places]}),
+            batch["y"],
         )
 
     return step
@@ -148,11 +153,20 @@ mixed_by_both = mixed_by(lambda: np.random.beta(2, 2), torch.randperm)
 
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "negatives in the batch": (contrast, "the loss of two microbatches is"),
-    "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
+    "a sum": (
+        lambda module, batch: mean(module, batch) * len(batch["x"]),
+        "the loss of two microbatches",
+    ),
     "a ragged mean": (ragged, "Return num_tokens beside the loss"),
-    "wrong token counts": (miscounted, "num_tokens of two microbatches is 7 at once and 14 one after the other"),
+    "wrong token counts": (
+        miscounted,
+        "num_tokens of two microbatches is 7 at once and 14 one after the other",
+    ),
     "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
-    "a quantile": (lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8), "the loss"),
+    "a quantile": (
+        lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8),
+        "the loss",
+    ),
     # That of two samples is their mean.
     "a median of single samples": (middle, "the loss of t"),
     "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
@@ -162,7 +176,10 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "samples mixed by NumPy and torch": (mixed_by_both, "the loss"),
     "statistics by hand": (normalised, "the loss"),
     "a logged value": (perplexity, "log 'ppl' of two microbatches"),
-    "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
+    "counted calls": (
+        counts_calls,
+        "training_step must not depend on the number of its calls.*self.calls changes",
+    ),
     "weights that a step writes": (teaches, "must not write weights.*'net.0.weight' has changed"),
     "an average in a buffer": (averages, "self.level changes at every call"),
 }
@@ -194,7 +211,9 @@ def draws_once(module: Step, batch: Any) -> Tensor:
 
 
 def numpy_draws(module: Step, batch: Any) -> Tensor:
-    return mean(module, {**batch, "x": batch["x"] + torch.from_numpy(np.random.randn(*batch["x"].shape))})
+    return mean(
+        module, {**batch, "x": batch["x"] + torch.from_numpy(np.random.randn(*batch["x"].shape))}
+    )
 
 
 def keeps(module: Step, batch: Any) -> Tensor:
@@ -202,7 +221,10 @@ def keeps(module: Step, batch: Any) -> Tensor:
     module.accuracy(logits(module, batch), batch["y"])
     module.log("accuracy", module.accuracy)
     module.outputs.append(loss.detach())
-    module.total, module.seen = module.total + loss.item() * len(batch["x"]), module.seen + len(batch["x"])
+    module.total, module.seen = (
+        module.total + loss.item() * len(batch["x"]),
+        module.seen + len(batch["x"]),
+    )
     module.last = loss.item()
     return loss
 
@@ -241,7 +263,13 @@ def attributes_of(step: Any) -> dict[str, Any]:
     if step is averages:
         found["level"] = nn.Buffer(torch.zeros(1, dtype=torch.float64))
     if step is keeps:
-        found |= {"accuracy": MulticlassAccuracy(CLASSES), "outputs": [], "last": 0.0, "total": 0.0, "seen": 0}
+        found |= {
+            "accuracy": MulticlassAccuracy(CLASSES),
+            "outputs": [],
+            "last": 0.0,
+            "total": 0.0,
+            "seen": 0,
+        }
     return found
 
 
@@ -251,13 +279,19 @@ def weighted(module: Step, batch: Any) -> Tensor:
 
 def with_weights(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Add one weight for each class, of which there are as many as samples."""
-    return {**torch.utils.data.default_collate(samples), "weights": torch.arange(1.0, 5.0, dtype=torch.float64)}
+    return {
+        **torch.utils.data.default_collate(samples),
+        "weights": torch.arange(1.0, 5.0, dtype=torch.float64),
+    }
 
 
 def time_major(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Put three time steps first."""
     x = torch.stack([sample["x"] for sample in samples])
-    return {"x": torch.stack([x, x.sin(), x.cos(), -x]), "y": torch.stack([sample["y"] for sample in samples])}
+    return {
+        "x": torch.stack([x, x.sin(), x.cos(), -x]),
+        "y": torch.stack([sample["y"] for sample in samples]),
+    }
 
 
 def recurrent(module: Step, batch: Any) -> Tensor:
@@ -277,7 +311,9 @@ SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SHAPED)
-def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(name: str, size: int) -> None:
+def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(
+    name: str, size: int
+) -> None:
     step, net, collate, words = SHAPED[name]
 
     def run(strategy: Any) -> Step:
@@ -305,7 +341,9 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
             norm.eval().train = lambda mode=True: norm
         return nn.Sequential(nn.Linear(FEATURES, 16), norm)
 
-    with pytest.raises(UnsupportedError, match=r"batch statistics are those of a whole batch, .* net\.1 would norm"):
+    with pytest.raises(
+        UnsupportedError, match=r"batch statistics are those of a whole batch, .* net\.1 would norm"
+    ):
         fit(mean, MegatronStrategy(microbatch_size=size), net(False))
     with pytest.raises(UnsupportedError, match="batch statistics are those of a whole batch"):
         fit(mean, MegatronStrategy(), net(False), by_hand)
@@ -317,7 +355,9 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_samples_is_refused_where_the_batch_is_cut(name: str, size: int) -> None:
     step, words = COUPLED[name]
-    with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"):
+    with pytest.raises(
+        UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
+    ):
         fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
 
 
@@ -326,7 +366,10 @@ def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: st
     step = COUPLED[name][0]
     if step in (mixed, mixed_by_both):
         pytest.skip("its draws are those of one process only with one seed")
-    plain, ours = fit(step, "auto", **attributes_of(step)), fit(step, MegatronStrategy(), **attributes_of(step))
+    plain, ours = (
+        fit(step, "auto", **attributes_of(step)),
+        fit(step, MegatronStrategy(), **attributes_of(step)),
+    )
     assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
     if step is counts_calls:
         assert (ours.calls, plain.calls) == (2, 2)
@@ -360,7 +403,11 @@ def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
         size = 4
     with caplog.at_level(logging.WARNING):
         tried = fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
-        untried = fit(step, MegatronStrategy(microbatch_size=size, check_microbatches=False), **attributes_of(step))
+        untried = fit(
+            step,
+            MegatronStrategy(microbatch_size=size, check_microbatches=False),
+            **attributes_of(step),
+        )
     assert tried.losses == untried.losses
     for found, expected in zip(tried.parameters(), untried.parameters(), strict=True):
         assert torch.equal(found, expected)

@@ -1,4 +1,6 @@
-"""The trial of the first batch over pipeline stages and data ranks, and on stock models with dropout."""
+"""The trial of the first batch over pipeline stages and data ranks, and on stock models with
+dropout.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Blocks(LightningModule):
         torch.manual_seed(3)
         self.case, self.calls = case, 0
         self.words = nn.Embedding(WORDS, 8)
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2))
+        )
         self.head = nn.Linear(8, WORDS)
 
     def loss_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -55,7 +59,9 @@ class Blocks(LightningModule):
 
 def data() -> DataLoader:
     generator = torch.Generator().manual_seed(0)
-    tokens, labels = (torch.randint(WORDS, (2 * BATCH, LENGTH), generator=generator) for _ in range(2))
+    tokens, labels = (
+        torch.randint(WORDS, (2 * BATCH, LENGTH), generator=generator) for _ in range(2)
+    )
     return DataLoader(TensorDataset(tokens, labels), batch_size=BATCH)
 
 
@@ -86,7 +92,10 @@ def _run(rank: int, size: int) -> dict[str, Any]:
             with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'"):
                 fit(case, MegatronStrategy(**options), size)
         tried = fit("mean", MegatronStrategy(**options), size)
-        found[layout] = tried, fit("mean", MegatronStrategy(**options, check_microbatches=False), size)
+        found[layout] = (
+            tried,
+            fit("mean", MegatronStrategy(**options, check_microbatches=False), size),
+        )
     whole = fit("contrast", MegatronStrategy(**stages, microbatch_size="batch"), size)
     return {**found, "whole": whole}
 
@@ -97,7 +106,9 @@ def world() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])
-def test_a_sound_step_with_dropout_is_taken_and_the_trial_changes_nothing(world: Any, layout: str) -> None:
+def test_a_sound_step_with_dropout_is_taken_and_the_trial_changes_nothing(
+    world: Any, layout: str
+) -> None:
     for found in world:
         tried, untried = found[layout]
         assert tried == untried

@@ -1,4 +1,6 @@
-"""What backward runs from is the sum over tokens, or the mean over samples; what is reported is the mean."""
+"""What backward runs from is the sum over tokens, or the mean over samples; what is reported is the
+mean.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def parts(*sizes: int) -> list[Microbatch]:
     return [Microbatch(torch.zeros(size, 4, dtype=torch.long), size) for size in sizes]
 
 
-def run(losses: MicrobatchLosses, steps: list[tuple[float, Any]], dtype: torch.dtype = torch.float64) -> Tensor:
+def run(
+    losses: MicrobatchLosses, steps: list[tuple[float, Any]], dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Return the gradient of a weight that every microbatch's loss is multiplied by."""
     weight = torch.ones((), dtype=dtype, requires_grad=True)
     for number, (value, count) in enumerate(steps):
@@ -35,7 +39,11 @@ def test_samples_weigh_without_counts() -> None:
     losses = MicrobatchLosses(parts(3, 1), factor=8.0, divisor=2, unit=4)
     gradient = run(losses, [(1.0, None), (5.0, None)])
     assert gradient.item() == 2.0 / 2 * 8.0
-    assert (losses.counts, losses.report().item(), losses.num_tokens(torch.device("cpu")).item()) == (None, 1.0, 0.0)
+    assert (
+        losses.counts,
+        losses.report().item(),
+        losses.num_tokens(torch.device("cpu")).item(),
+    ) == (None, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
@@ -45,7 +53,8 @@ def test_tokens_weigh_with_counts(kind: Any) -> None:
     tokens = losses.num_tokens(torch.device("cpu"))
     assert tokens.dtype == torch.float64
     assert tokens.item() == 8 / 16
-    # The division by what all ranks and accumulated batches have counted is left to the optimizer's step.
+    # The division by what all ranks and accumulated batches have counted is left to the optimizer's
+    # step.
     assert (gradient / tokens).item() == 2.0 * 8.0
     assert losses.report().item() == 2.0
 
@@ -57,8 +66,12 @@ def test_nothing_is_counted() -> None:
     assert losses.num_tokens(torch.device("cpu")).item() == 0.0
 
 
-def test_a_mean_over_no_label_has_a_gradient_of_zero_where_the_host_does_not_know_the_count() -> None:
-    """cross_entropy gives NaN for such a microbatch; the weight 0 alone keeps it out of the gradients."""
+def test_a_mean_over_no_label_has_a_gradient_of_zero_where_the_host_does_not_know_the_count() -> (
+    None
+):
+    """cross_entropy gives NaN for such a microbatch; the weight 0 alone keeps it out of the
+    gradients.
+    """
     logits = torch.randn(3, 5, requires_grad=True)
     loss = torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))
     assert loss.isnan()

@@ -25,7 +25,12 @@ from lightning_megatron.strategy.options.sizes import check_hosts
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
     return Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False, **options
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        **options,
     )
 
 
@@ -45,26 +50,46 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
         ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
         ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
-        ({"schedule": "zigzag"}, ParallelPlanError, "must be 1f1b, interleaved, gpipe or None: it is 'zigzag'"),
-        ({"microbatch_size": 0}, ParallelPlanError, "microbatch_size must be a whole number of at least 1"),
+        (
+            {"schedule": "zigzag"},
+            ParallelPlanError,
+            "must be 1f1b, interleaved, gpipe or None: it is 'zigzag'",
+        ),
+        (
+            {"microbatch_size": 0},
+            ParallelPlanError,
+            "microbatch_size must be a whole number of at least 1",
+        ),
         ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
-        ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
+        (
+            {"overlap_tensor_parallel": True},
+            ParallelPlanError,
+            "needs tp above 1 and sequence_parallel: tp is 1",
+        ),
         (
             {"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True},
             ParallelPlanError,
             "sequence_parallel False",
         ),
-        ({"zero": 0, "optimizer_slices": "elements"}, ParallelPlanError, "optimizer_slices .'elements'. needs zero=1"),
+        (
+            {"zero": 0, "optimizer_slices": "elements"},
+            ParallelPlanError,
+            "optimizer_slices .'elements'. needs zero=1",
+        ),
         ({"recompute": "some"}, UnsupportedError, "one of none, selective, experts, full"),
     ],
 )
-def test_bad_arguments_are_refused_by_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
+def test_bad_arguments_are_refused_by_the_constructor(
+    arguments: Any, error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         MegatronStrategy(**arguments)
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused_by_the_trainer() -> None:
-    with pytest.raises(ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"):
+    with pytest.raises(
+        ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"
+    ):
         trainer(4, MegatronStrategy(tp=3))
 
 
@@ -93,14 +118,19 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
-    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true", "cpu", has_models=True)[0]
+    assert (
+        "sequence_parallel is on"
+        in MegatronStrategy(tp=2).options.notes("32-true", "cpu", has_models=True)[0]
+    )
 
 
 def test_overlap_in_products_is_told_of_where_it_does_nothing() -> None:
     options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
         assert "has no effect" in options.notes(precision, kind, has_models=False)[-1]
-    assert not any("no effect" in note for note in options.notes("bf16-mixed", "cuda", has_models=False))
+    assert not any(
+        "no effect" in note for note in options.notes("bf16-mixed", "cuda", has_models=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,13 +169,18 @@ def test_a_timeout_is_in_seconds(timeout: float) -> None:
 
 @pytest.mark.parametrize("size", [None, "batch", 3])
 def test_a_microbatch_is_a_number_of_samples_the_batch_or_chosen(size: Any) -> None:
-    rule = MegatronStrategy(pp=2, microbatch_size=size).options.microbatches(ParallelLayout(2, pp=2))
+    rule = MegatronStrategy(pp=2, microbatch_size=size).options.microbatches(
+        ParallelLayout(2, pp=2)
+    )
     assert (rule.is_whole, rule.is_chosen) == (size == "batch", size is None)
 
 
 @pytest.mark.parametrize("size", [True, 1.5, "all", -1])
 def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
-    with pytest.raises(ParallelPlanError, match=r"microbatch_size must be a whole number of at least 1, batch or None"):
+    with pytest.raises(
+        ParallelPlanError,
+        match=r"microbatch_size must be a whole number of at least 1, batch or None",
+    ):
         MegatronStrategy(microbatch_size=size)
 
 
@@ -162,6 +197,8 @@ def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
         (ExpertLoad, "filename", float("nan"), "text"),
     ],
 )
-def test_wrong_arguments_of_callbacks_are_refused(callback: Any, name: str, value: Any, legal: str) -> None:
+def test_wrong_arguments_of_callbacks_are_refused(
+    callback: Any, name: str, value: Any, legal: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):
         callback(**{name: value})

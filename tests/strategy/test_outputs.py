@@ -27,14 +27,17 @@ def test_rows_and_lists_are_joined_in_order() -> None:
 
 
 def test_containers_are_merged_entry_by_entry() -> None:
-    outputs = [{"loss": torch.tensor(float(i)), "ids": torch.tensor([i]), "kind": "x"} for i in range(2)]
+    outputs = [
+        {"loss": torch.tensor(float(i)), "ids": torch.tensor([i]), "kind": "x"} for i in range(2)
+    ]
     merged = merge_outputs(outputs, [1, 1])
     assert (merged["loss"].item(), merged["ids"].tolist(), merged["kind"]) == (0.5, [0, 1], "x")
     assert merge_outputs([(1, torch.ones(1)), (1, torch.ones(1))], [1, 1])[1].shape == (2,)
 
 
 @pytest.mark.parametrize(
-    ("outputs", "expected"), [([], None), ([None, None], None), (["only"], "only"), (["a", "b"], ["a", "b"])]
+    ("outputs", "expected"),
+    [([], None), ([None, None], None), (["only"], "only"), (["a", "b"], ["a", "b"])],
 )
 def test_other_values(outputs: list[Any], expected: Any) -> None:
     assert merge_outputs(outputs, [1] * len(outputs)) == expected
@@ -44,7 +47,9 @@ def test_rows_of_different_widths_stay_apart() -> None:
     assert len(merge_outputs([torch.ones(1, 2), torch.ones(1, 3)], [1, 1])) == 2
 
 
-@pytest.mark.parametrize(("output", "words"), [({"other": 1}, "without the key 'loss'"), (3.0, "must return the loss")])
+@pytest.mark.parametrize(
+    ("output", "words"), [({"other": 1}, "without the key 'loss'"), (3.0, "must return the loss")]
+)
 def test_a_step_without_a_loss_is_refused(output: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         loss_in(output)
@@ -65,7 +70,9 @@ def test_token_counts_of_a_device_stay_there() -> None:
     assert found.device.type == "meta"
 
 
-@pytest.mark.parametrize("count", [-1, True, "3", float("nan"), torch.inf, torch.tensor(-2), torch.ones(2)])
+@pytest.mark.parametrize(
+    "count", [-1, True, "3", float("nan"), torch.inf, torch.tensor(-2), torch.ones(2)]
+)
 def test_what_is_no_token_count_is_refused(count: Any) -> None:
     with pytest.raises(ValueError, match="num_tokens must be a number of tokens"):
         token_count_in({"num_tokens": count})

@@ -45,7 +45,11 @@ class Before(L.Callback):
         (Before, "Before.on_before_optimizer_step"),
     ],
 )
-def test_code_that_names_gradients_is_a_reader(callback: type[L.Callback], name: str | None) -> None:
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback()])
+def test_code_that_names_gradients_is_a_reader(
+    callback: type[L.Callback], name: str | None
+) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback()]
+    )
     trainer.strategy.connect(L.LightningModule())
     assert gradient_reader(trainer) == name

@@ -1,4 +1,6 @@
-"""A damaged or edited checkpoint file of another strategy gives the same training, or an error that names it."""
+"""A damaged or edited checkpoint file of another strategy gives the same training, or an error that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -69,17 +71,25 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "callbacks": (lambda values: values.update(callbacks=b"x"), "callbacks must be a mapping"),
     "schedules": (lambda values: values.update(lr_schedulers=1), "lr_schedulers must be a list"),
     "epoch": (lambda values: values.update(epoch=-1), "epoch must be a whole number"),
-    "optimizers": (lambda values: values.update(optimizer_states=[-1]), "optimizer_states must be a list of torch's"),
+    "optimizers": (
+        lambda values: values.update(optimizer_states=[-1]),
+        "optimizer_states must be a list of torch's",
+    ),
     "state": (lambda values: first_state(values).update(exp_avg=1.5), "optimizer_states must be"),
     "step": (lambda values: first_state(values).update(step=None), "optimizer_states must be"),
     "numbers": (
         lambda values: values["optimizer_states"][0]["param_groups"][0]["params"].append(0),
         "a number stands once",
     ),
-    "count": (lambda values: loop_of(values)["epoch_progress"]["total"].update(completed="x"), "loops must be"),
+    "count": (
+        lambda values: loop_of(values)["epoch_progress"]["total"].update(completed="x"),
+        "loops must be",
+    ),
     "current": (lambda values: loop_of(values)["epoch_progress"].pop("current"), "loops must be"),
     "optimizer of a loop": (
-        lambda values: loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(optimizer=None),
+        lambda values: loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(
+            optimizer=None
+        ),
         "loops must be",
     ),
 }

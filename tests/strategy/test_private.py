@@ -1,4 +1,6 @@
-"""Watch over the private names of Lightning: a new version that moves one fails here, and only here."""
+"""Watch over the private names of Lightning: a new version that moves one fails here, and only
+here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ ROOM = Path(private.__file__).parent
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
-    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
 
 
 @pytest.mark.parametrize(("where", "name"), private.TRAINER_ATTRIBUTES)
@@ -38,7 +46,12 @@ def test_what_we_read_of_a_trainer_is_there(trainer: Trainer, where: str, name: 
 
 def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
     loop = private.AutomaticOptimization
-    assert list(inspect.signature(loop._make_closure).parameters) == ["self", "kwargs", "optimizer", "batch_idx"]
+    assert list(inspect.signature(loop._make_closure).parameters) == [
+        "self",
+        "kwargs",
+        "optimizer",
+        "batch_idx",
+    ]
     assert list(inspect.signature(loop._training_step).parameters) == ["self", "kwargs"]
     assert list(inspect.signature(private.Closure.__init__).parameters)[1:] == [
         "step_fn",
@@ -56,8 +69,16 @@ def test_the_epoch_loop_calls_the_methods_that_we_replace(trainer: Trainer) -> N
 
 def test_the_callback_that_saves_calls_the_methods_that_we_replace() -> None:
     callback = ModelCheckpoint
-    assert list(inspect.signature(callback.file_exists).parameters) == ["self", "filepath", "trainer"]
-    assert list(inspect.signature(callback._link_checkpoint).parameters) == ["trainer", "filepath", "linkpath"]
+    assert list(inspect.signature(callback.file_exists).parameters) == [
+        "self",
+        "filepath",
+        "trainer",
+    ]
+    assert list(inspect.signature(callback._link_checkpoint).parameters) == [
+        "trainer",
+        "filepath",
+        "linkpath",
+    ]
     source = inspect.getsource(callback)
     assert "self.file_exists(filepath, trainer)" in source
     assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
@@ -77,12 +98,23 @@ def test_the_data_connector_asks_the_method_that_we_replace(trainer: Trainer) ->
 
 
 def test_callbacks_and_profilers_have_the_names_that_we_use() -> None:
-    averaging, pruning = inspect.getsource(StochasticWeightAveraging), inspect.getsource(ModelPruning)
-    assert "self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)" in averaging
+    averaging, pruning = (
+        inspect.getsource(StochasticWeightAveraging),
+        inspect.getsource(ModelPruning),
+    )
+    assert (
+        "self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)"
+        in averaging
+    )
     assert "self.transfer_weights(self._average_model, pl_module)" in averaging
-    assert "self._parameters_to_prune = self.filter_parameters_to_prune(parameters_to_prune)" in pruning
+    assert (
+        "self._parameters_to_prune = self.filter_parameters_to_prune(parameters_to_prune)"
+        in pruning
+    )
     assert "self._use_lottery_ticket_hypothesis" in pruning
-    assert "and self._register is None and self._record_module_names" in inspect.getsource(PyTorchProfiler.start)
+    assert "and self._register is None and self._record_module_names" in inspect.getsource(
+        PyTorchProfiler.start
+    )
     assert "self._log_graph" in inspect.getsource(TensorBoardLogger)
     unfreeze = BaseFinetuning.unfreeze_and_add_param_group
     names = ["modules", "optimizer", "lr", "initial_denom_lr", "train_bn"]
@@ -97,5 +129,9 @@ def test_private_names_are_imported_in_one_file_only() -> None:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
-                wrong += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+                wrong += [
+                    f"{path.name}: {alias.name}"
+                    for alias in node.names
+                    if alias.name.startswith("_")
+                ]
     assert not wrong

@@ -26,13 +26,20 @@ TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
 @pytest.mark.parametrize(
     "batch",
-    [TOKENS, [TOKENS, TOKENS], {"weights": torch.ones(3, 5), "tokens": TOKENS}, (torch.ones(3), {"labels": TOKENS})],
+    [
+        TOKENS,
+        [TOKENS, TOKENS],
+        {"weights": torch.ones(3, 5), "tokens": TOKENS},
+        (torch.ones(3), {"labels": TOKENS}),
+    ],
 )
 def test_tokens_are_the_elements_of_the_first_integer_matrix(batch: Any) -> None:
     assert count_tokens(batch) == 15
 
 
-@pytest.mark.parametrize("batch", [torch.ones(3, 5), torch.zeros(3, dtype=torch.long), "text", None, []])
+@pytest.mark.parametrize(
+    "batch", [torch.ones(3, 5), torch.zeros(3, dtype=torch.long), "text", None, []]
+)
 def test_a_batch_without_tokens_counts_none(batch: Any) -> None:
     assert count_tokens(batch) == 0
 
@@ -74,7 +81,9 @@ def test_ranks_that_read_the_same_data_are_one_reader() -> None:
         ({"max_epochs": -1}, None),
     ],
 )
-def test_steps_to_come_follow_the_limits(limits: dict[str, int], steps: int | None, tmp_path: Path) -> None:
+def test_steps_to_come_follow_the_limits(
+    limits: dict[str, int], steps: int | None, tmp_path: Path
+) -> None:
     seen = []
 
     class Bar(TokensProgressBar):
@@ -87,7 +96,9 @@ def test_steps_to_come_follow_the_limits(limits: dict[str, int], steps: int | No
     assert seen == [steps]
 
 
-def test_bar_shows_loss_rate_and_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_shows_loss_rate_and_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, TokensProgressBar(refresh_rate=2), max_steps=12, val_check_interval=4)
     last = capsys.readouterr().out.split("\r")[-1]
     assert "12/12 steps" in last
@@ -104,7 +115,13 @@ def test_values_by_step_are_read_only_when_the_bar_is_drawn(
         "lightning.pytorch.trainer.connectors.logger_connector.result.convert_tensors_to_scalars",
         lambda value: read.append(value) or float(value),
     )
-    fit(tmp_path, TokensProgressBar(refresh_rate=4), strategy=MegatronStrategy(), max_steps=8, limit_val_batches=0)
+    fit(
+        tmp_path,
+        TokensProgressBar(refresh_rate=4),
+        strategy=MegatronStrategy(),
+        max_steps=8,
+        limit_val_batches=0,
+    )
     assert "train_loss=" in capsys.readouterr().out.split("\r")[-1]
     assert read == []
     fit(tmp_path, TQDMProgressBar(), strategy=MegatronStrategy(), max_steps=8, limit_val_batches=0)

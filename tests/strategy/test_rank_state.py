@@ -13,7 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.strategy.checkpoints.rank_state_checks import check_rank_state, naming_damaged_states
+from lightning_megatron.strategy.checkpoints.rank_state_checks import (
+    check_rank_state,
+    naming_damaged_states,
+)
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from tests.strategy.test_user_code import Net, fit
@@ -22,7 +25,11 @@ CPU = torch.device("cpu")
 
 
 def sound() -> dict[str, Any]:
-    return {"random": RandomStreams(3).state_dict(), "generators": random_states(CPU), "dataloaders": [None]}
+    return {
+        "random": RandomStreams(3).state_dict(),
+        "generators": random_states(CPU),
+        "dataloaders": [None],
+    }
 
 
 def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], Any]:
@@ -65,19 +72,27 @@ def test_edited_values_of_a_rank_are_refused_by_name() -> None:
         values = sound()
         check_rank_state(values, "rank 0 in a")
         edit(values)
-        with pytest.raises(CorruptDataError, match=f"that of rank 0 in a is not: {message}.*Use another checkpoint"):
+        with pytest.raises(
+            CorruptDataError, match=f"that of rank 0 in a is not: {message}.*Use another checkpoint"
+        ):
             check_rank_state(values, "rank 0 in a")
 
 
 @pytest.mark.parametrize("name", ["generators", "random", "dataloaders"])
-def test_a_fit_does_not_go_on_from_edited_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_does_not_go_on_from_edited_values(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = RunCheckpoints._writer_on
 
     def writer_on(*args: Any) -> Any:
         writer = before(*args)
         save = writer.save
         writer.save = lambda path, tensors, values, state, **options: save(
-            path, tensors, values, {key: value for key, value in state.items() if key != name}, **options
+            path,
+            tensors,
+            values,
+            {key: value for key, value in state.items() if key != name},
+            **options,
         )
         return writer
 

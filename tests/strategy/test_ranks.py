@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
@@ -17,19 +21,36 @@ from lightning_megatron.strategy.process.parent_watch import LAUNCHER
 
 def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrategy:
     strategy = MegatronStrategy(**sizes)
-    Trainer(accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, logger=False)
+    Trainer(
+        accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, logger=False
+    )
     return strategy
 
 
 def test_slurm_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
-    variables |= {"SLURM_NODEID": "1", "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "node[3-4]"}
+    variables = {
+        "SLURM_NTASKS": "8",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_PROCID": "6",
+        "SLURM_LOCALID": "2",
+    }
+    variables |= {
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "node[3-4]",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     strategy = strategy_of(4, num_nodes=2, tp=2, pp=2)
     assert isinstance(strategy.cluster_environment, SLURMEnvironment)
     assert strategy.cluster_environment.creates_processes_externally
-    assert (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size) == (6, 2, 1, 8)
+    assert (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size) == (
+        6,
+        2,
+        1,
+        8,
+    )
     assert strategy.cluster_environment.main_address == "node3"
     assert strategy.layout.coordinates(6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1}
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
@@ -37,7 +58,13 @@ def test_slurm_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchrun_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"TORCHELASTIC_RUN_ID": "run", "RANK": "3", "LOCAL_RANK": "3", "GROUP_RANK": "0", "WORLD_SIZE": "4"}
+    variables = {
+        "TORCHELASTIC_RUN_ID": "run",
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "4",
+    }
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     strategy = strategy_of(4, tp=2)
@@ -51,7 +78,11 @@ def test_a_plain_script_launches_its_processes() -> None:
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
     assert isinstance(strategy.launcher, MegatronLauncher)
     assert not strategy.cluster_environment.creates_processes_externally
-    assert (strategy.num_processes, strategy.num_nodes, strategy.root_device) == (4, 1, torch.device("cpu"))
+    assert (strategy.num_processes, strategy.num_nodes, strategy.root_device) == (
+        4,
+        1,
+        torch.device("cpu"),
+    )
     assert strategy.is_distributed
 
 

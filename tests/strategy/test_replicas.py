@@ -1,4 +1,6 @@
-"""What several ranks hold or compute alike stays alike: used on parts it is summed, and else the fit is refused."""
+"""What several ranks hold or compute alike stays alike: used on parts it is summed, and else the
+fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Net(nn.Module):
 
     def __init__(self, between: nn.Module) -> None:
         super().__init__()
-        self.norm, self.up, self.between, self.down = nn.LayerNorm(8), nn.Linear(8, 12), between, nn.Linear(12, 8)
+        self.norm, self.up, self.between, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 12),
+            between,
+            nn.Linear(12, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.between(self.up(self.norm(x))))
@@ -73,7 +80,12 @@ class PerFeature(nn.Module):
         return torch.tanh(x * self.scales)
 
 
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
 
 
@@ -82,9 +94,27 @@ def language_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
     return lambda: kind(kind.config_class(**{**SIZES, **changes}))
 
 
-_BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_BIGCODE = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_LATENT |= {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 # Other kernels of experts do not take float64.
 _LATENT |= {"experts_implementation": "eager"}
@@ -92,15 +122,21 @@ _LATENT |= {"experts_implementation": "eager"}
 MODULES: dict[str, Callable[[], Regress]] = {
     "PReLU": lambda: Regress(lambda: Net(nn.PReLU())),
     "norm of heads": lambda: Regress(lambda: Net(Scale())),
-    "Phi": lambda: Predict(language_model("PhiForCausalLM", qk_layernorm=True, partial_rotary_factor=0.5)),
+    "Phi": lambda: Predict(
+        language_model("PhiForCausalLM", qk_layernorm=True, partial_rotary_factor=0.5)
+    ),
     "features": lambda: Regress(lambda: Net(PerFeature())),
     "teacher": lambda: Teacher(),
     "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
     "Cohere": lambda: Predict(language_model("CohereForCausalLM", use_qk_norm=True)),
     "Doge": lambda: Predict(language_model("DogeForCausalLM")),
     "GPTBigCode": lambda: Predict(language_model("GPTBigCodeForCausalLM", **_BIGCODE)),
-    "LFM2": lambda: Predict(language_model("Lfm2ForCausalLM", layer_types=["conv", "full_attention"])),
-    "Gemma 2": lambda: Predict(language_model("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8)),
+    "LFM2": lambda: Predict(
+        language_model("Lfm2ForCausalLM", layer_types=["conv", "full_attention"])
+    ),
+    "Gemma 2": lambda: Predict(
+        language_model("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8)
+    ),
     "one key head": lambda: Predict(language_model("GraniteForCausalLM", num_key_value_heads=1)),
     "DeepSeek-V2": lambda: Predict(language_model("DeepseekV2ForCausalLM", **_LATENT)),
     "DeepSeek-V3": lambda: Predict(language_model("DeepseekV3ForCausalLM", **_LATENT)),
@@ -113,7 +149,9 @@ def train_all(rank: int, size: int) -> dict[tuple[str, str], Outcome]:
         module = make()
         plan = None if isinstance(module, Predict) else {**PLAN, **FURTHER.get(name, {})}
         found[name, "tp"] = run(module, size, {"tp": 2, "tensor_parallel_plan": plan})
-        found[name, "tp"].is_cut = any(not shard_spec_of(parameter).is_whole for parameter in module.parameters())
+        found[name, "tp"].is_cut = any(
+            not shard_spec_of(parameter).is_whole for parameter in module.parameters()
+        )
         if name in ("PReLU", "DeepSeek-V3"):
             found[name, "dp"] = run(make(), size, {})
     return found
@@ -149,7 +187,9 @@ class Penalty(Regress):
     """Add a penalty over all weights to the loss."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return super().training_step(batch, index) + sum(1e-3 * p.pow(2).sum() for p in self.parameters())
+        return super().training_step(batch, index) + sum(
+            1e-3 * p.pow(2).sum() for p in self.parameters()
+        )
 
 
 class CompiledPenalty(Penalty):
@@ -161,7 +201,9 @@ class CompiledPenalty(Penalty):
 
 
 class LogsNorm(Regress):
-    """Log norms of a weight that all ranks hold, and of one that is cut; ask for what a part says of the whole."""
+    """Log norms of a weight that all ranks hold, and of one that is cut; ask for what a part says
+    of the whole.
+    """
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         net: Any = self.net
@@ -257,7 +299,11 @@ class Teacher(Regress):
 
 
 def noise(x: Tensor) -> Tensor:
-    return F.dropout(x + torch.randn_like(x), 0.5) + random.random() + torch.from_numpy(np.random.randn(x.shape[-1]))
+    return (
+        F.dropout(x + torch.randn_like(x), 0.5)
+        + random.random()
+        + torch.from_numpy(np.random.randn(x.shape[-1]))
+    )
 
 
 def plain_net() -> nn.Module:
@@ -268,7 +314,9 @@ def plain_net() -> nn.Module:
 ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "maximum": lambda x: x - x.amax(-1, keepdim=True),
-    "chunk": lambda x: torch.cat([part.tanh() * number for number, part in enumerate(x.chunk(3, -1), 1)], -1),
+    "chunk": lambda x: torch.cat(
+        [part.tanh() * number for number, part in enumerate(x.chunk(3, -1), 1)], -1
+    ),
     "flip": lambda x: x.tanh().flip(-1),
     "position": lambda x: x * torch.arange(x.shape[-1], dtype=x.dtype),
     "size": lambda x: x / x.shape[-1],
@@ -363,7 +411,11 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         r"ParallelPlanError: .*'net.down' \('column'\) gets this rank's 6 features, and takes all 12\..*"
         r"'column_gather'",
     ),
-    "nothing, for the noise is drawn": (across(noise), {"tp": 2, "tensor_parallel_plan": PLAN}, r"^$"),
+    "nothing, for the noise is drawn": (
+        across(noise),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"^$",
+    ),
     "nothing, for it is meant": (
         across(ACROSS["softmax"]),
         {"tp": 2, "tensor_parallel_plan": PLAN, "check_microbatches": False},
@@ -383,7 +435,13 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
 
 
 def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -> None:
-    sizes = {"vocab_size": V, "max_seq_length": 8, "num_layers": 2, "hidden_size": 8, "num_heads": 2}
+    sizes = {
+        "vocab_size": V,
+        "max_seq_length": 8,
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_heads": 2,
+    }
     module = Regress(lambda: GPT(GPTConfig.gpt2(**sizes)))
     module.head = nn.Linear(8, 2)
     reads, tokens = WeightReads(mesh_of(pp=2)), torch.zeros(1, 4, dtype=torch.long)
@@ -391,8 +449,13 @@ def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -
         # Layers read their weights, and so may anybody those that no other stage has a part of.
         assert module.net(tokens, tokens).isfinite().all()
         assert module.head.weight.norm() > 0
-        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32, torch.float64}
-        with pytest.raises(UnsupportedError, match=r"'net\..*' is in a model of which .*test_replicas.py:\d+ reads"):
+        assert {parameter.dtype for parameter in module.parameters()} == {
+            torch.float32,
+            torch.float64,
+        }
+        with pytest.raises(
+            UnsupportedError, match=r"'net\..*' is in a model of which .*test_replicas.py:\d+ reads"
+        ):
             sum(parameter.pow(2).sum() for parameter in module.parameters())
     with reads.guard(module, "training_step"):
         # The first batch alone is watched.

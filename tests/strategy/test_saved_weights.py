@@ -22,7 +22,9 @@ from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import GPT2, LLAMA, Trained, trainer_of
 from tests.world import run_world
 
-EXPERTS = replace(LLAMA, num_layers=1, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16))
+EXPERTS = replace(
+    LLAMA, num_layers=1, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+)
 NAME = "model.layers.0.attention.qkv.weight"
 
 State = dict[str, Any]
@@ -109,7 +111,9 @@ def saved(
 def weights(path: str) -> dict[str, Tensor]:
     """Return the full weights by name."""
     return {
-        name.removeprefix("state_dict."): one for name, one in read_full(path).items() if name.startswith("state_dict.")
+        name.removeprefix("state_dict."): one
+        for name, one in read_full(path).items()
+        if name.startswith("state_dict.")
     }
 
 
@@ -130,10 +134,14 @@ def test_copies_are_saved_in_the_precision_of_the_mains(tmp_path: Path) -> None:
     found = saved(copies, tmp_path, {}, 1, precision="bf16-mixed")
     for name, value in found["plain"].items():
         assert torch.equal(found["changed"][name], value)
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in found["plain"].values())
+    assert any(
+        not torch.equal(value, value.bfloat16().float()) for value in found["plain"].values()
+    )
 
 
-def test_added_and_removed_names_are_those_of_the_checkpoint_and_its_plain_file(tmp_path: Path) -> None:
+def test_added_and_removed_names_are_those_of_the_checkpoint_and_its_plain_file(
+    tmp_path: Path,
+) -> None:
     found = saved(adds, tmp_path, {}, 1)
     assert torch.equal(found["changed"].pop("extra"), torch.arange(6.0).view(2, 3))
     assert found["changed"].keys() == found["plain"].keys()
@@ -178,9 +186,14 @@ def test_names_of_one_parameter_are_changed_alike_or_refused(tmp_path: Path) -> 
     trainer.fit(module, DataLoader(torch.ones(2, 4).double(), batch_size=2))
     trainer.save_checkpoint(tmp_path / "checkpoint")
     plain = in_one_process(tmp_path / "checkpoint")
-    assert all(torch.equal(plain[f"{name}.weight"], module.first.weight * 3) for name in ("first", "second"))
+    assert all(
+        torch.equal(plain[f"{name}.weight"], module.first.weight * 3)
+        for name in ("first", "second")
+    )
     module.factor = 2.0
-    with pytest.raises(UnsupportedError, match=r"'second\.weight' otherwise than the first of its names"):
+    with pytest.raises(
+        UnsupportedError, match=r"'second\.weight' otherwise than the first of its names"
+    ):
         trainer.save_checkpoint(tmp_path / "other")
 
 
@@ -202,7 +215,9 @@ class Extra(Tied):
 def test_a_state_that_is_no_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
     trainer, module = trainer_of({}, 1, 1), Extra()
     trainer.fit(module, DataLoader(torch.ones(2, 4).double(), batch_size=2))
-    with pytest.warns(UserWarning, match="_extra_state of the module's state_dict .1 in all. cannot be saved"):
+    with pytest.warns(
+        UserWarning, match="_extra_state of the module's state_dict .1 in all. cannot be saved"
+    ):
         trainer.save_checkpoint(tmp_path / "checkpoint")
     assert {"first.weight", "second.weight"} >= set(in_one_process(tmp_path / "checkpoint"))
 
@@ -231,7 +246,9 @@ def test_ranks_save_what_they_agree_on_and_refuse_what_is_not_known(tmp_path: Pa
     for found in ranks:
         for name, factor in (("tp2 dp2", 0.5), ("dp4 first", 0.5), ("dp4 last", 1.0)):
             for key, value in found[name]["plain"].items():
-                torch.testing.assert_close(found[name]["changed"][key], value * factor, rtol=0, atol=0)
+                torch.testing.assert_close(
+                    found[name]["changed"][key], value * factor, rtol=0, atol=0
+                )
         for name in ("pp2 dp2", "tp2 pp2"):
             assert torch.equal(found[name]["changed"]["extra"], torch.arange(6.0).view(2, 3))
             assert found[name]["plain"].keys() == found[name]["changed"].keys() - {"extra"}
@@ -265,9 +282,13 @@ def test_experts_are_saved_as_the_first_rank_that_holds_them_has_them(tmp_path: 
         assert changed.keys() == plain.keys()
         for key, value in plain.items():
             factor = second if any(part in key for part in of_second) else first
-            torch.testing.assert_close(changed[key], value * factor, rtol=0, atol=0, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                changed[key], value * factor, rtol=0, atol=0, msg=f"{name}: {key}"
+            )
     removed = found["removed"]["plain"].keys() - found["removed"]["changed"].keys()
-    assert removed == {f"model.layers.0.mlp.experts.3.{part}.weight" for part in ("gate_up", "down")}
+    assert removed == {
+        f"model.layers.0.mlp.experts.3.{part}.weight" for part in ("gate_up", "down")
+    }
     for key, value in found["transposed"]["plain"].items():
         expected = value.t() if ".experts.3.down." in key else value
         assert torch.equal(found["transposed"]["changed"][key], expected)

@@ -53,7 +53,10 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "large tensor": (lambda: torch.zeros(100_000), lambda value: value[7].add_(1)),
     "tensor through .data": (lambda: torch.zeros(3), lambda value: value.data.add_(1)),
     "tensor in a list": (lambda: [torch.zeros(3)], lambda value: value[0].add_(1)),
-    "tensor of inference in a list": (inference_tensor, lambda value: written_in_inference(value[0])),
+    "tensor of inference in a list": (
+        inference_tensor,
+        lambda value: written_in_inference(value[0]),
+    ),
     "array": (lambda: np.zeros((3, 3)), lambda value: value.__setitem__((1, 1), 1)),
     "dict": (lambda: {"a": 1}, lambda value: value.update(a=2)),
     "defaultdict": (lambda: defaultdict(list), lambda value: value["a"].append(2)),
@@ -61,7 +64,10 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "deque": (deque, lambda value: value.append(1)),
     "set": (lambda: {1}, lambda value: value.add(2)),
     "object": (Held, lambda value: value.values["a"].append(2.0)),
-    "metric": (lambda: {"it": vars(MeanMetric())}, lambda value: value["it"].__setitem__("mean_value", 2.0)),
+    "metric": (
+        lambda: {"it": vars(MeanMetric())},
+        lambda value: value["it"].__setitem__("mean_value", 2.0),
+    ),
 }
 
 
@@ -92,8 +98,17 @@ def test_a_parcel_gives_the_receiver_its_own_modules_and_tensors_that_can_be_wri
         module.layer = torch.nn.Linear(2, 2)
     with torch.inference_mode():
         part = torch.arange(1000.0)[:3]
-    tensors = [part, torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(1 + 2j), torch.tensor(True)]
-    data = pack({"tensors": tensors, "again": part, "layer": sender.layer, "weight": sender.layer.weight}, sender)
+    tensors = [
+        part,
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.zeros(0),
+        torch.tensor(1 + 2j),
+        torch.tensor(True),
+    ]
+    data = pack(
+        {"tensors": tensors, "again": part, "layer": sender.layer, "weight": sender.layer.weight},
+        sender,
+    )
     assert len(data) < 2000
     found = unpack(data, receiver, torch.device("cpu"))
     for ours, theirs in zip(found["tensors"], tensors, strict=True):
@@ -104,14 +119,19 @@ def test_a_parcel_gives_the_receiver_its_own_modules_and_tensors_that_can_be_wri
     found["again"].add_(1)
 
 
-def test_what_cannot_be_sent_is_named_and_the_rest_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_sent_is_named_and_the_rest_is_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     module = TinyLM()
     state = KeptState(module, last_of_two_stages())
     state.begin()
     module.held, module.count = Held(), 3
     with caplog.at_level(logging.WARNING):
         data = state._packed()
-    assert "self.held has changed in the steps of the last pipeline stage and cannot be sent" in caplog.text
+    assert (
+        "self.held has changed in the steps of the last pipeline stage and cannot be sent"
+        in caplog.text
+    )
     assert data is not None
     assert [place[2] for place in unpack(data, module, torch.device("cpu")).changed] == ["count"]
 

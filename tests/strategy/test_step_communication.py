@@ -1,4 +1,6 @@
-"""A step's own communication goes over the ranks that read different data, in every layout, and never waits forever."""
+"""A step's own communication goes over the ranks that read different data, in every layout, and
+never waits forever.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Contrast(LightningModule):
         for block in self.blocks:
             hidden = block(hidden)
         features = F.normalize(self.last(hidden), dim=-1)
-        everything = self.all_gather({"features": features, "also": [features.detach(), 2]}, sync_grads=True)
+        everything = self.all_gather(
+            {"features": features, "also": [features.detach(), 2]}, sync_grads=True
+        )
         strategy.barrier("after the model")
         others = everything["features"].flatten(0, -2)
         targets = torch.arange(len(others))
@@ -60,7 +64,14 @@ class Contrast(LightningModule):
         told = strategy.broadcast({"from": float(batch[0][0, 0])})["from"]
         agreed = strategy.reduce_boolean_decision(bool(batch[0][0, 0] > 0), all=False)
         gathered = everything["also"][1].flatten().tolist()
-        self.seen.append({"early": early.flatten().tolist(), "total": float(total), "told": told, "agreed": agreed})
+        self.seen.append(
+            {
+                "early": early.flatten().tolist(),
+                "total": float(total),
+                "told": told,
+                "agreed": agreed,
+            }
+        )
         self.seen[-1]["numbers"] = (everything["also"][0].flatten(0, -2).shape[0], gathered)
         self.log("loss", loss, sync_dist=True)
         return loss
@@ -77,7 +88,11 @@ def train(strategy: Any, data_rank: int = 0, num_data: int = 1, devices: int = 1
     x = torch.randn(4 * BATCH, 6, generator=torch.Generator().manual_seed(2))
     order = torch.arange(len(x)).view(4, num_data, -1)[:, data_rank].flatten()
     module = Contrast()
-    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,

@@ -1,4 +1,5 @@
-"""Every Trainer feature takes the same steps and gives the same numbers as under Lightning's own strategies.
+"""Every Trainer feature takes the same steps and gives the same numbers as under Lightning's own
+strategies.
 
 Each number of processes runs all of its cases in one world; float64, so that equal means equal.
 """
@@ -17,9 +18,18 @@ from tests.world import run_world
 pytestmark = pytest.mark.slow
 
 ALL = list(CASES)
-SOME = ["plain", "accumulate", "clip_norm", "last_batch_smaller", "checkpoints", "resume", "evaluation"]
+SOME = [
+    "plain",
+    "accumulate",
+    "clip_norm",
+    "last_batch_smaller",
+    "checkpoints",
+    "resume",
+    "evaluation",
+]
 
-# Number of processes, cases, strategies. The last world also goes on from what the others have saved.
+# Number of processes, cases, strategies. The last world also goes on from what the others have
+# saved.
 WORLDS: list[tuple[int, list[str], dict[str, Any]]] = [
     (2, ALL, {"pp2": {"pp": 2, "microbatch_size": 2}, "ddp": "ddp", "dp2": {"microbatch_size": 1}}),
     (4, SOME, {"tp2pp2": {"tp": 2, "pp": 2, "microbatch_size": 1}}),
@@ -48,11 +58,15 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
         return [
             difference
             for name in names
-            for difference in differences(expected.get(name, "absent"), found.get(name, "absent"), f"{path}/{name}")
+            for difference in differences(
+                expected.get(name, "absent"), found.get(name, "absent"), f"{path}/{name}"
+            )
         ]
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         pairs = enumerate(zip(expected, found, strict=True))
-        return [difference for i, (a, b) in pairs for difference in differences(a, b, f"{path}[{i}]")]
+        return [
+            difference for i, (a, b) in pairs for difference in differences(a, b, f"{path}[{i}]")
+        ]
     if isinstance(expected, float) and isinstance(found, float):
         # Lightning keeps its own sums over an epoch in float32.
         same = math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-7)
@@ -77,7 +91,9 @@ def test_a_feature_behaves_as_under_lightnings_own_strategy(
 
 @pytest.mark.parametrize("saved_by", ["pp2", "tp2pp2", "one"])
 def test_training_goes_on_in_another_layout(results: Results, saved_by: str) -> None:
-    assert not differences(results["plain"][0]["resume"], results["others"][0]["continue_others"][saved_by])
+    assert not differences(
+        results["plain"][0]["resume"], results["others"][0]["continue_others"][saved_by]
+    )
 
 
 @pytest.mark.parametrize("saved_by", ["plain", "ddp"])

@@ -1,4 +1,6 @@
-"""What a user's code does between and around steps has the effect that it has under plain Lightning."""
+"""What a user's code does between and around steps has the effect that it has under plain
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Net(LightningModule):
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self.critic(torch.tanh(self.generator(x) + 0.1 * self.generator_twin(x))), y)
+        return nn.functional.mse_loss(
+            self.critic(torch.tanh(self.generator(x) + 0.1 * self.generator_twin(x))), y
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return self.loss(batch)
@@ -61,7 +65,9 @@ class Adversaries(Manual):
         second.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.generator, self.critic)]
+        return [
+            torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.generator, self.critic)
+        ]
 
 
 class RawBackward(Manual):
@@ -83,7 +89,9 @@ class Finetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.generator)
 
-    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+    def finetune_function(
+        self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.generator, optimizer, lr=0.02)
 
@@ -140,7 +148,9 @@ def fill_in_inference_mode(module: LightningModule) -> None:
 
 
 def load(module: LightningModule) -> None:
-    module.load_state_dict({name: torch.full_like(value, 0.125) for name, value in module.state_dict().items()})
+    module.load_state_dict(
+        {name: torch.full_like(value, 0.125) for name, value in module.state_dict().items()}
+    )
 
 
 WRITES = {
@@ -163,7 +173,11 @@ WRITES = {
 
 #: Those that two ranks try, too.
 DATA_WRITES = (
-    *("weights halved after every step", "filled when the fit starts", "clipped through .data after every step"),
+    *(
+        "weights halved after every step",
+        "filled when the fit starts",
+        "clipped through .data after every step",
+    ),
     *("put under the parameters after every step", "exchanged after every step"),
 )
 
@@ -187,7 +201,11 @@ def fit(
     **options: Any,
 ) -> Net:
     seed_everything(1, verbose=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = Trainer(
         accelerator="cpu",
         devices=place[1],
@@ -205,7 +223,10 @@ def fit(
 
 def distance(module: Net, other: Net) -> float:
     weights = {name: value.float() for name, value in other.state_dict().items()}
-    return max(float((value.float() - weights[name]).abs().max()) for name, value in module.state_dict().items())
+    return max(
+        float((value.float() - weights[name]).abs().max())
+        for name, value in module.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("kind", [Adversaries, RawBackward])
@@ -228,12 +249,16 @@ def test_written_weights_are_trained_further(name: str, precision: str) -> None:
     plain = fit(Net(), "auto", Writes(*WRITES[name]))
     untouched = fit(Net(), "auto")
     assert distance(plain, untouched) > 0.05
-    ours = fit(Net(), MegatronStrategy(microbatch_size=8), Writes(*WRITES[name]), precision=precision)
+    ours = fit(
+        Net(), MegatronStrategy(microbatch_size=8), Writes(*WRITES[name]), precision=precision
+    )
     assert distance(ours, plain) < (1e-6 if precision == "32-true" else 0.02)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_swapped_weights_are_evaluated_saved_and_swapped_back(precision: str, tmp_path: Path) -> None:
+def test_swapped_weights_are_evaluated_saved_and_swapped_back(
+    precision: str, tmp_path: Path
+) -> None:
     """Averages under the parameters while the epoch is validated, as averaging by hand has it."""
 
     class Swaps(Callback):
@@ -259,7 +284,9 @@ def test_swapped_weights_are_evaluated_saved_and_swapped_back(precision: str, tm
     expected = plain.trainer.callback_metrics["val_loss"]
     ours = fit(Evaluated(), MegatronStrategy(), Swaps(), precision=precision, **options)
     assert distance(ours, plain) < (1e-6 if precision == "32-true" else 0.02)
-    torch.testing.assert_close(ours.trainer.callback_metrics["val_loss"].float(), expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        ours.trainer.callback_metrics["val_loss"].float(), expected, rtol=0.01, atol=0
+    )
     saved = {n: t for n, t in read_full(tmp_path / "1.ckpt").items() if n.startswith("state_dict.")}
     assert saved
     assert all(bool((tensor == 0.125).all()) for tensor in saved.values())
@@ -273,8 +300,13 @@ def test_swapped_weights_are_evaluated_saved_and_swapped_back(precision: str, tm
             r"'critic.bias' was \(1,\) and is \(3,\) after an assignment to parameter.data",
         ),
         (
-            lambda module: setattr(module.generator.weight, "data", module.generator_twin.weight.data),
-            "'generator.weight' and 'generator_twin.weight' share theirs after an assignment to parameter.data",
+            lambda module: setattr(
+                module.generator.weight, "data", module.generator_twin.weight.data
+            ),
+            (
+                "'generator.weight' and 'generator_twin.weight' share theirs after an assignment "
+                "to parameter.data"
+            ),
         ),
     ],
 )
@@ -285,7 +317,9 @@ def test_memory_that_cannot_be_trained_is_refused_by_name(act: Act, message: str
 
 
 def test_what_nobody_wrote_keeps_its_precision() -> None:
-    """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are read and copied."""
+    """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are
+    read and copied.
+    """
 
     class Slow(Net):
         def configure_optimizers(self) -> Any:
@@ -295,7 +329,10 @@ def test_what_nobody_wrote_keeps_its_precision() -> None:
         assert all(parameter.clone().isfinite().all() for parameter in module.parameters())
 
     module = fit(
-        Slow(), MegatronStrategy(microbatch_size=8), Writes("on_train_batch_end", look), precision="bf16-mixed"
+        Slow(),
+        MegatronStrategy(microbatch_size=8),
+        Writes("on_train_batch_end", look),
+        precision="bf16-mixed",
     )
     mains = module.trainer.strategy._state.main.slices  # type: ignore[union-attr]
     plain = fit(Slow(), "auto").state_dict()
@@ -307,20 +344,30 @@ def test_what_nobody_wrote_keeps_its_precision() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(precision: str, tmp_path: Path) -> None:
+def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(
+    precision: str, tmp_path: Path
+) -> None:
     def tuned(strategy: Any, folder: str, **options: Any) -> Net:
         saves = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
         return fit(HalfTrained(), strategy, Finetuning(), saves, epochs=3, **options)
 
     tolerance = 1e-6 if precision == "32-true" else 0.02
-    plain, ours = tuned("auto", "plain"), tuned(MegatronStrategy(microbatch_size=8), "ours", precision=precision)
+    plain, ours = (
+        tuned("auto", "plain"),
+        tuned(MegatronStrategy(microbatch_size=8), "ours", precision=precision),
+    )
     assert distance(plain, fit(HalfTrained(), "auto", epochs=3)) > 0.01
     assert distance(ours, plain) < tolerance
     for saved in ("epoch=0.ckpt", "epoch=1.ckpt"):
         # Resumed after the generator was added, Lightning has its group, and has it frozen again.
-        plain_again = tuned("auto", "plain again", resume_from=tmp_path / "plain" / saved, weights_only=False)
+        plain_again = tuned(
+            "auto", "plain again", resume_from=tmp_path / "plain" / saved, weights_only=False
+        )
         again = tuned(
-            MegatronStrategy(microbatch_size=8), "again", precision=precision, resume_from=tmp_path / "ours" / saved
+            MegatronStrategy(microbatch_size=8),
+            "again",
+            precision=precision,
+            resume_from=tmp_path / "ours" / saved,
         )
         assert distance(again, plain_again) < tolerance, saved
 
@@ -335,13 +382,21 @@ def two_ranks(rank: int, size: int) -> dict[str, float]:
             place=(rank, size),
             precision="bf16-mixed",
         )
-        found[name] = distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
-        exact = fit(Net(), MegatronStrategy(bucket_size=10), Writes(*WRITES[name]), place=(rank, size))
-        found[f"{name} exactly"] = distance(exact, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
+        found[name] = (
+            distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
+        )
+        exact = fit(
+            Net(), MegatronStrategy(bucket_size=10), Writes(*WRITES[name]), place=(rank, size)
+        )
+        found[f"{name} exactly"] = (
+            distance(exact, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
+        )
     ours = fit(Adversaries(), MegatronStrategy(microbatch_size=4), place=(rank, size))
     strategy = MegatronStrategy(microbatch_size=4, bucket_size=10)
     tuned = fit(HalfTrained(), strategy, Finetuning(), place=(rank, size), precision="bf16-mixed")
-    found["finetuning"] = distance(tuned, fit(HalfTrained(), "auto", Finetuning())) if rank == 0 else 0.0
+    found["finetuning"] = (
+        distance(tuned, fit(HalfTrained(), "auto", Finetuning())) if rank == 0 else 0.0
+    )
     found["adversaries"] = distance(ours, fit(Adversaries(), "auto")) if rank == 0 else 0.0
     return found
 

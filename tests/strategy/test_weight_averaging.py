@@ -1,4 +1,6 @@
-"""Lightning's averages of weights are trained, saved, validated and continued as under its own strategies."""
+"""Lightning's averages of weights are trained, saved, validated and continued as under its own
+strategies.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,19 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def fit(
-    layout: State | None, size: int, steps: int, folder: str | Path, resume: Any = None, **options: Any
+    layout: State | None,
+    size: int,
+    steps: int,
+    folder: str | Path,
+    resume: Any = None,
+    **options: Any,
 ) -> tuple[Validated, EMAWeightAveraging]:
     """Train two steps an epoch, validate after each, save every step."""
     averaging = EMAWeightAveraging(decay=0.5)
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = trainer_of(layout, size, steps, callbacks=[averaging, saver], num_sanity_val_steps=0, **options)
+    trainer = trainer_of(
+        layout, size, steps, callbacks=[averaging, saver], num_sanity_val_steps=0, **options
+    )
     module, data = Validated(), Tokens()
     sampler = DistributedSampler(data, size, trainer.global_rank, shuffle=False)
     loader = DataLoader(data, batch_size=8 // size, sampler=sampler)
@@ -58,13 +67,19 @@ def fit(
 def validated(path: str | Path, layout: State | None, size: int) -> Tensor:
     """Return the weights that a checkpoint is validated with."""
     module = Validated()
-    trainer_of(layout, size, 1).validate(module, DataLoader(Tokens(), batch_size=8), ckpt_path=path, verbose=False)
+    trainer_of(layout, size, 1).validate(
+        module, DataLoader(Tokens(), batch_size=8), ckpt_path=path, verbose=False
+    )
     return module.at_validation[0]
 
 
 def saved(path: str | Path, prefix: str) -> dict[str, Tensor]:
     found = read_full(path)
-    return {name.removeprefix(prefix): one.double() for name, one in found.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): one.double()
+        for name, one in found.items()
+        if name.startswith(prefix)
+    }
 
 
 STEPS, BETWEEN = 12, 7
@@ -76,28 +91,43 @@ def test_averages_equal_those_of_lightning_and_go_on_from_a_checkpoint(tmp_path:
     close: State = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(flat(ours), flat(plain), **close)
     assert len(ours.at_validation) == len(plain.at_validation) > 1
-    torch.testing.assert_close(torch.stack(ours.at_validation), torch.stack(plain.at_validation), **close)
-    rest, _ = fit({}, 1, STEPS, tmp_path / "rest", resume=tmp_path / "ours" / f"step={BETWEEN}.ckpt")
+    torch.testing.assert_close(
+        torch.stack(ours.at_validation), torch.stack(plain.at_validation), **close
+    )
+    rest, _ = fit(
+        {}, 1, STEPS, tmp_path / "rest", resume=tmp_path / "ours" / f"step={BETWEEN}.ckpt"
+    )
     assert torch.equal(flat(rest), flat(ours))
     assert rest.losses == ours.losses[BETWEEN:]
     for path, layout in (("plain", None), ("ours", {})):
         weights = validated(tmp_path / path / f"step={BETWEEN}.ckpt", layout, 1)
         expected = torch.load(tmp_path / "plain" / f"step={BETWEEN}.ckpt")["state_dict"]
-        torch.testing.assert_close(weights, torch.cat([one.double().flatten() for one in expected.values()]), **close)
+        torch.testing.assert_close(
+            weights, torch.cat([one.double().flatten() for one in expected.values()]), **close
+        )
 
 
 def test_averages_go_on_between_plain_files_and_directories(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
     fit({}, 1, BETWEEN, tmp_path / "ours")
     consolidate(tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "file.ckpt")
-    consolidate(tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "weights.ckpt", weights_only=True)
-    assert not {"current_model_state", "averaging_state"} & torch.load(tmp_path / "weights.ckpt").keys()
+    consolidate(
+        tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "weights.ckpt", weights_only=True
+    )
+    assert (
+        not {"current_model_state", "averaging_state"}
+        & torch.load(tmp_path / "weights.ckpt").keys()
+    )
     close: State = {"rtol": 0, "atol": 1e-12}
     # Lightning itself rounds double precision when it goes on with such a module.
-    expected, _ = fit(None, 1, STEPS, tmp_path / "again", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt")
+    expected, _ = fit(
+        None, 1, STEPS, tmp_path / "again", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt"
+    )
     there, _ = fit(None, 1, STEPS, tmp_path / "there", resume=tmp_path / "file.ckpt")
     torch.testing.assert_close(flat(there), flat(expected), rtol=0, atol=1e-9)
-    here, _ = fit({}, 1, STEPS, tmp_path / "here", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt")
+    here, _ = fit(
+        {}, 1, STEPS, tmp_path / "here", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt"
+    )
     torch.testing.assert_close(flat(here), flat(plain), **close)
     assert here.losses == pytest.approx(plain.losses[BETWEEN:], abs=1e-12)
 
@@ -108,7 +138,9 @@ def test_a_checkpoint_without_averages_begins_them(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "start")
     found = [fit({}, 1, 4, tmp_path / "a", resume=tmp_path / "start", precision="32-true")[0]]
     consolidate(tmp_path / "start", tmp_path / "start.ckpt")
-    found.append(fit(None, 1, 4, tmp_path / "b", resume=tmp_path / "start.ckpt", precision="32-true")[0])
+    found.append(
+        fit(None, 1, 4, tmp_path / "b", resume=tmp_path / "start.ckpt", precision="32-true")[0]
+    )
     torch.testing.assert_close(flat(found[0]), flat(found[1]), rtol=0, atol=1e-6)
 
 
@@ -117,7 +149,9 @@ def _assert_averages(folder: str | Path, steps: int) -> None:
     average: dict[str, Tensor] = {}
     for step in range(1, steps + 1):
         current = saved(f"{folder}/step={step}.ckpt", CURRENT)
-        average = {name: (average[name] + one) / 2 if average else one for name, one in current.items()}
+        average = {
+            name: (average[name] + one) / 2 if average else one for name, one in current.items()
+        }
         found = saved(f"{folder}/step={step}.ckpt", MODEL)
         assert found.keys() == current.keys()
         for name, one in found.items():
@@ -130,7 +164,14 @@ def test_mixed_precision_averages_in_full_precision(tmp_path: Path) -> None:
     _assert_averages(tmp_path / "ours", STEPS)
     last = saved(tmp_path / "ours" / f"step={STEPS}.ckpt", MODEL)
     assert any(not torch.equal(one, one.bfloat16().double()) for one in last.values())
-    rest, _ = fit({}, 1, STEPS, tmp_path / "r", tmp_path / "ours" / f"step={BETWEEN}.ckpt", precision="bf16-mixed")
+    rest, _ = fit(
+        {},
+        1,
+        STEPS,
+        tmp_path / "r",
+        tmp_path / "ours" / f"step={BETWEEN}.ckpt",
+        precision="bf16-mixed",
+    )
     assert rest.losses == ours.losses[BETWEEN:]
     again = saved(tmp_path / "r" / f"step={STEPS}.ckpt", MODEL)
     assert all(torch.equal(again[name], one) for name, one in last.items())
@@ -147,7 +188,9 @@ def _on_ranks(rank: int, size: int, folder: str) -> State:
     found: State = {}
     for name, layout in LAYOUTS.items():
         module, _ = fit(layout, size, STEPS, f"{folder}/{name}")
-        rest, _ = fit(layout, size, STEPS, f"{folder}/rest", resume=f"{folder}/{name}/step={BETWEEN}.ckpt")
+        rest, _ = fit(
+            layout, size, STEPS, f"{folder}/rest", resume=f"{folder}/{name}/step={BETWEEN}.ckpt"
+        )
         found[name] = (flat(module), torch.equal(flat(rest), flat(module)))
         fit(layout, size, 4, f"{folder}/half {name}", precision="bf16-mixed")
     return found
@@ -166,6 +209,8 @@ def test_data_parallel_ranks_average_alike(tmp_path: Path) -> None:
 def test_models_in_parts_are_refused_before_any_process_starts() -> None:
     trainer = trainer_of({"tp": 2, "async_save": True}, 2, 1, callbacks=[WeightAveraging()])
     assert isinstance(trainer.strategy, MegatronStrategy)
-    with pytest.raises(UnsupportedError, match=r"WeightAveraging needs the whole model.*tp is 2.*Use tp=1"):
+    with pytest.raises(
+        UnsupportedError, match=r"WeightAveraging needs the whole model.*tp is 2.*Use tp=1"
+    ):
         trainer.fit(Trained(), DataLoader(Tokens(), batch_size=8))
     assert "LOCAL_RANK" not in os.environ

@@ -1,4 +1,6 @@
-"""A small GPT on made-up text, and everything else that a Trainer needs: the same under every strategy."""
+"""A small GPT on made-up text, and everything else that a Trainer needs: the same under every
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Stream(IterableDataset):
             yield self.words[index]
 
 
-def loader(num_samples: int = 32, batch_size: int = 4, seed: int = 1, shuffle: bool = False) -> DataLoader:
+def loader(
+    num_samples: int = 32, batch_size: int = 4, seed: int = 1, shuffle: bool = False
+) -> DataLoader:
     """Return a dataloader of made-up text."""
     return DataLoader(Words(num_samples, seed), batch_size=batch_size, shuffle=shuffle)
 
@@ -57,7 +61,12 @@ class TinyLM(LightningModule):
     def __init__(self, schedule: str | None = "step", num_layers: int = 2, **options: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
-        sizes = {"vocab_size": VOCABULARY, "max_seq_length": 16, "num_layers": num_layers, "hidden_size": 16}
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "max_seq_length": 16,
+            "num_layers": num_layers,
+            "hidden_size": 16,
+        }
         self.config = GPTConfig.gpt2(**{**sizes, "num_heads": 2, "vocab_multiple": 16, **options})
         self.schedule = schedule
         self.net: GPT | None = None
@@ -76,7 +85,14 @@ class TinyLM(LightningModule):
         self.log("loss", loss, prog_bar=True)
         self.log("loss_both", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
-        self.log("count", float(len(batch["tokens"])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log(
+            "count",
+            float(len(batch["tokens"])),
+            on_step=False,
+            on_epoch=True,
+            reduce_fx="sum",
+            sync_dist=True,
+        )
         return {"loss": loss, "batch_loss": loss.detach()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -100,9 +116,15 @@ class TinyLM(LightningModule):
             scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 optimizer, factor=0.5, patience=0, threshold=10.0
             )
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+            }
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule},
+        }
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.hooks.append("zero_grad")

@@ -26,7 +26,9 @@ class Classifier(nn.Module):
         encoder_layer = nn.TransformerEncoderLayer(16, **settings)
         nested = bool(settings["batch_first"]) and not settings.get("norm_first", False)
         nested = nested and settings.get("bias", True)
-        self.encoder = nn.TransformerEncoder(encoder_layer, 2, nn.LayerNorm(16), enable_nested_tensor=nested)
+        self.encoder = nn.TransformerEncoder(
+            encoder_layer, 2, nn.LayerNorm(16), enable_nested_tensor=nested
+        )
         self.head = nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, num_labels))
         self.batch_first = settings["batch_first"]
 
@@ -56,7 +58,9 @@ class Translator(nn.Module):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.transformer = nn.Transformer(16, 4, 1, 2, 24, dropout=0.0, **{"batch_first": True, **settings})
+        self.transformer = nn.Transformer(
+            16, 4, 1, 2, 24, dropout=0.0, **{"batch_first": True, **settings}
+        )
         # torch gives them the values of one layer.
         for parameter in self.transformer.decoder.parameters():
             nn.init.normal_(parameter, std=0.3)
@@ -93,7 +97,11 @@ class Comparison:
         """Note how far two tensors are apart; another shape is infinitely far."""
         ours, theirs = ours.detach(), theirs.detach()
         apart = (
-            float("inf") if ours.shape != theirs.shape else float((ours - theirs).abs().max()) if ours.numel() else 0.0
+            float("inf")
+            if ours.shape != theirs.shape
+            else float((ours - theirs).abs().max())
+            if ours.numel()
+            else 0.0
         )
         self.differences[claim] = max(self.differences.get(claim, 0.0), apart)
 
@@ -135,7 +143,9 @@ def compare_training(
         for module in (theirs, ours):
             module.zero_grad()
             output = call(module)
-            weights = torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype).reshape(output.shape)
+            weights = torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype).reshape(
+                output.shape
+            )
             (output * weights + output.square()).mean().backward()
             outputs.append(output.detach())
             grads.append([x.grad.clone() for x in inputs])
@@ -147,7 +157,9 @@ def compare_training(
         compare_parameters(note, claim, theirs, ours)
         for parameter in (*theirs.parameters(), *ours.parameters()):
             if parameter.grad is not None:
-                velocities[parameter] = 0.9 * velocities.get(parameter, torch.zeros(())) + parameter.grad
+                velocities[parameter] = (
+                    0.9 * velocities.get(parameter, torch.zeros(())) + parameter.grad
+                )
                 parameter.data -= 0.1 * velocities[parameter]
     compare_parameters(note, f"{claim}: after training", theirs, ours, with_grads=False)
 
@@ -158,7 +170,9 @@ def compare_parameters(
     """Note how far this rank's weights and gradients are from the full module's."""
     for name, parameter in ours.named_parameters():
         spec = shard_spec_of(parameter)
-        full = theirs.get_parameter(name if spec.tied_to is None else f"{name.split('.')[0]}.{spec.tied_to}")
+        full = theirs.get_parameter(
+            name if spec.tied_to is None else f"{name.split('.')[0]}.{spec.tied_to}"
+        )
         note.add(f"{claim}: weights", parameter, _local(full, parameter))
         if with_grads and full.grad is not None:
             assert parameter.grad is not None, f"{name} got no gradient"
@@ -174,7 +188,9 @@ def _local(full: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def tokens(num_rows: int = 3, length: int = 6, num_tokens: int = 21) -> Tensor:
     """Return token ids that cover the ends of the vocabulary."""
-    ids = torch.randint(0, num_tokens, (num_rows, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, num_tokens, (num_rows, length), generator=torch.Generator().manual_seed(1)
+    )
     ids[0, 0], ids[-1, -1] = num_tokens - 1, 0
     return ids
 
@@ -198,7 +214,13 @@ def normal(*shape: int, seed: int = 2, grad: bool = False) -> Tensor:
 def mlp() -> nn.Module:
     """Build a stack of linear layers that uses every way to cut one."""
     return nn.Sequential(
-        nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5), nn.LayerNorm(5)
+        nn.Linear(12, 16),
+        nn.GELU(),
+        nn.Linear(16, 12),
+        nn.Linear(12, 8),
+        nn.ReLU(),
+        nn.Linear(8, 5),
+        nn.LayerNorm(5),
     )
 
 
@@ -208,4 +230,6 @@ CLASSIFIER_PLAN = {"embedding": "vocab", "encoder": "auto", "head.0": "column", 
 
 def losses_of(module: nn.Module, ids: Tensor) -> Tensor:
     """Return next-token losses of a GPT."""
-    return F.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return F.cross_entropy(
+        module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+    )

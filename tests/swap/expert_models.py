@@ -21,14 +21,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**_SIZES, "num_hidden_layers": 2, "num_local_experts": 5}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
-        {**_SIZES, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+        {
+            **_SIZES,
+            "num_hidden_layers": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14,
+        }
         | {"mlp_only_layers": [1], "head_dim": 8, "norm_topk_prob": True},
     ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
-        {**_SIZES, "num_hidden_layers": 3, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 14}
-        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "num_key_value_heads": 6}
-        | {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+        {
+            **_SIZES,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 14,
+        }
+        | {
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_key_value_heads": 6,
+        }
+        | {
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        },
     ),
 }
 
@@ -50,13 +74,22 @@ def twin_of(case: str, **changes: Any) -> nn.Module:
 
 
 def exact_twin_of(case: str, **changes: Any) -> nn.Module:
-    """Return a float64 model whose experts can be shared out among four ranks, and their features between two."""
-    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "attn_implementation": "sdpa"}
+    """Return a float64 model whose experts can be shared out among four ranks, and their features
+    between two.
+    """
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "attn_implementation": "sdpa",
+    }
     sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
     config = config_of(case, **{**sizes, **changes})
     # Their fused form has no float64.
     config._experts_implementation = "eager"
-    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64
+    ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in twin.parameters():

@@ -23,13 +23,21 @@ from tests.oracles import assert_equal
 
 def mesh_of(tp: int = 1, pp: int = 1, tp_rank: int = 0, pp_rank: int = 0) -> ParallelMesh:
     """Return the mesh of a rank without processes, for what happens before any communication."""
-    axes = {"tp": MeshAxis("tp", tuple(range(tp)), tp_rank), "pp": MeshAxis("pp", tuple(range(pp)), pp_rank)}
+    axes = {
+        "tp": MeshAxis("tp", tuple(range(tp)), tp_rank),
+        "pp": MeshAxis("pp", tuple(range(pp)), pp_rank),
+    }
     return replace(ParallelMesh.single(), layout=ParallelLayout(tp * pp, tp=tp, pp=pp), **axes)
 
 
 def expert_mesh_of(ep: int, etp: int, ep_rank: int, etp_rank: int) -> ParallelMesh:
-    """Return the mesh of a rank of an expert grid without processes, which holds everything but experts whole."""
-    axes = {"ep": MeshAxis("ep", tuple(range(ep)), ep_rank), "etp": MeshAxis("etp", tuple(range(etp)), etp_rank)}
+    """Return the mesh of a rank of an expert grid without processes, which holds everything but
+    experts whole.
+    """
+    axes = {
+        "ep": MeshAxis("ep", tuple(range(ep)), ep_rank),
+        "etp": MeshAxis("etp", tuple(range(etp)), etp_rank),
+    }
     return replace(ParallelMesh.single(), layout=ParallelLayout(ep * etp, ep=ep, etp=etp), **axes)
 
 
@@ -47,7 +55,9 @@ def replaced(source: Any, family: Family, mesh: ParallelMesh) -> Any:
 
 
 def name_of_values(name: str, parameter: Tensor) -> str:
-    """Return the name of the parameter that another one is a copy of, in a model that the root calls ``model``."""
+    """Return the name of the parameter that another one is a copy of, in a model that the root
+    calls ``model``.
+    """
     tied_to = shard_spec_of(parameter).tied_to
     return name if tied_to is None else tied_to.removeprefix("model.")
 
@@ -63,13 +73,19 @@ def full_tensors(model: GPT) -> dict[str, Tensor]:
 
 
 def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the full gradients of a replaced model's parameters, made of those of theirs by the family's table."""
+    """Return the full gradients of a replaced model's parameters, made of those of theirs by the
+    family's table.
+    """
     reader, table = reader_of(gradients, model.family), model.family.at_home(model.body.config)
     return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}
 
 
-def check_call(model: Any, call: Mapping[str, Any], logits: Tensor, loss: Tensor, what: str) -> None:
-    """Compare logits, where nothing is padded, and the loss of a call, and run the backward pass of its loss alone."""
+def check_call(
+    model: Any, call: Mapping[str, Any], logits: Tensor, loss: Tensor, what: str
+) -> None:
+    """Compare logits, where nothing is padded, and the loss of a call, and run the backward pass of
+    its loss alone.
+    """
     model.zero_grad()
     output = model(**call)
     seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()

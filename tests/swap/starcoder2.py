@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_megatron.swap.families import ConfigTable, Family, Field, Names, one_from, rotary_fields
+from lightning_megatron.swap.families import (
+    ConfigTable,
+    Family,
+    Field,
+    Names,
+    one_from,
+    rotary_fields,
+)
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
@@ -19,15 +26,31 @@ STARCODER2 = Family(
             Field("num_attention_heads", 24, "num_heads"),
             Field("num_key_value_heads", 2, "num_kv_heads"),
             Field("max_position_embeddings", 4096, "max_seq_length"),
-            Field("hidden_act", "gelu_pytorch_tanh", one_from("hidden_act", "activation", _ACTIVATIONS)),
+            Field(
+                "hidden_act",
+                "gelu_pytorch_tanh",
+                one_from("hidden_act", "activation", _ACTIVATIONS),
+            ),
             Field("norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.018042, "init_std"),
             Field("tie_word_embeddings", True, "tie_embeddings"),
             Field("attention_dropout", 0.0, "attention_dropout"),
             Field("sliding_window", None, "sliding_window"),
-            Field("use_bias", True, only=(True,), why="norms have biases, and so have all projections"),
-            Field("residual_dropout", 0.0, only=(0.0,), why="dropout would come after the embedding as well"),
-            Field("embedding_dropout", 0.0, only=(0.0,), why="dropout would come before the residual sums as well"),
+            Field(
+                "use_bias", True, only=(True,), why="norms have biases, and so have all projections"
+            ),
+            Field(
+                "residual_dropout",
+                0.0,
+                only=(0.0,),
+                why="dropout would come after the embedding as well",
+            ),
+            Field(
+                "embedding_dropout",
+                0.0,
+                only=(0.0,),
+                why="dropout would come before the residual sums as well",
+            ),
             *rotary_fields(),
         ),
         fixed={"norm": "layernorm", "position": "rotary", "bias": True},

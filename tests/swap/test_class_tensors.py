@@ -1,4 +1,6 @@
-"""Every parameter of a replaced model, and what an optimizer keeps for it, is that of its class in another form."""
+"""Every parameter of a replaced model, and what an optimizer keeps for it, is that of its class in
+another form.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 from tests.swap import encoders, expert_models, families
 
 TWINS: dict[str, Any] = dict.fromkeys(families.CASES, families.twin_of)
-TWINS |= dict.fromkeys(expert_models.WHOLE, expert_models.twin_of) | dict.fromkeys(encoders.CASES, encoders.encoder_of)
+TWINS |= dict.fromkeys(expert_models.WHOLE, expert_models.twin_of) | dict.fromkeys(
+    encoders.CASES, encoders.encoder_of
+)
 
 
 def swapped(twin: nn.Module) -> tuple[nn.Module, list[ClassTensors]]:
@@ -34,7 +38,9 @@ def swapped(twin: nn.Module) -> tuple[nn.Module, list[ClassTensors]]:
 
 def unpadded(root: nn.Module) -> dict[str, Tensor]:
     """Return what checkpoints have of parameters: vocabularies without padding."""
-    shapes = {name: shard_spec_of(one).full_shape or one.shape for name, one in root.named_parameters()}
+    shapes = {
+        name: shard_spec_of(one).full_shape or one.shape for name, one in root.named_parameters()
+    }
     return {name: one.detach()[: shapes[name][0]] for name, one in root.named_parameters()}
 
 
@@ -42,10 +48,17 @@ def unpadded(root: nn.Module) -> dict[str, Tensor]:
 def test_parameters_become_those_of_the_class_in_its_order_and_come_back(case: str) -> None:
     twin = TWINS[case](case)
     root, models = swapped(twin)
-    own, theirs = unpadded(root), {f"model.{name}": one.detach() for name, one in twin.named_parameters()}
+    own, theirs = (
+        unpadded(root),
+        {f"model.{name}": one.detach() for name, one in twin.named_parameters()},
+    )
     assert list(dict.fromkeys(class_name_in(models, name) for name in own)) == list(theirs)
     backwards = in_class_order(models, ["first", *reversed(own), "last"])
-    assert list(dict.fromkeys(class_name_in(models, name) for name in backwards)) == ["first", *theirs, "last"]
+    assert list(dict.fromkeys(class_name_in(models, name) for name in backwards)) == [
+        "first",
+        *theirs,
+        "last",
+    ]
     found = class_states(models, "exp_avg", own)
     assert found.keys() == theirs.keys()
     for name, tensor in found.items():
@@ -73,14 +86,20 @@ def test_scalars_of_what_is_one_in_the_class_must_agree() -> None:
 def test_a_stack_without_one_of_its_experts_is_refused() -> None:
     models, states = states_of("mixtral", lambda one: one.detach())
     del states["model.model.layers.1.mlp.experts.down_proj.4"]
-    with pytest.raises(CheckpointMismatchError, match=r"'model.layers.1.mlp.experts.down_proj.4' of .* missing"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'model.layers.1.mlp.experts.down_proj.4' of .* missing"
+    ):
         class_states(models, "exp_avg", states)
 
 
 def test_state_of_another_shape_stays_only_where_the_class_stores_the_same() -> None:
     models, states = states_of("gpt2", lambda one: one.detach().sum(-1))
-    assert class_states(models, "row", {"model.transformer.ln_f.weight": states["model.transformer.ln_f.weight"]})
-    with pytest.raises(UnsupportedError, match=r"'row' of 'model.transformer.h.0.attn.c_attn.weight' has shape"):
+    assert class_states(
+        models, "row", {"model.transformer.ln_f.weight": states["model.transformer.ln_f.weight"]}
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"'row' of 'model.transformer.h.0.attn.c_attn.weight' has shape"
+    ):
         class_states(models, "row", states)
     name = "model.transformer.h.0.attn.c_attn.weight"
     with pytest.raises(UnsupportedError, match=r"an element-wise optimizer such as AdamW"):

@@ -35,7 +35,9 @@ def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) 
     torch.compiler.reset()
     for block in blocks_of(roots[1]["model"]):
         block.compile(backend="aot_eager")
-    tokens = torch.randint(roots[0]["model"].config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        roots[0]["model"].config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0)
+    )
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     for call in ({}, {"attention_mask": mask})[:kinds]:
@@ -45,7 +47,9 @@ def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) 
         for root, loss in zip(roots, losses, strict=True):
             root.zero_grad()
             loss.backward()
-        for (name, one), two in zip(roots[0].named_parameters(), roots[1].parameters(), strict=True):
+        for (name, one), two in zip(
+            roots[0].named_parameters(), roots[1].parameters(), strict=True
+        ):
             assert_equal(two.grad, one.grad, f"{what}: {name}")
 
 

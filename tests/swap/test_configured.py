@@ -1,4 +1,6 @@
-"""What configure_model does to a Hugging Face model that is built without its weights counts, or is refused."""
+"""What configure_model does to a Hugging Face model that is built without its weights counts, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def new_head(model: Any) -> None:
 
 def load_state(model: Any) -> None:
     torch.manual_seed(4)
-    model.load_state_dict({name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()}
+    )
 
 
 def more_tokens(model: Any) -> None:
@@ -67,7 +71,9 @@ def draw_again(model: Any) -> None:
 
 def write_one_of_a_joint_layer(model: Any) -> None:
     with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.copy_(model.model.layers[0].self_attn.v_proj.weight)
+        model.model.layers[0].self_attn.k_proj.weight.copy_(
+            model.model.layers[0].self_attn.v_proj.weight
+        )
 
 
 def read(model: Any) -> None:
@@ -86,7 +92,16 @@ def init_again(model: Any) -> None:
 
 
 CHANGES = (
-    *(zero_head, scale_data, clear_row, new_head, load_state, more_tokens, fewer_tokens, draw_again),
+    *(
+        zero_head,
+        scale_data,
+        clear_row,
+        new_head,
+        load_state,
+        more_tokens,
+        fewer_tokens,
+        draw_again,
+    ),
     *(write_one_of_a_joint_layer, read, copy, init_again),
 )
 
@@ -97,7 +112,9 @@ def stored(case: str, folder: Path) -> Path:
     return folder
 
 
-def configured(folder: Path, change: Callable[[Any], Any], builder: str = "AutoModelForCausalLM") -> tuple[Any, Any]:
+def configured(
+    folder: Path, change: Callable[[Any], Any], builder: str = "AutoModelForCausalLM"
+) -> tuple[Any, Any]:
     """Return the model as Hugging Face has it after a change, and the same without its weights."""
     build = getattr(transformers, builder).from_pretrained
     plain = build(folder)
@@ -130,7 +147,9 @@ def test_only_what_is_used_gets_its_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox", "gemma"])
-def test_values_of_packed_and_tied_tensors_are_those_of_the_folder(case: str, tmp_path: Path) -> None:
+def test_values_of_packed_and_tied_tensors_are_those_of_the_folder(
+    case: str, tmp_path: Path
+) -> None:
     if case == "mixtral":
         from tests.swap import expert_models
 
@@ -224,15 +243,27 @@ def gradient_hook(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (other_block, r"'model.model.layers.0.mlp.act_fn' is a ReLU, where the class builds a SiLU"),
+        (
+            other_block,
+            r"'model.model.layers.0.mlp.act_fn' is a ReLU, where the class builds a SiLU",
+        ),
         (other_forward, r"'model.lm_head' has another forward method"),
-        (other_setting, r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, and was 0.0"),
+        (
+            other_setting,
+            r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, and was 0.0",
+        ),
         (head_with_bias, r"'lm_head.bias' left over"),
         (wrong_shape, r"'lm_head.weight'"),
         (other_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
-        (tied_by_hand, r"output head of 'model' is that of the embedding.*tie_word_embeddings=True"),
+        (
+            tied_by_hand,
+            r"output head of 'model' is that of the embedding.*tie_word_embeddings=True",
+        ),
         (one_block_twice, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
-        (gradient_hook, r"'model.model.embed_tokens.weight' has hooks for its gradient.*on_fit_start"),
+        (
+            gradient_hook,
+            r"'model.model.embed_tokens.weight' has hooks for its gradient.*on_fit_start",
+        ),
     ],
 )
 def test_what_other_layers_would_not_compute_is_refused(
@@ -244,23 +275,32 @@ def test_what_other_layers_would_not_compute_is_refused(
 
 
 @pytest.mark.parametrize("has_values", [False, True])
-def test_a_tied_head_that_was_given_a_weight_of_its_own_is_refused(has_values: bool, tmp_path: Path) -> None:
+def test_a_tied_head_that_was_given_a_weight_of_its_own_is_refused(
+    has_values: bool, tmp_path: Path
+) -> None:
     def untie(model: Any) -> None:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
 
     plain, model = configured(stored("gpt2", tmp_path), untie)
-    with pytest.raises(UnsupportedError, match=r"is not that of the embedding.*tie_word_embeddings=False"):
+    with pytest.raises(
+        UnsupportedError, match=r"is not that of the embedding.*tie_word_embeddings=False"
+    ):
         parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("rms_norm_eps", 0.1), ("hidden_act", "gelu"), ("attention_dropout", 0.5), ("head_dim", 6)]
+    ("key", "value"),
+    [("rms_norm_eps", 0.1), ("hidden_act", "gelu"), ("attention_dropout", 0.5), ("head_dim", 6)],
 )
 def test_a_configuration_that_changes_after_the_model_was_built_is_refused(
     key: str, value: Any, tmp_path: Path
 ) -> None:
-    _, model = configured(stored("llama", tmp_path), lambda model: setattr(model.config, key, value))
-    with pytest.raises(UnsupportedError, match=rf"{key} of the configuration of 'model' changed after"):
+    _, model = configured(
+        stored("llama", tmp_path), lambda model: setattr(model.config, key, value)
+    )
+    with pytest.raises(
+        UnsupportedError, match=rf"{key} of the configuration of 'model' changed after"
+    ):
         parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
 
 
@@ -270,7 +310,9 @@ def test_a_padding_token_that_is_named_afterwards_does_not_change_training(
     case: str, has_values: bool, tmp_path: Path
 ) -> None:
     token = int(TOKENS[0, 3])
-    plain, model = configured(stored(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token))
+    plain, model = configured(
+        stored(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token)
+    )
     found = deepcopy(plain) if has_values else model
     parallelize(nn.ModuleDict({"model": found}), ParallelMesh.single())
     for each in (plain, found):
@@ -289,7 +331,9 @@ def test_a_new_classifier_may_have_other_labels(case: str, tmp_path: Path) -> No
         else:
             model.classifier.out_proj = nn.Linear(48, 8)
 
-    plain, model = configured(stored(case, tmp_path), eight_labels, "AutoModelForSequenceClassification")
+    plain, model = configured(
+        stored(case, tmp_path), eight_labels, "AutoModelForSequenceClassification"
+    )
     parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
     expected = plain(input_ids=TOKENS).logits
     assert expected.shape == (2, 8)
@@ -311,7 +355,9 @@ def test_a_model_that_its_table_refuses_can_be_changed_as_always(tmp_path: Path)
 
     def load_all(model: Any) -> None:
         torch.manual_seed(8)
-        model.load_state_dict({name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()})
+        model.load_state_dict(
+            {name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()}
+        )
 
     plain, model = configured(tmp_path, load_all)
     parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())

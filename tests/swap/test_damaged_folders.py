@@ -1,4 +1,6 @@
-"""A damaged or hostile folder of weights gives what was saved, bit by bit, or an error that names it."""
+"""A damaged or hostile folder of weights gives what was saved, bit by bit, or an error that names
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def tensors() -> dict[str, Tensor]:
     # No two are of one size: their exchange no header shows.
     generator = torch.Generator().manual_seed(0)
     found = {f"layers.{n}.weight": torch.randn(n + 1, 3, generator=generator) for n in range(6)}
-    return {**found, "half": torch.randn(5, generator=generator).bfloat16(), "nothing": torch.empty(0, 4)}
+    return {
+        **found,
+        "half": torch.randn(5, generator=generator).bfloat16(),
+        "nothing": torch.empty(0, 4),
+    }
 
 
 def single(folder: Path) -> Path:
@@ -50,7 +56,9 @@ def indexed(folder: Path) -> Path:
 
 
 def check(folder: Path, what: str) -> str:
-    """Read a folder; return the text of the error, or nothing where all tensors are those that were saved."""
+    """Read a folder; return the text of the error, or nothing where all tensors are those that were
+    saved.
+    """
     refusal = None
     try:
         source = SafetensorsFolder(folder)
@@ -82,7 +90,28 @@ def joined(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-ODD = (0, 1, -1, 7, 2**31, 2**63, 2**70, 10**400, 1.5, True, None, "", "x", [], [1], [0, 4], [8, 4], {}, "I32", "F16")
+ODD = (
+    0,
+    1,
+    -1,
+    7,
+    2**31,
+    2**63,
+    2**70,
+    10**400,
+    1.5,
+    True,
+    None,
+    "",
+    "x",
+    [],
+    [1],
+    [0, 4],
+    [8, 4],
+    {},
+    "I32",
+    "F16",
+)
 ODD_TYPES = ("F64", "I64", "BF16", "F8_E4M3", "F4", "C64", "U32", "BOOL", "f32", ["F32"])
 
 
@@ -203,12 +232,17 @@ def test_an_edited_index_changes_nothing_silently(tmp_path: Path) -> None:
     for seed in range(200):
         draw, changed = random.Random(seed), copy.deepcopy(index)
         places = changed["weight_map"]
-        name, new = draw.choice(list(places)), draw.choice((*ODD, "../x.safetensors", ".", "..", FILES[0], "\0", INDEX))
+        name, new = (
+            draw.choice(list(places)),
+            draw.choice((*ODD, "../x.safetensors", ".", "..", FILES[0], "\0", INDEX)),
+        )
         kind = draw.choice(("drop", "drop a file", "place", "rename", "map", "top"))
         if kind == "drop":
             del places[name]
         elif kind == "drop a file":
-            changed["weight_map"] = {key: file for key, file in places.items() if file != places[name]}
+            changed["weight_map"] = {
+                key: file for key, file in places.items() if file != places[name]
+            }
         elif kind == "place":
             places[name] = new
         elif kind == "rename":
@@ -235,7 +269,9 @@ def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
     path = indexed(tmp_path)
-    path.write_text(path.read_text().replace('"weight_map": {', f'"weight_map": {{"half": "{FILES[1]}", '))
+    path.write_text(
+        path.read_text().replace('"weight_map": {', f'"weight_map": {{"half": "{FILES[1]}", ')
+    )
     with pytest.raises(CorruptDataError, match="the key 'half' occurs twice"):
         SafetensorsFolder(tmp_path)
 
@@ -249,7 +285,9 @@ def test_tensors_and_files_that_the_index_leaves_out_are_named(tmp_path: Path) -
         SafetensorsFolder(tmp_path)
     left = {name: file for name, file in index["weight_map"].items() if file != FILES[1]}
     path.write_text(json.dumps({"weight_map": left}))
-    with pytest.raises(CheckpointMismatchError, match=r"of the 2 files model-...-of-00002 of .* it names 1"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"of the 2 files model-...-of-00002 of .* it names 1"
+    ):
         SafetensorsFolder(tmp_path)
 
 
@@ -298,7 +336,9 @@ def test_what_is_no_file_is_refused_without_waiting(name: str, tmp_path: Path) -
     place = indexed if name != WEIGHTS else single
     place(tmp_path)
     for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)):
-        (tmp_path / name).unlink(missing_ok=True) if not (tmp_path / name).is_dir() else (tmp_path / name).rmdir()
+        (tmp_path / name).unlink(missing_ok=True) if not (tmp_path / name).is_dir() else (
+            tmp_path / name
+        ).rmdir()
         make(tmp_path / name)
         with pytest.raises(OUR_ERRORS, match=str(tmp_path)):
             SafetensorsFolder(tmp_path)

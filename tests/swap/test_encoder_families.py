@@ -1,4 +1,6 @@
-"""Tensors of every encoder class become ours and come back bit for bit; heads may be missing or too many."""
+"""Tensors of every encoder class become ours and come back bit for bit; heads may be missing or too
+many.
+"""
 
 from __future__ import annotations
 
@@ -76,19 +78,27 @@ def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> Non
     config = family.config(folder.config)
     assert config == family.config(twin.config.to_dict()), "the file says what the object says"
     for tp in (1, 2, 3, 4):
-        for pp, pp_rank, tp_rank in [(n, p, t) for n in (1, 2) for p in range(n) for t in range(tp)]:
+        for pp, pp_rank, tp_rank in [
+            (n, p, t) for n in (1, 2) for p in range(n) for t in range(tp)
+        ]:
             model = part(config, mesh_of(tp, pp, tp_rank, pp_rank))
             load_from(model, folder, family)
             for name, parameter in model.named_parameters():
                 spec = shard_spec_of(parameter)
-                expected = spec.shard(whole[spec.tied_to or name].float(), parameter.shape[spec.dim])
-                assert torch.equal(parameter, expected), f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
+                expected = spec.shard(
+                    whole[spec.tied_to or name].float(), parameter.shape[spec.dim]
+                )
+                assert torch.equal(parameter, expected), (
+                    f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
+                )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
     twin, family = encoder_of(case).eval(), family_of_case(case)
-    export_folder(full_tensors(loaded(case, twin)).items(), family, twin.config.to_dict(), tmp_path, 20_000)
+    export_folder(
+        full_tensors(loaded(case, twin)).items(), family, twin.config.to_dict(), tmp_path, 20_000
+    )
     again, report = type(twin).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     expected = twin.state_dict()
@@ -100,7 +110,9 @@ def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("saved", ["", " masked", " classes"])
 @pytest.mark.parametrize("built", ["", " masked", " classes"])
-def test_every_class_is_built_from_every_file(kind: str, saved: str, built: str, tmp_path: Path) -> None:
+def test_every_class_is_built_from_every_file(
+    kind: str, saved: str, built: str, tmp_path: Path
+) -> None:
     twin, architecture = encoder_of(f"{kind}{saved}"), CASES[f"{kind}{built}"][0]
     twin.save_pretrained(tmp_path)
     model = opened(architecture, tmp_path)
@@ -129,12 +141,16 @@ def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     whole = part(config, mesh_of())
     missing = load_from(whole, SafetensorsFolder(tmp_path), family, 5)
     assert missing == tuple(
-        f"classifier.{layer}.{kind}" for layer in ("dense", "out_proj") for kind in ("bias", "weight")
+        f"classifier.{layer}.{kind}"
+        for layer in ("dense", "out_proj")
+        for kind in ("bias", "weight")
     )
     last = part(config, mesh_of(2, 2, 1, 1))
     assert load_from(last, SafetensorsFolder(tmp_path), family, 5) == missing
     first = part(config, mesh_of(2, 2, 1, 0))
-    assert load_from(first, SafetensorsFolder(tmp_path), family, 5) == missing, "all ranks know what is missing"
+    assert load_from(first, SafetensorsFolder(tmp_path), family, 5) == missing, (
+        "all ranks know what is missing"
+    )
     assert torch.equal(last.head.dense.weight, whole.head.dense.weight)
     assert float(whole.head.dense.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert not whole.head.output.bias.any()
@@ -149,11 +165,19 @@ def test_the_log_says_which_head_is_new(tmp_path: Path) -> None:
 
 def test_a_missing_layer_is_no_head(tmp_path: Path) -> None:
     twin, family = encoder_of("bert"), family_of("BertForSequenceClassification")
-    state = {name: tensor for name, tensor in twin.state_dict().items() if "layer.1.output.dense.bias" not in name}
+    state = {
+        name: tensor
+        for name, tensor in twin.state_dict().items()
+        if "layer.1.output.dense.bias" not in name
+    }
     model = part(family.config(twin.config.to_dict()), mesh_of())
-    with pytest.raises(CheckpointMismatchError, match=r"'bert.encoder.layer.1.output.dense.bias' missing"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'bert.encoder.layer.1.output.dense.bias' missing"
+    ):
         load_from(model, state, family, 1)
-    with pytest.raises(CheckpointMismatchError, match=r"'classifier.bias', 'classifier.weight' missing"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'classifier.bias', 'classifier.weight' missing"
+    ):
         load_from(model, twin.state_dict(), family)
     with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' left over"):
         load_from(model, {**twin.state_dict(), "extra": torch.ones(2)}, family, 1)
@@ -164,7 +188,11 @@ def test_files_of_earlier_releases_are_read() -> None:
     expected = full_tensors(loaded("bert masked", twin))
     state = {}
     for name, tensor in twin.state_dict().items():
-        state[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+        state[
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
+        ] = tensor
     state["bert.embeddings.position_ids"] = torch.arange(20).unsqueeze(0)
     state["cls.seq_relationship.weight"] = torch.ones(2, 48)
     state["bert.pooler.dense.bias"] = torch.ones(48)
@@ -178,7 +206,9 @@ def test_files_of_earlier_releases_are_read() -> None:
 
 def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
     settings = {**CASES["bert"][1]}
-    twin = transformers.BertModel(transformers.BertConfig(**settings), add_pooling_layer=False).eval()
+    twin = transformers.BertModel(
+        transformers.BertConfig(**settings), add_pooling_layer=False
+    ).eval()
     family = family_of("BertModel")
     ours = replaced(deepcopy(twin), family, ParallelMesh.single())
     output = ours(TOKENS, return_dict=False)
@@ -186,7 +216,9 @@ def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
     assert torch.allclose(output[0], twin(TOKENS)[0], atol=1e-5)
     export_folder(full_tensors(ours).items(), family, twin.config.to_dict(), tmp_path, at_home=True)
     again = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()
+    )
 
 
 def test_the_encoder_inside_a_class_without_a_table_is_left_alone() -> None:
@@ -226,11 +258,17 @@ def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], mess
         ("bert", {"labels": TOKENS}, "takes no labels"),
         ("bert masked", {"output_attentions": True}, "takes no output_attentions"),
         ("roberta", {"encoder_hidden_states": TOKENS}, "takes no encoder_hidden_states"),
-        ("roberta", {"attention_mask": torch.ones(2, 8, 8)}, "attention_mask must have a number for each token"),
+        (
+            "roberta",
+            {"attention_mask": torch.ones(2, 8, 8)},
+            "attention_mask must have a number for each token",
+        ),
         ("bert", {"inputs_embeds": torch.ones(2, 8, 48)}, "takes tokens or vectors: both"),
     ],
 )
-def test_calls_that_ask_for_more_are_refused_by_name(case: str, call: dict[str, Any], message: str) -> None:
+def test_calls_that_ask_for_more_are_refused_by_name(
+    case: str, call: dict[str, Any], message: str
+) -> None:
     model = replaced(encoder_of(case), family_of_case(case), ParallelMesh.single())
     with pytest.raises(UnsupportedError, match=message):
         model(TOKENS, **call)
@@ -240,7 +278,13 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
     for case in CASES:
         twin = encoder_of(case).eval()
         model = replaced(encoder_of(case).eval(), family_of_case(case), ParallelMesh.single())
-        call = {"labels": TOKENS} if "masked" in case else {"labels": torch.tensor([1, 0])} if "classes" in case else {}
+        call = (
+            {"labels": TOKENS}
+            if "masked" in case
+            else {"labels": torch.tensor([1, 0])}
+            if "classes" in case
+            else {}
+        )
         theirs, ours = twin(TOKENS, **call), model(TOKENS, **call)
         assert tuple(theirs.keys()) == ours.keys(), case
         for one, other in zip(theirs.to_tuple(), ours.to_tuple(), strict=True):
@@ -251,7 +295,9 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
 
 
 @pytest.mark.parametrize("pp_rank", [0, 1])
-@pytest.mark.parametrize("case", ["bert masked", "bert classes", "roberta masked", "roberta classes"])
+@pytest.mark.parametrize(
+    "case", ["bert masked", "bert classes", "roberta masked", "roberta classes"]
+)
 def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
     twin = encoder_of(case)
     twin.base_model.requires_grad_(False)
@@ -266,7 +312,9 @@ def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
 
 def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path) -> None:
     encoder_of("roberta").save_pretrained(tmp_path)
-    model = opened("RobertaForSequenceClassification", tmp_path, num_labels=7, hidden_dropout_prob=0.3)
+    model = opened(
+        "RobertaForSequenceClassification", tmp_path, num_labels=7, hidden_dropout_prob=0.3
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     replaced(model, family_of("RobertaForSequenceClassification"), ParallelMesh.single())
     config = model.body.config
@@ -274,4 +322,6 @@ def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path
     assert model(TOKENS).logits.shape == (2, 7)
     other = opened("RobertaModel", tmp_path, add_pooling_layer=False)
     assert other.pooler is None
-    assert not any(parameter.is_meta for parameter in other.parameters()), "other arguments are Hugging Face's"
+    assert not any(parameter.is_meta for parameter in other.parameters()), (
+        "other arguments are Hugging Face's"
+    )

@@ -1,4 +1,6 @@
-"""Hugging Face encoders replaced in place: their own outputs, losses and gradients, in every layout."""
+"""Hugging Face encoders replaced in place: their own outputs, losses and gradients, in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def exact(case: str, **changes: Any) -> nn.Module:
 
 
 def inputs(model: nn.Module) -> dict[str, Call]:
-    """Return calls of every kind: whole rows, padding on either side, positions and kinds of tokens, vectors."""
+    """Return calls of every kind: whole rows, padding on either side, positions and kinds of
+    tokens, vectors.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (B, S), generator=generator)
     right, left = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
@@ -37,8 +41,14 @@ def inputs(model: nn.Module) -> dict[str, Call]:
     positions = torch.randint(0, 20, (B, S), generator=generator)
     return {
         "whole": {"input_ids": tokens.masked_fill(tokens == PADDING, 0)},
-        "padded right": {"input_ids": tokens.masked_fill(right == 0, PADDING), "attention_mask": right},
-        "padded left": {"input_ids": tokens.masked_fill(left == 0, PADDING), "attention_mask": left},
+        "padded right": {
+            "input_ids": tokens.masked_fill(right == 0, PADDING),
+            "attention_mask": right,
+        },
+        "padded left": {
+            "input_ids": tokens.masked_fill(left == 0, PADDING),
+            "attention_mask": left,
+        },
         "kinds": {"input_ids": tokens, "token_type_ids": kinds},
         "positions": {"input_ids": tokens, "position_ids": positions},
         "odd": {"input_ids": tokens[:, :7], "attention_mask": right[:, :7]},
@@ -52,7 +62,10 @@ def labelled(case: str, call: Call) -> Call:
     generator = torch.Generator().manual_seed(2)
     if "masked" in case:
         labels = torch.randint(0, V, given.shape[:2], generator=generator)
-        return {**call, "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100)}
+        return {
+            **call,
+            "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100),
+        }
     if "classes" in case:
         return {**call, "labels": torch.tensor([1, 4, 0])}
     return call
@@ -90,7 +103,9 @@ def truths(case: str) -> list[Truth]:
         output = twin(**call)
         output.loss = output.get("loss")
         loss_of(output).backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()
+        }
         found.append(Truth(kind, call, output, gradients))
     return found
 
@@ -100,7 +115,12 @@ def compare(case: str, *meshes: ParallelMesh) -> None:
     for mesh in meshes:
         model = swapped(exact(case), mesh)
         for truth in expected:
-            compare_call(model, truth, f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}", mesh)
+            compare_call(
+                model,
+                truth,
+                f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}",
+                mesh,
+            )
 
 
 def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: ParallelMesh) -> None:
@@ -115,20 +135,29 @@ def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: Paral
         assert_equal(loss, loss_of(truth.output), f"{what}: loss", 1e-9)
         loss.backward()
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         assert_same_gradients(model, mesh, expected_gradients(model, truth.gradients), what)
 
 
 def check_problems(mesh: ParallelMesh) -> None:
     labels = {
-        "regression": torch.randn(B, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)),
+        "regression": torch.randn(
+            B, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+        ),
         "single_label_classification": torch.tensor([1, 4, 0]),
-        "multi_label_classification": torch.tensor([[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).double(),
+        "multi_label_classification": torch.tensor(
+            [[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+        ).double(),
     }
     for case in ("bert classes", "roberta classes"):
         for problem, given in labels.items():
             for said in (problem, None) if problem != "regression" else (problem,):
-                twin, model = exact(case, problem_type=said), swapped(exact(case, problem_type=said), mesh)
+                twin, model = (
+                    exact(case, problem_type=said),
+                    swapped(exact(case, problem_type=said), mesh),
+                )
                 call = {**inputs(twin)["padded left"], "labels": given}
                 assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {problem}", 1e-9)
         one = {"num_labels": 1}

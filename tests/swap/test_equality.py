@@ -31,7 +31,9 @@ SHAPES: dict[str, dict[str, object]] = {
 
 def linear_layers(note: Comparison, mesh: ParallelMesh) -> None:
     theirs, ours, records = twin(cases.mlp, mesh, cases.MLP_PLAN)
-    assert [record.kind for record in records] == ["column", "row", "column_gather", "vocab"], records
+    assert [record.kind for record in records] == ["column", "row", "column_gather", "vocab"], (
+        records
+    )
     x = cases.normal(4, 3, 12, grad=True)
     compare_training(note, "linear layers", theirs, ours, lambda module: module(x), inputs=(x,))
 
@@ -53,13 +55,21 @@ def masks(note: Comparison, mesh: ParallelMesh) -> None:
         "causal, promised": {"mask": causal, "is_causal": True},
         "boolean causal": {"mask": causal < 0},
         "padding": {"src_key_padding_mask": padding},
-        "padding and causal, promised": {"mask": causal < 0, "src_key_padding_mask": padding, "is_causal": True},
+        "padding and causal, promised": {
+            "mask": causal < 0,
+            "src_key_padding_mask": padding,
+            "is_causal": True,
+        },
         "one mask for each head": {"mask": per_head},
-        "numbers for padding": {"src_key_padding_mask": torch.zeros(3, 6).double().masked_fill(padding, -2.0)},
+        "numbers for padding": {
+            "src_key_padding_mask": torch.zeros(3, 6).double().masked_fill(padding, -2.0)
+        },
     }
     for claim, choice in choices.items():
         theirs, ours, _ = twin(cases.Classifier, mesh)
-        compare_training(note, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=1)
+        compare_training(
+            note, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=1
+        )
 
 
 def evaluation(note: Comparison, mesh: ParallelMesh) -> None:
@@ -74,8 +84,13 @@ def evaluation(note: Comparison, mesh: ParallelMesh) -> None:
                 note.add(f"evaluation, {claim}", ours(ids, **mask), theirs(ids, **mask))
             note.add(f"evaluation with gradients, {claim}", ours(ids, **mask), theirs(ids, **mask))
         with torch.no_grad():
-            hidden = cases.normal(3, 6, 16) if shape.get("batch_first", True) else cases.normal(6, 3, 16)
-            layer = (module.encoder.layers[1](hidden, src_key_padding_mask=padding) for module in (ours, theirs))
+            hidden = (
+                cases.normal(3, 6, 16) if shape.get("batch_first", True) else cases.normal(6, 3, 16)
+            )
+            layer = (
+                module.encoder.layers[1](hidden, src_key_padding_mask=padding)
+                for module in (ours, theirs)
+            )
             note.add(f"one layer in evaluation, {claim}", *layer)
         for module in (theirs, ours):
             module.train()
@@ -87,10 +102,14 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
     row, padding = cases.normal(6, 16, grad=True), cases.padding()
     calls = {
         "with average weights": lambda m: m(x, x, x, key_padding_mask=padding),
-        "with weights by head": lambda m: m(x, x, x, average_attn_weights=False, attn_mask=cases.causal()),
+        "with weights by head": lambda m: m(
+            x, x, x, average_attn_weights=False, attn_mask=cases.causal()
+        ),
         "without weights": lambda m: m(x, x, x, need_weights=False),
         "to a memory": lambda m: m(x, memory, memory),
-        "unbatched": lambda m: m(row, row, row, attn_mask=cases.causal(), key_padding_mask=padding[1].double() * -1.0),
+        "unbatched": lambda m: m(
+            row, row, row, attn_mask=cases.causal(), key_padding_mask=padding[1].double() * -1.0
+        ),
     }
     for claim, call in calls.items():
         theirs, ours, _ = twin(partial(cases.Attending, batch_first=True), mesh)
@@ -98,9 +117,18 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
         compare_training(note, f"attention {claim}", theirs, ours, call, num_steps=1, inputs=inputs)
     target = cases.normal(3, 4, 16, seed=5, grad=True)
     theirs, ours, _ = twin(
-        cases.Translator, mesh, {"*": "auto", "*decoder*linear1": "column", "*decoder*linear2": "row"}
+        cases.Translator,
+        mesh,
+        {"*": "auto", "*decoder*linear1": "column", "*decoder*linear2": "row"},
     )
-    compare_training(note, "encoder and parts of the decoder", theirs, ours, lambda m: m(x, target), inputs=(x, target))
+    compare_training(
+        note,
+        "encoder and parts of the decoder",
+        theirs,
+        ours,
+        lambda m: m(x, target),
+        inputs=(x, target),
+    )
     hidden = torch.zeros(3, 6, dtype=torch.bool)
     hidden[1, 4:] = True
     for claim, shape in SHAPES.items():
@@ -129,7 +157,9 @@ def shared_weights(note: Comparison, mesh: ParallelMesh) -> None:
     theirs, ours, records = twin(build, mesh, {"[02].0": "column", "[02].2": "row"})
     assert ours[0] is ours[2], "a block used twice stays one"
     assert len(records) == 2, "and is swapped once"
-    compare_training(note, "a block used twice", theirs, ours, lambda module: module(cases.normal(3, 8)))
+    compare_training(
+        note, "a block used twice", theirs, ours, lambda module: module(cases.normal(3, 8))
+    )
 
 
 def frozen_and_half(note: Comparison, mesh: ParallelMesh) -> None:
@@ -140,7 +170,9 @@ def frozen_and_half(note: Comparison, mesh: ParallelMesh) -> None:
         return module
 
     theirs, ours, _ = twin(build, mesh, cases.CLASSIFIER_PLAN)
-    assert all(not p.requires_grad for p in ours.encoder.layers[0].parameters()), "frozen weights stay frozen"
+    assert all(not p.requires_grad for p in ours.encoder.layers[0].parameters()), (
+        "frozen weights stay frozen"
+    )
     assert not ours.encoder.layers[1].linear1.training, "a layer in evaluation stays there"
     assert ours.encoder.layers[0].linear1.training, "a layer in training stays there"
     compare_training(note, "frozen layer", theirs, ours, lambda module: module(cases.tokens()))
@@ -204,9 +236,16 @@ class Predicting(nn.Module):
 
 
 def whole_gpt(note: Comparison, mesh: ParallelMesh) -> None:
-    # Under sequence parallelism gradients of norms are parts of a sum, which the training loop would have to add up.
+    # Under sequence parallelism gradients of norms are parts of a sum, which the training loop
+    # would have to add up.
     mesh = replace(mesh, sequence_parallel=False)
-    sizes = {"vocab_size": 21, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
+    sizes = {
+        "vocab_size": 21,
+        "max_seq_length": 8,
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 4,
+    }
     for kind in (GPTConfig.gpt2, GPTConfig.llama):
         theirs, ours, records = twin(partial(Predicting, kind(**sizes)), mesh)
         claim = f"{kind.__name__} built whole"
@@ -227,7 +266,13 @@ def different_seeds(note: Comparison, mesh: ParallelMesh) -> None:
     theirs = cases.double(cases.Classifier, seed=0)
     module.register_buffer("flags", torch.tensor([True, mesh.rank == 0]))
     parallelize(module, mesh, cases.CLASSIFIER_PLAN)
-    compare_parameters(note, "ranks with different seeds take the first one's values", theirs, module, with_grads=False)
+    compare_parameters(
+        note,
+        "ranks with different seeds take the first one's values",
+        theirs,
+        module,
+        with_grads=False,
+    )
     assert bool(module.flags.all()), "buffers as well"
 
 
@@ -237,7 +282,9 @@ def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
     def build() -> nn.Module:
         module = cases.Classifier()
         module.gpt = Predicting(
-            GPTConfig.gpt2(vocab_size=21, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=4)
+            GPTConfig.gpt2(
+                vocab_size=21, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=4
+            )
         )
         return module
 
@@ -250,7 +297,9 @@ def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
     assert block.mesh.random is again.random, "the block draws from the new streams"
     assert block.mesh.tp.group is again.tp.group, "the block talks over the new groups"
     assert not block.mesh.sequence_parallel, "the block still sees whole sequences"
-    compare_training(note, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1)
+    compare_training(
+        note, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1
+    )
     with pytest.raises(UnsupportedError, match="already cut for another layout"):
         parallelize(ours, replace(again, layout=ParallelLayout(4), random=mesh.random))
     again.destroy()
@@ -283,7 +332,9 @@ def compare_everything(rank: int, size: int) -> dict[str, float]:
     for layout in (ParallelLayout(size, pp=2, tp=2), ParallelLayout(size, pp=2)):
         mesh, note = ParallelMesh.create(layout), Comparison()
         whole_gpt(note, mesh)
-        found |= {f"tp={layout.tp} pp=2, {claim}": apart for claim, apart in note.differences.items()}
+        found |= {
+            f"tp={layout.tp} pp=2, {claim}": apart for claim, apart in note.differences.items()
+        }
         mesh.destroy()
     return found
 

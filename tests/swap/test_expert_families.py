@@ -1,4 +1,6 @@
-"""Tensors of families with experts become ours and come back bit for bit, from modules and from files."""
+"""Tensors of families with experts become ours and come back bit for bit, from modules and from
+files.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,82 @@ from tests.swap.families import transformers
 
 #: As it is published, with what its first release had beside it.
 DEEPSEEK_V3: dict[str, Any] = {
-    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
-    **{"aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
-    **{"bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
-    **{"hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512},
-    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
-    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
-    **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128},
-    **{"num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128},
-    **{"qk_rope_head_dim": 64, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-    **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
-    "rope_scaling": {"beta_fast": 32, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
-    **{"seq_aux": True, "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "use_cache": True},
-    **{"torch_dtype": "bfloat16", "transformers_version": "4.33.1", "v_head_dim": 128, "vocab_size": 129280},
+    **{
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    },
+    **{
+        "aux_loss_alpha": 0.001,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    },
+    **{
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+    },
+    **{
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+    },
+    **{
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+    },
+    **{
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+    },
+    **{
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+    },
+    **{
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+    },
+    **{
+        "qk_rope_head_dim": 64,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+    **{
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+    },
+    "rope_scaling": {
+        "beta_fast": 32,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "yarn",
+    },
+    **{
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "use_cache": True,
+    },
+    **{
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
 }
 
 
@@ -85,7 +150,11 @@ def config_with_experts(case: str) -> GPTConfig:
 def of_experts(case: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Keep the tensors that the table of a case is for."""
     kinds = (".mlp.gate.", ".mlp.experts.", ".mlp.shared_experts.")
-    return {name: tensor for name, tensor in tensors.items() if case in WHOLE or any(kind in name for kind in kinds)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if case in WHOLE or any(kind in name for kind in kinds)
+    }
 
 
 def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
@@ -94,7 +163,9 @@ def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_comes_back(case: str, tmp_path: Path) -> None:
+def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_comes_back(
+    case: str, tmp_path: Path
+) -> None:
     twin, family, config = twin_of(case), family_of(CASES[case][0]), config_with_experts(case)
     folder = stored(twin, tmp_path)
     files = of_experts(case, {name: folder.read(name) for name in folder.names()})
@@ -121,8 +192,12 @@ def test_every_expert_is_an_entry_of_its_own_with_gate_above_up() -> None:
     found = dict(full_tensors(twin.state_dict(), family, ours("mixtral"), torch.float32))
     experts: Any = twin.model.layers[1].mlp.experts
     for number in range(5):
-        assert torch.equal(found[f"layers.1.mlp.experts.{number}.gate_up.weight"], experts.gate_up_proj[number])
-        assert torch.equal(found[f"layers.1.mlp.experts.{number}.down.weight"], experts.down_proj[number])
+        assert torch.equal(
+            found[f"layers.1.mlp.experts.{number}.gate_up.weight"], experts.gate_up_proj[number]
+        )
+        assert torch.equal(
+            found[f"layers.1.mlp.experts.{number}.down.weight"], experts.down_proj[number]
+        )
     assert torch.equal(found["layers.1.mlp.router.weight"], twin.model.layers[1].mlp.gate.weight)
 
 
@@ -134,7 +209,10 @@ def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None
         [False, True, False],
         [True, False, True],
     ]
-    table = {tensor.target: tensor for tensor in family_of("deepseek_v3").tensors(config_with_experts("deepseek_v3"))}
+    table = {
+        tensor.target: tensor
+        for tensor in family_of("deepseek_v3").tensors(config_with_experts("deepseek_v3"))
+    }
     assert table["layers.1.mlp.shared.gate_up.weight"].shape == (2 * 2 * 14, 24)
     assert table["layers.1.mlp.router.expert_bias"].shape == (6,)
     assert not any(name.startswith("layers.0.") for name in table)
@@ -145,7 +223,9 @@ def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> 
     twin, family = twin_of(case), family_of(CASES[case][0])
     found = full_tensors(twin.state_dict(), family, ours(case), torch.float32)
     export_folder(found, family, twin.config.to_dict(), tmp_path, 20_000)
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report.values()), report
     expected = twin.state_dict()
     assert again.state_dict().keys() == expected.keys()
@@ -168,7 +248,8 @@ def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> Non
     own = full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32, table)
     found = {f"model.{name}": tensor for name, tensor in own}
     back = to_foreign_names(
-        ClassTensors.saved({"model": {"architecture": family.architecture, "config": config}}), found
+        ClassTensors.saved({"model": {"architecture": family.architecture, "config": config}}),
+        found,
     )
     expected = twin.state_dict()
     assert back.keys() == {f"model.{name}" for name in expected}
@@ -192,7 +273,11 @@ def test_a_part_of_an_expert_is_read_alone_from_a_stack() -> None:
     twin, family = twin_of("mixtral"), family_of("mixtral")
     state = CountingReader(twin.state_dict())
     reader = reader_of(state, family)
-    tensor = next(t for t in family.tensors(ours("mixtral")) if t.target == "layers.1.mlp.experts.3.gate_up.weight")
+    tensor = next(
+        t
+        for t in family.tensors(ours("mixtral"))
+        if t.target == "layers.1.mlp.experts.3.gate_up.weight"
+    )
     view = torch.empty(8, 5)
     # Its last rows of the gate and first rows of the up projection.
     tensor.fill(view, [16, 7], [8, 5], reader)
@@ -224,7 +309,10 @@ def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
 )
 def test_stacks_of_another_model_are_refused(shape: tuple[int, ...], message: str) -> None:
     family = family_of("mixtral")
-    state = {**twin_of("mixtral").state_dict(), "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape)}
+    state = {
+        **twin_of("mixtral").state_dict(),
+        "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape),
+    }
     with pytest.raises(CheckpointMismatchError, match=message):
         list(full_tensors(state, family, ours("mixtral"), torch.float32))
 
@@ -232,7 +320,9 @@ def test_stacks_of_another_model_are_refused(shape: tuple[int, ...], message: st
 def test_an_expert_that_is_there_twice_is_refused() -> None:
     name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
     state = {**twin_of("mixtral").state_dict(), name: torch.zeros(24, 20)}
-    with pytest.raises(CheckpointMismatchError, match=f"mlp.experts.down_proj' and '{name}' are the same"):
+    with pytest.raises(
+        CheckpointMismatchError, match=f"mlp.experts.down_proj' and '{name}' are the same"
+    ):
         reader_of(state, family_of("mixtral"))
 
 
@@ -242,7 +332,9 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
         router="model.layers.{}.mlp.gate",
         up=tuple(f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj" for part in ("gate", "up")),
         down="model.layers.{}.mlp.experts.{}.down_proj",
-        shared_up=tuple(f"model.layers.{{}}.mlp.shared_expert.{part}_proj" for part in ("gate", "up")),
+        shared_up=tuple(
+            f"model.layers.{{}}.mlp.shared_expert.{part}_proj" for part in ("gate", "up")
+        ),
         shared_down="model.layers.{}.mlp.shared_expert.down_proj",
         shared_gate="model.layers.{}.mlp.shared_expert_gate",
     )
@@ -256,13 +348,17 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
         moe_intermediate_size=14,
         shared_expert_intermediate_size=10,
     )
-    experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=14, shared_ffn_hidden_size=10, shared_gate=True)
+    experts = ExpertsConfig(
+        num_experts=4, top_k=2, ffn_hidden_size=14, shared_ffn_hidden_size=10, shared_gate=True
+    )
     config = GPTConfig.llama(
         vocab_size=53, max_seq_length=64, num_layers=1, hidden_size=24, num_heads=6, experts=experts
     )
     twin = transformers.AutoModelForCausalLM.from_config(theirs)
     state = {name: tensor for name, tensor in twin.state_dict().items() if ".mlp." in name}
-    parts = tuple(f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    parts = tuple(
+        f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down")
+    )
     packed = (
         Packed("model.layers.{}.mlp.experts.gate_up_proj", parts[:2]),
         Packed("model.layers.{}.mlp.experts.down_proj", parts[2:]),
@@ -275,17 +371,32 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(tmp_path: Path) -> None:
+def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(
+    tmp_path: Path,
+) -> None:
     config = GPTConfig.llama(
-        **{"vocab_size": 53, "max_seq_length": 64, "num_layers": 3, "hidden_size": 24, "num_heads": 6},
+        **{
+            "vocab_size": 53,
+            "max_seq_length": 64,
+            "num_layers": 3,
+            "hidden_size": 24,
+            "num_heads": 6,
+        },
         experts=experts_of("deepseek_v3"),
     )
     # Its experts in a model whose attention is computed.
     names: Any = family_of("deepseek_v3").tensors
     family = Family("own", "OwnForCausalLM", lambda _: config, replace(LLAMA_NAMES, experts=names))
     generator = torch.Generator().manual_seed(0)
-    ours = {one.target: torch.randn(one.shape, generator=generator).bfloat16() for one in family.tensors(config)}
-    biases = {name: torch.randn(6, generator=generator) for name in ours if name.endswith("router.expert_bias")}
+    ours = {
+        one.target: torch.randn(one.shape, generator=generator).bfloat16()
+        for one in family.tensors(config)
+    }
+    biases = {
+        name: torch.randn(6, generator=generator)
+        for name in ours
+        if name.endswith("router.expert_bias")
+    }
     assert len(biases) == 2
     export_folder({**ours, **biases}.items(), family, {}, tmp_path, dtype=torch.bfloat16)
     folder = SafetensorsFolder(tmp_path)
@@ -303,8 +414,16 @@ def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(t
 
 
 def test_a_model_that_was_built_whole_keeps_the_biases_of_its_experts() -> None:
-    experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, scoring="sigmoid", expert_bias=True)
-    sizes = {"vocab_size": 53, "max_seq_length": 64, "num_layers": 1, "hidden_size": 24, "num_heads": 6}
+    experts = ExpertsConfig(
+        num_experts=4, top_k=2, ffn_hidden_size=8, scoring="sigmoid", expert_bias=True
+    )
+    sizes = {
+        "vocab_size": 53,
+        "max_seq_length": 64,
+        "num_layers": 1,
+        "hidden_size": 24,
+        "num_heads": 6,
+    }
     source: Any = GPT(GPTConfig.llama(**sizes, experts=experts), seed=1)
     bias = source.layers["0"].mlp.router.expert_bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
     root = nn.ModuleDict({"model": source})
@@ -335,8 +454,12 @@ def test_settings_of_routers_are_used() -> None:
     assert ours("qwen3_moe").experts == ExpertsConfig(
         num_experts=4, top_k=3, ffn_hidden_size=14, layers=(True, False, True)
     )
-    every_second = ours("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[], norm_topk_prob=False).experts
-    assert every_second == ExpertsConfig(num_experts=4, top_k=3, ffn_hidden_size=14, layers=2, normalize_top_k=False)
+    every_second = ours(
+        "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[], norm_topk_prob=False
+    ).experts
+    assert every_second == ExpertsConfig(
+        num_experts=4, top_k=3, ffn_hidden_size=14, layers=2, normalize_top_k=False
+    )
     assert experts_of("deepseek_v3") == ExpertsConfig(
         num_experts=6,
         top_k=2,
@@ -358,7 +481,12 @@ def test_published_sizes_are_read() -> None:
     for name in ("Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
         config: Any = family_of(published[name]["model_type"]).config(published[name])
         experts = config.experts
-        found[name] = (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalize_top_k)
+        found[name] = (
+            experts.num_experts,
+            experts.top_k,
+            experts.ffn_hidden_size,
+            experts.normalize_top_k,
+        )
         assert experts.layers == 1
     assert found == {
         "Mixtral-8x7B-v0.1": (8, 2, 14336, True),
@@ -373,7 +501,10 @@ def test_deepseek_v3_is_refused_for_its_attention_alone() -> None:
     with pytest.raises(UnsupportedError, match="quantization_config of a DeepSeek-V3"):
         family.config(DEEPSEEK_V3)
     plain = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"}
-    with pytest.raises(UnsupportedError, match="kv_lora_rank of a DeepSeek-V3 configuration must be None: it is 512"):
+    with pytest.raises(
+        UnsupportedError,
+        match="kv_lora_rank of a DeepSeek-V3 configuration must be None: it is 512",
+    ):
         family.config(plain)
     assert plain.keys() <= family.config.names | {name for name in plain if name in IRRELEVANT}
     expected = ExpertsConfig(
@@ -389,7 +520,9 @@ def test_deepseek_v3_is_refused_for_its_attention_alone() -> None:
         shared_ffn_hidden_size=2048,
     )
     theirs = transformers.AutoConfig.for_model(**plain)
-    assert experts_of("deepseek_v3", plain) == experts_of("deepseek_v3", theirs.to_dict()) == expected
+    assert (
+        experts_of("deepseek_v3", plain) == experts_of("deepseek_v3", theirs.to_dict()) == expected
+    )
     assert experts_of("deepseek_v3", {}) == expected
 
 
@@ -398,17 +531,33 @@ def test_deepseek_v3_is_refused_for_its_attention_alone() -> None:
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a Mixtral .*0.1"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits .*True"),
-        ("mixtral", {"num_experts": 4}, "num_experts of a Mixtral .* another name of num_local_experts, which is 5"),
+        (
+            "mixtral",
+            {"num_experts": 4},
+            "num_experts of a Mixtral .* another name of num_local_experts, which is 5",
+        ),
         ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok .* '2'"),
-        ("mixtral", {"num_experts_per_tok": 6}, r"top_k \(6\) of experts must be at most num_experts \(5\)"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 6},
+            r"top_k \(6\) of experts must be at most num_experts \(5\)",
+        ),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits .*True"),
-        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers .*2"),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "max_window_layers": 2},
+            "max_window_layers .*2",
+        ),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "no layer would have experts"),
         ("deepseek_v3", {"kv_lora_rank": None}, "q_lora_rank of a DeepSeek-V3 .* 8"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises((UnsupportedError, CheckpointMismatchError, ParallelPlanError), match=message):
+def test_what_is_not_computed_is_refused_by_name(
+    case: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(
+        (UnsupportedError, CheckpointMismatchError, ParallelPlanError), match=message
+    ):
         ours(case, **changes)
 
 
@@ -421,7 +570,9 @@ def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, A
         ({"n_group": 4}, "num_groups .* must be 1, 2 or 3"),
     ],
 )
-def test_other_routers_of_deepseek_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_other_routers_of_deepseek_are_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((UnsupportedError, ParallelPlanError), match=message):
         experts_of("deepseek_v3", {**config_of("deepseek_v3").to_dict(), **changes})
 
@@ -447,7 +598,8 @@ def test_a_model_whose_settings_no_table_has_stays_hugging_faces_own_unless_a_ta
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path: Path) -> None:
-    # A plan may say so, and in configure_model every model of a known family is built without values.
+    # A plan may say so, and in configure_model every model of a known family is built without
+    # values.
     twin = twin_of("mixtral").to(torch.bfloat16)
     twin.save_pretrained(tmp_path)
     library = transformers.AutoModelForCausalLM
@@ -468,7 +620,9 @@ def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path
     torch.manual_seed(3)
     assert parallelize(root, ParallelMesh.single(), {"*": "replicate"}) == []
     assert root["model"] is model
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        "model.norm.weight"
+    ]
     found, wanted = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, expected))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())

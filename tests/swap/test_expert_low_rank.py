@@ -1,4 +1,6 @@
-"""Adapters of peft on models with experts: of attention and dense layers, beside experts that stay as they are."""
+"""Adapters of peft on models with experts: of attention and dense layers, beside experts that stay
+as they are.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def compare(case: str, mesh: ParallelMesh) -> None:
     for parameter in trained:
         all_reduce_(parameter.grad, mesh.data).div_(mesh.data.size)
     check_gradients(wrapped, twin, mesh, f"{case}, {mesh.layout}")
-    assert not any(".experts." in name for name, parameter in wrapped.named_parameters() if parameter.requires_grad)
+    assert not any(
+        ".experts." in name
+        for name, parameter in wrapped.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def check_grids(rank: int, size: int) -> None:
@@ -54,13 +60,21 @@ def test_linear_layers_are_adapted_as_peft_does() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "its target_parameters has 'mlp.experts.gate_up_proj'"),
-        ({"target_modules": "all-linear"}, "'gate_up_proj'.* because 'all-linear' stands for experts, too"),
+        (
+            {"target_parameters": ["mlp.experts.gate_up_proj"]},
+            "its target_parameters has 'mlp.experts.gate_up_proj'",
+        ),
+        (
+            {"target_modules": "all-linear"},
+            "'gate_up_proj'.* because 'all-linear' stands for experts, too",
+        ),
         ({"modules_to_save": ["experts"]}, "its modules_to_save has 'model.layers.0.mlp.experts'"),
         ({"modules_to_save": ["gate"]}, "its modules_to_save has 'model.layers.0.mlp.gate'"),
     ],
 )
-def test_what_is_adapted_of_experts_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_what_is_adapted_of_experts_is_refused_by_name(
+    settings: dict[str, Any], message: str
+) -> None:
     wrapped = adapted(exact_twin_of("mixtral"), **{"target_modules": ["q_proj"], **settings})
     with pytest.raises(UnsupportedError, match=message):
         swapped(wrapped, ParallelMesh.single())

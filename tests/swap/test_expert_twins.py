@@ -1,4 +1,6 @@
-"""Hugging Face models with experts, replaced in place: their logits, losses and gradients, in every expert grid."""
+"""Hugging Face models with experts, replaced in place: their logits, losses and gradients, in every
+expert grid.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ KINDS = ("padded left", "packed", "odd")
 
 def inputs_of(rank: int) -> dict[str, dict[str, Tensor]]:
     """Return calls of every kind, with the rows in another order for every data rank."""
-    return {kind: {key: x.roll(rank, 0) for key, x in call.items()} for kind, call in inputs().items()}
+    return {
+        kind: {key: x.roll(rank, 0) for key, x in call.items()} for kind, call in inputs().items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +61,14 @@ def truths() -> dict[str, dict[str, Truth]]:
     with float32_as_float64():
         twins = {case: exact_twin_of(case) for case in WHOLE}
         return {
-            case: {kind: expected_of(twin, call) for kind, call in inputs().items()} for case, twin in twins.items()
+            case: {kind: expected_of(twin, call) for kind, call in inputs().items()}
+            for case, twin in twins.items()
         }
 
 
-def replaced(case: str, mesh: ParallelMesh, transport: Any = "auto", **changes: Any) -> HuggingFaceLM:
+def replaced(
+    case: str, mesh: ParallelMesh, transport: Any = "auto", **changes: Any
+) -> HuggingFaceLM:
     root = nn.ModuleDict({"model": exact_twin_of(case, **changes)})
     parallelize(root, mesh)
     model = root["model"]
@@ -71,7 +78,9 @@ def replaced(case: str, mesh: ParallelMesh, transport: Any = "auto", **changes: 
     return model
 
 
-def assert_same_parts(model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[str, Tensor], what: str) -> None:
+def assert_same_parts(
+    model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[str, Tensor], what: str
+) -> None:
     """Compare the gradients of what is here, averaged over the data ranks as the training does."""
     for name, parameter in model.named_parameters():
         spec, gradient = shard_spec_of(parameter), parameter.grad
@@ -83,7 +92,9 @@ def assert_same_parts(model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[s
         assert_equal(gradient, part, f"{what}: gradient of {name}", 1e-9)
 
 
-def compare(case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport: str = "auto") -> None:
+def compare(
+    case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport: str = "auto"
+) -> None:
     model = replaced(case, mesh, transport)
     calls = inputs_of(mesh.dp.rank)
     for kind in KINDS if mesh.world.size > 1 else calls:
@@ -115,8 +126,12 @@ def check_generation(mesh: ParallelMesh) -> None:
         twin = exact_twin_of("mixtral", **changes)
     model = replaced("mixtral", mesh, **changes).eval()
     rank = mesh.dp.rank
-    prompts = torch.randint(8, V, (1 + rank % 2, 3 + rank), generator=torch.Generator().manual_seed(rank))
-    for how in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5})[: 3 if mesh.pp.size > 1 else 1]:
+    prompts = torch.randint(
+        8, V, (1 + rank % 2, 3 + rank), generator=torch.Generator().manual_seed(rank)
+    )
+    for how in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5})[
+        : 3 if mesh.pp.size > 1 else 1
+    ]:
         found = []
         for one in (twin, model):
             torch.manual_seed(5 + rank)
@@ -147,7 +162,9 @@ def test_one_process_computes_what_hugging_face_does(truths: dict[str, dict[str,
     check_generation(ParallelMesh.single())
 
 
-def test_every_expert_grid_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]], tmp_path: Path) -> None:
+def test_every_expert_grid_computes_what_hugging_face_does(
+    truths: dict[str, dict[str, Truth]], tmp_path: Path
+) -> None:
     torch.save(truths, tmp_path / "truths.pt")
     run_world(check_grids, 4, str(tmp_path / "truths.pt"))
 
@@ -161,31 +178,48 @@ def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> 
         output.loss.backward()
     # Theirs counts every choice of a token by itself, ours is 1 where experts are alike.
     settings = {"aux_loss": 2 * coefficient}
-    model = replaced("mixtral", ParallelMesh.single(), num_hidden_layers=1, expert_settings=settings).train()
+    model = replaced(
+        "mixtral", ParallelMesh.single(), num_hidden_layers=1, expert_settings=settings
+    ).train()
     found = model(**call).loss
     assert_equal(found, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
     found.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    assert_same_parts(model, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss")
+    assert_same_parts(
+        model, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss"
+    )
 
 
 def test_the_balancing_loss_of_all_layers_is_refused_with_what_to_set_instead() -> None:
     for case, weight in (("mixtral", "0.02"), ("qwen3_moe", "0.03")):
         config = config_of(case, output_router_logits=True, router_aux_loss_coef=0.02).to_dict()
         # Two layers of experts in both, two or three choices.
-        with pytest.raises(UnsupportedError, match=f"expert_settings of the configuration to {{'aux_loss': {weight}}}"):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"expert_settings of the configuration to {{'aux_loss': {weight}}}",
+        ):
             family_of(CASES[case][0]).config(config)
 
 
 def test_settings_of_a_training_are_used_and_others_refused() -> None:
-    config = config_of("mixtral", expert_settings={"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"})
+    config = config_of(
+        "mixtral", expert_settings={"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"}
+    )
     found = family_of("mixtral").config(config.to_dict())
     assert isinstance(found, GPTConfig)
     assert found.experts == ExpertsConfig(
-        num_experts=5, top_k=2, ffn_hidden_size=20, aux_loss=0.02, z_loss=0.001, aux_loss_scope="global"
+        num_experts=5,
+        top_k=2,
+        ffn_hidden_size=20,
+        aux_loss=0.02,
+        z_loss=0.001,
+        aux_loss_scope="global",
     )
     for given in ({"top_k": 1}, 0.02):
-        with pytest.raises(UnsupportedError, match="expert_settings of a configuration must be a mapping with some of"):
+        with pytest.raises(
+            UnsupportedError,
+            match="expert_settings of a configuration must be a mapping with some of",
+        ):
             family_of("mixtral").config(config_of("mixtral", expert_settings=given).to_dict())
 
 
@@ -209,7 +243,9 @@ def test_every_rank_reads_its_part_of_its_experts_alone(is_packed: bool, tmp_pat
     twin = exact_twin_of("mixtral")
     twin.save_pretrained(tmp_path, save_original_format=not is_packed)
     family = family_of("mixtral")
-    whole = dict(full_tensors(twin.state_dict(), family, family.config(twin.config.to_dict()), torch.float64))
+    whole = dict(
+        full_tensors(twin.state_dict(), family, family.config(twin.config.to_dict()), torch.float64)
+    )
     for ep_rank, etp_rank in [(ep, etp) for ep in range(2) for etp in range(2)]:
         mesh = expert_mesh_of(2, 2, ep_rank, etp_rank)
         folder = ListingFolder(tmp_path)
@@ -219,9 +255,15 @@ def test_every_rank_reads_its_part_of_its_experts_alone(is_packed: bool, tmp_pat
         held = 0
         for name, parameter in part.named_parameters():
             spec = shard_spec_of(parameter)
-            assert torch.equal(parameter.double(), spec.shard(whole[name], parameter.shape[spec.dim])), name
+            assert torch.equal(
+                parameter.double(), spec.shard(whole[name], parameter.shape[spec.dim])
+            ), name
             held += parameter.numel() if spec.is_expert else 0
-        experts = {name.split(".experts.")[1][0] for name in folder.read_names if ".experts." in name and not is_packed}
+        experts = {
+            name.split(".experts.")[1][0]
+            for name in folder.read_names
+            if ".experts." in name and not is_packed
+        }
         assert experts == (set() if is_packed else {str(2 * ep_rank), str(2 * ep_rank + 1)})
         assert held == 4 * 2 * 3 * 24 * 10
         dense = sum(tensor.numel() for name, tensor in whole.items() if ".experts." not in name)

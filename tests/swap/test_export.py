@@ -1,4 +1,6 @@
-"""Files are written one tensor at a time, of a size that is asked for, and any reader of the format reads them."""
+"""Files are written one tensor at a time, of a size that is asked for, and any reader of the format
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def random_tensors() -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     before: weakref.ref[Tensor] | None = None
     for tensor in family_of("gpt2").tensors(family_of("gpt2").config(CONFIG)):
-        assert before is None or before() is None, f"before {tensor.target}, the one before it is still there"
+        assert before is None or before() is None, (
+            f"before {tensor.target}, the one before it is still there"
+        )
         full = torch.randn(tensor.shape, generator=generator)
         before = weakref.ref(full)
         yield tensor.target, full
@@ -44,8 +48,15 @@ def test_files_keep_to_their_size_and_the_index_has_all_tensors(tmp_path: Path) 
     assert [path.name for path in files] == [
         f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
     ]
-    found = {name: (path.name, tensor) for path in files for name, tensor in safetensors_torch.load_file(path).items()}
-    sizes = {path.name: sum(t.nbytes for file, t in found.values() if file == path.name) for path in files}
+    found = {
+        name: (path.name, tensor)
+        for path in files
+        for name, tensor in safetensors_torch.load_file(path).items()
+    }
+    sizes = {
+        path.name: sum(t.nbytes for file, t in found.values() if file == path.name)
+        for path in files
+    }
     assert len(files) > 2
     assert max(sizes.values()) <= 16_000
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -76,11 +87,21 @@ def test_weights_are_converted_to_the_type_that_is_asked_for(tmp_path: Path) -> 
     export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path, dtype=torch.float16)
     assert SafetensorsFolder(tmp_path).dtype == torch.float16
     written = json.loads((tmp_path / "config.json").read_text())
-    assert written == {**CONFIG, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "dtype": "float16"}
+    assert written == {
+        **CONFIG,
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "dtype": "float16",
+    }
 
 
 def test_code_that_is_not_in_the_folder_is_not_named(tmp_path: Path) -> None:
-    config = {**CONFIG, "auto_map": {"AutoConfig": "code.Config"}, "_name_or_path": "here", "torch_dtype": "float64"}
+    config = {
+        **CONFIG,
+        "auto_map": {"AutoConfig": "code.Config"},
+        "_name_or_path": "here",
+        "torch_dtype": "float64",
+    }
     export_folder(random_tensors(), family_of("gpt2"), config, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()).keys() == CONFIG.keys() | {
         "model_type",

@@ -1,4 +1,6 @@
-"""Tensors of every Hugging Face family become ours and come back bit for bit, whole, in shards and through files."""
+"""Tensors of every Hugging Face family become ours and come back bit for bit, whole, in shards and
+through files.
+"""
 
 from __future__ import annotations
 
@@ -57,23 +59,35 @@ def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> Non
     ]
     assert len(legal) >= 4
     for tp in legal:
-        for pp, pp_rank, tp_rank in [(n, p, t) for n in (1, 3) for p in range(n) for t in range(tp)]:
+        for pp, pp_rank, tp_rank in [
+            (n, p, t) for n in (1, 3) for p in range(n) for t in range(tp)
+        ]:
             part = part_on_meta(config, mesh_of(tp, pp, tp_rank, pp_rank))
             load_from(part, folder, family)
             for name, parameter in part.named_parameters():
                 spec = shard_spec_of(parameter)
-                expected = spec.shard(whole[spec.tied_to or name].float(), parameter.shape[spec.dim])
-                assert torch.equal(parameter, expected), f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
+                expected = spec.shard(
+                    whole[spec.tied_to or name].float(), parameter.shape[spec.dim]
+                )
+                assert torch.equal(parameter, expected), (
+                    f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_an_exported_folder_is_loaded_bit_for_bit(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_exported_folder_is_loaded_bit_for_bit(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     twin, family = twin_of(case, dtype), family_of_case(case)
     model = loaded(case, twin)
-    export_folder(full_tensors(model).items(), family, twin.config.to_dict(), tmp_path, 20_000, dtype)
+    export_folder(
+        full_tensors(model).items(), family, twin.config.to_dict(), tmp_path, 20_000, dtype
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert type(again) is type(twin)
     assert not any(report.values()), report
     expected = twin.state_dict()
@@ -105,13 +119,17 @@ def test_a_file_of_gpt2_without_head_and_with_masks_is_read(tmp_path: Path) -> N
 def test_earlier_names_of_gpt_neox_are_read() -> None:
     twin = twin_of("gpt_neox")
     expected = full_tensors(loaded("gpt_neox", twin))
-    state = {name.replace("lm_head", "embed_out"): tensor for name, tensor in twin.state_dict().items()}
+    state = {
+        name.replace("lm_head", "embed_out"): tensor for name, tensor in twin.state_dict().items()
+    }
     state["gpt_neox.layers.1.attention.rotary_emb.inv_freq"] = torch.ones(2)
     model = part_on_meta(family_of("gpt_neox").config(twin.config.to_dict()), mesh_of())
     load_from(model, state, family_of("gpt_neox"))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full_tensors(model).items())
     state["lm_head.weight"] = state["embed_out.weight"]
-    with pytest.raises(CheckpointMismatchError, match="'embed_out.weight' and 'lm_head.weight' are the same"):
+    with pytest.raises(
+        CheckpointMismatchError, match="'embed_out.weight' and 'lm_head.weight' are the same"
+    ):
         load_from(model, state, family_of("gpt_neox"))
 
 
@@ -122,12 +140,21 @@ def test_earlier_names_of_gpt_neox_are_read() -> None:
         ({"model.extra.weight": torch.ones(2)}, "'model.extra.weight' left over"),
         ({"model.norm.weight": torch.ones(5)}, r"'model.norm.weight' \(5,\) instead of \(48,\)"),
         ({"lm_head.weight": None}, "'lm_head.weight' missing"),
-        ({"model.norm.weight": torch.ones(48, device="meta")}, "'model.norm.weight' is on the meta device"),
+        (
+            {"model.norm.weight": torch.ones(48, device="meta")},
+            "'model.norm.weight' is on the meta device",
+        ),
     ],
 )
-def test_tensors_of_another_model_are_refused(change: dict[str, torch.Tensor | None], message: str) -> None:
+def test_tensors_of_another_model_are_refused(
+    change: dict[str, torch.Tensor | None], message: str
+) -> None:
     twin, family = twin_of("llama"), family_of("llama")
-    state = {name: tensor for name, tensor in {**twin.state_dict(), **change}.items() if tensor is not None}
+    state = {
+        name: tensor
+        for name, tensor in {**twin.state_dict(), **change}.items()
+        if tensor is not None
+    }
     model = part_on_meta(family.config(twin.config.to_dict()), mesh_of())
     with pytest.raises(CheckpointMismatchError, match=message):
         load_from(model, state, family)
@@ -137,7 +164,9 @@ def test_a_model_of_another_configuration_is_refused() -> None:
     twin, family = twin_of("llama"), family_of("llama")
     biased = part_on_meta(family.config({**twin.config.to_dict(), "mlp_bias": True}), mesh_of())
     # The table is that of the model, so its biases are missed among the tensors.
-    with pytest.raises(CheckpointMismatchError, match=r"'model.layers.0.mlp.down_proj.bias'.* missing"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"'model.layers.0.mlp.down_proj.bias'.* missing"
+    ):
         load_from(biased, twin.state_dict(), family)
 
 
@@ -158,9 +187,18 @@ def test_an_export_names_what_is_missing_and_leaves_nothing(tmp_path: Path) -> N
     ours = full_tensors(loaded("llama", twin))
     config = twin.config.to_dict()
     for tensors, message in (
-        ({name: t for name, t in ours.items() if name != "final_norm.weight"}, "'final_norm.weight' missing"),
-        ({**ours, "layers.9.mlp.down.weight": torch.ones(2)}, "'layers.9.mlp.down.weight' is unknown"),
-        ({**ours, "final_norm.weight": torch.ones(64)}, r"'final_norm.weight' has \(64,\) instead of \(48,\)"),
+        (
+            {name: t for name, t in ours.items() if name != "final_norm.weight"},
+            "'final_norm.weight' missing",
+        ),
+        (
+            {**ours, "layers.9.mlp.down.weight": torch.ones(2)},
+            "'layers.9.mlp.down.weight' is unknown",
+        ),
+        (
+            {**ours, "final_norm.weight": torch.ones(64)},
+            r"'final_norm.weight' has \(64,\) instead of \(48,\)",
+        ),
     ):
         with pytest.raises(CheckpointMismatchError, match=message):
             export_folder(tensors.items(), family, config, tmp_path, 20_000)

@@ -20,7 +20,12 @@ from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
 from lightning_megatron.swap.weights.load import load_from
 from tests.swap.families import CASES, config_of, transformers
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5, 3.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -32,11 +37,15 @@ def ours(case: str, **changes: Any) -> GPTConfig:
 
 def check_same_logits(theirs: Any, length: int = 40) -> None:
     torch.manual_seed(0)
-    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        theirs, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             # Large enough for scores that differ from each other.
-            parameter.copy_(torch.randn(parameter.shape) * 0.3 + float(name.endswith("norm.weight")))
+            parameter.copy_(
+                torch.randn(parameter.shape) * 0.3 + float(name.endswith("norm.weight"))
+            )
     family = family_of(type(twin).__name__)
     model = GPT(family.config(theirs.to_dict()), seed=0).eval()
     load_from(model, twin.state_dict(), family)
@@ -55,13 +64,40 @@ def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        ("llama", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+        (
+            "llama",
+            {
+                "hidden_act": "gelu_pytorch_tanh",
+                "rope_parameters": {"rope_type": "linear", "factor": 3.0},
+            },
+        ),
         ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
-        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 8, "truncate": False}}),
-        ("llama", {"rope_parameters": {**LONG, "factor": 2.0, "original_max_position_embeddings": 16}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    **YARN,
+                    "attention_factor": 1.3,
+                    "beta_fast": 8,
+                    "truncate": False,
+                }
+            },
+        ),
+        (
+            "llama",
+            {"rope_parameters": {**LONG, "factor": 2.0, "original_max_position_embeddings": 16}},
+        ),
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
         ("qwen2", {"use_sliding_window": False}),
-        ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
+        (
+            "qwen3",
+            {
+                "attention_bias": True,
+                "use_sliding_window": True,
+                "sliding_window": 3,
+                "max_window_layers": 0,
+            },
+        ),
         ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": 31}),
         ("gpt2", {"activation_function": "relu", "tie_word_embeddings": False}),
         ("gemma", {"attention_bias": True, "hidden_act": "gelu", "tie_word_embeddings": False}),
@@ -83,22 +119,54 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
     ("case", "changes", "message"),
     [
         ("llama", {"hidden_act": "relu2"}, "hidden_act must be silu, .*'relu2'"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be .*'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type must be .*'dynamic'",
+        ),
         ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type must be .*'ntk'"),
-        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, r"high_freq_factor .* None"),
-        ("llama", {"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor must be left out: it is 2.0"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one mapping for all layers"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": None}},
+            r"high_freq_factor .* None",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"factor": 2.0}},
+            r"rope_parameters.factor must be left out: it is 2.0",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "one mapping for all layers",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0: it is 0.5"),
         ("llama", {"rope_interleaved": True}, "rope_interleaved of a Llama configuration .*True"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .*bits"),
         ("llama", {"output_attentions": True}, "output_attentions .*True"),
-        ("llama", {"sliding_window": 5}, "sliding_window of a Llama configuration must be None or False: it is 5"),
-        ("llama", {"model_type": "unknown", "note": 1}, "note of a Llama configuration must be None or False: it is 1"),
+        (
+            "llama",
+            {"sliding_window": 5},
+            "sliding_window of a Llama configuration must be None or False: it is 5",
+        ),
+        (
+            "llama",
+            {"model_type": "unknown", "note": 1},
+            "note of a Llama configuration must be None or False: it is 1",
+        ),
         ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers .* '3'"),
         ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings .* None"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types of a Mistral"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\].*'chunked_attention'"),
-        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "with use_sliding_window"),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention"] * 3},
+            r"layer_types\[0\].*'chunked_attention'",
+        ),
+        (
+            "qwen2",
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+            "with use_sliding_window",
+        ),
         ("qwen2", {"is_causal": 1}, "is_causal of a Qwen2 .*1"),
         ("gpt2", {"hidden_size": 64}, "hidden_size of a GPT-2 .*64"),
         ("gpt2", {"to_dict": 1}, "to_dict of a GPT-2 .*1"),
@@ -106,16 +174,34 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias .*True"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx .*True"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx .*True",
+        ),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn .*True"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
-        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must be that of resid_pdrop: they are 0.2 and 0.1"),
+        (
+            "gpt2",
+            {"embd_pdrop": 0.2},
+            "embd_pdrop must be that of resid_pdrop: they are 0.2 and 0.1",
+        ),
         ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
-        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor .*0.3"),
-        ("gpt_neox", {"rope_parameters": None, "rotary_emb_base": 1e4, "rope_theta": 1e5}, "rope_theta .*100000.0"),
+        (
+            "gpt_neox",
+            {"rope_parameters": {"partial_rotary_factor": 0.3}},
+            "partial_rotary_factor .*0.3",
+        ),
+        (
+            "gpt_neox",
+            {"rope_parameters": None, "rotary_emb_base": 1e4, "rope_theta": 1e5},
+            "rope_theta .*100000.0",
+        ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_computed_is_refused_by_name(
+    case: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
         ours(case, **changes)
 
@@ -124,7 +210,11 @@ def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, A
 def test_every_field_that_a_family_declares_is_known(family: Any) -> None:
     assert isinstance(family.config, ConfigTable)
     theirs = getattr(transformers, family.architecture).config_class
-    left = {name for name in theirs().to_dict() if not name.startswith("_")} - family.config.names - IRRELEVANT
+    left = (
+        {name for name in theirs().to_dict() if not name.startswith("_")}
+        - family.config.names
+        - IRRELEVANT
+    )
     assert not left, f"{family.model_type} does not say what becomes of {sorted(left)}"
 
 
@@ -144,14 +234,22 @@ def test_defaults_are_those_of_hugging_face(family: Any) -> None:
 def test_the_notation_of_earlier_files_means_the_same() -> None:
     assert ours("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
     scaling = {"type": "linear", "factor": 2.0}
-    assert ours("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(kind="linear", factor=2.0)
+    assert ours("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(
+        kind="linear", factor=2.0
+    )
     earlier = ours(
-        "llama", rope_parameters=None, rope_theta=7e4, rope_scaling={**LLAMA3, "original_max_position_embeddings": 32}
+        "llama",
+        rope_parameters=None,
+        rope_theta=7e4,
+        rope_scaling={**LLAMA3, "original_max_position_embeddings": 32},
     )
     assert earlier == ours(
-        "llama", rope_parameters={**LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32}
+        "llama",
+        rope_parameters={**LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32},
     )
-    neox = ours("gpt_neox", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=2e4, rope_theta=2e4)
+    neox = ours(
+        "gpt_neox", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=2e4, rope_theta=2e4
+    )
     assert (neox.rotary_dim, neox.rotary_base) == (2, 2e4)
     phi = {
         "num_attention_heads": 6,
@@ -162,30 +260,62 @@ def test_the_notation_of_earlier_files_means_the_same() -> None:
     found = ours("phi3", partial_rotary_factor=0.5, **phi)
     assert found.rotary_dim == 4
     assert found.rotary_scaling == RotaryScaling(
-        kind="longrope", factor=4.0, original_length=16, short_factors=(1.5, 1.0), long_factors=(2.5, 3.0)
+        kind="longrope",
+        factor=4.0,
+        original_length=16,
+        short_factors=(1.5, 1.0),
+        long_factors=(2.5, 3.0),
     )
-    assert ours("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation == "geglu_tanh"
+    assert (
+        ours("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation
+        == "geglu_tanh"
+    )
 
 
 def test_files_of_published_models_are_understood() -> None:
-    for name, config in json.loads((Path(__file__).parent / "published_configs.json").read_text()).items():
+    for name, config in json.loads(
+        (Path(__file__).parent / "published_configs.json").read_text()
+    ).items():
         family = family_of(config["architectures"][0])
         assert family is family_of(config["model_type"])
         found, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
-        assert found == family.config(theirs.to_dict()), f"{name}: the file says what the object says"
+        assert found == family.config(theirs.to_dict()), (
+            f"{name}: the file says what the object says"
+        )
 
 
 #: What earlier versions of transformers gave with every configuration, at its default.
 EARLIER_DEFAULTS = {
-    **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "tie_encoder_decoder"), False),
-    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "remove_invalid_values"), False),
-    **dict.fromkeys(("cross_attention_hidden_size", "bad_words_ids", "finetuning_task", "tokenizer_class"), None),
-    **dict.fromkeys(("prefix", "sep_token_id", "decoder_start_token_id", "task_specific_params"), None),
+    **dict.fromkeys(
+        ("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "tie_encoder_decoder"),
+        False,
+    ),
+    **dict.fromkeys(
+        ("do_sample", "early_stopping", "output_scores", "remove_invalid_values"), False
+    ),
+    **dict.fromkeys(
+        ("cross_attention_hidden_size", "bad_words_ids", "finetuning_task", "tokenizer_class"), None
+    ),
+    **dict.fromkeys(
+        ("prefix", "sep_token_id", "decoder_start_token_id", "task_specific_params"), None
+    ),
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
-    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(
+        ("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0
+    ),
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **{"max_length": 20, "top_k": 50, "diversity_penalty": 0.0, "pruned_heads": {}, "torch_dtype": "float32"},
-    **{"_attn_implementation_autoset": True, "return_dict_in_generate": False, "add_cross_attention": False},
+    **{
+        "max_length": 20,
+        "top_k": 50,
+        "diversity_penalty": 0.0,
+        "pruned_heads": {},
+        "torch_dtype": "float32",
+    },
+    **{
+        "_attn_implementation_autoset": True,
+        "return_dict_in_generate": False,
+        "add_cross_attention": False,
+    },
 }
 
 

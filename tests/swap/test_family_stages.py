@@ -31,7 +31,9 @@ def compare_stages(case: str, mesh: ParallelMesh) -> None:
     _, loss, gradients = expected_of(twin, call)
     executor = PipelineExecutor(mesh, model.gpt)
     microbatch = Microbatch(call, len(call["input_ids"]))
-    results = executor.run(lambda data: model(**data).loss, [microbatch], backward=True, loss_of=lambda loss, _: loss)
+    results = executor.run(
+        lambda data: model(**data).loss, [microbatch], backward=True, loss_of=lambda loss, _: loss
+    )
     assert len(results) == (1 if mesh.pp.is_last else 0)
     for result in results:
         assert_equal(result.detach(), loss, f"{case}: loss", 1e-9)
@@ -43,7 +45,10 @@ def compare_stages(case: str, mesh: ParallelMesh) -> None:
             # The copies of a tied weight have parts of its gradient.
             all_reduce_(parameter.grad, mesh.embedding)
         assert_equal(
-            parameter.grad[: spec.full_shape[0]], expected[name_of_values(name, parameter)], f"{case}: {name}", 1e-9
+            parameter.grad[: spec.full_shape[0]],
+            expected[name_of_values(name, parameter)],
+            f"{case}: {name}",
+            1e-9,
         )
 
 

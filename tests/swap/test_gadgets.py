@@ -1,4 +1,6 @@
-"""Nothing in a folder of weights, an index or a checkpoint file runs when it is read; recipes import what they name."""
+"""Nothing in a folder of weights, an index or a checkpoint file runs when it is read; recipes
+import what they name.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def write_trap(path: Path, sprung: Path, kind: str) -> None:
     elif kind == "pickle":
         path.write_bytes(pickle.dumps({"state_dict": {"weight": Trap(sprung)}}, protocol=2))
     else:
-        numpy.save(path.with_suffix(".npy"), numpy.array([Trap(sprung)], dtype=object), allow_pickle=True)
+        numpy.save(
+            path.with_suffix(".npy"), numpy.array([Trap(sprung)], dtype=object), allow_pickle=True
+        )
         path.with_suffix(".npy").rename(path)
 
 
@@ -69,8 +73,12 @@ def test_a_checkpoint_file_runs_nothing(kind: str, tmp_path: Path, sprung: Path)
 
 
 @pytest.mark.parametrize("kind", ["torch.save", "pickle", "numpy"])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "consolidated.00.pth", "model.pt"])
-def test_weights_that_run_code_are_refused(name: str, kind: str, tmp_path: Path, sprung: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.safetensors", "consolidated.00.pth", "model.pt"]
+)
+def test_weights_that_run_code_are_refused(
+    name: str, kind: str, tmp_path: Path, sprung: Path
+) -> None:
     folder = model_in(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     write_trap(folder / name, sprung, kind)
@@ -93,7 +101,9 @@ def test_code_that_a_configuration_names_does_not_run(tmp_path: Path, sprung: Pa
     cli_convert.main([str(tmp_path / "out"), str(tmp_path / "again"), "--verify"])
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
-    with pytest.raises(UnsupportedError, match="trust_remote_code of a Llama configuration must be None or False"):
+    with pytest.raises(
+        UnsupportedError, match="trust_remote_code of a Llama configuration must be None or False"
+    ):
         import_model(folder, tmp_path / "trusted")
     assert not sprung.exists()
 

@@ -1,4 +1,6 @@
-"""Every field of a configuration has a type and a range, and what no class of Hugging Face reads is passed over."""
+"""Every field of a configuration has a type and a range, and what no class of Hugging Face reads is
+passed over.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,43 @@ from tests.swap.families import CASES, config_of, transformers
 NAN, HUGE = float("nan"), 10**400
 ODD: tuple[Any, ...] = (
     *(0, -1, 1, 7, 2**40, HUGE, -HUGE, 0.5, 1.5, -0.5, 1e300, NAN, float("inf"), True, False, None),
-    *("", "3", "gelu", "\ud800", [], [1], [[1]], ["full_attention"], [None] * 3, {}, {"a": 1}, {1: 2}, {"factor": "2"}),
-    *({"rope_type": []}, {"rope_type": "yarn", "factor": NAN}, {"rope_type": "linear", "factor": 0}),
-    *({"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1]}, {"rope_type": "yarn", "factor": True}),
-    *({"rope_type": "longrope", "short_factor": [0], "long_factor": [1]}, {"rope_theta": -1}, {"type": {}}),
-    *({"rope_type": "longrope", "short_factor": [1.5], "long_factor": [1], "original_max_position_embeddings": 1},),
+    *(
+        "",
+        "3",
+        "gelu",
+        "\ud800",
+        [],
+        [1],
+        [[1]],
+        ["full_attention"],
+        [None] * 3,
+        {},
+        {"a": 1},
+        {1: 2},
+        {"factor": "2"},
+    ),
+    *(
+        {"rope_type": []},
+        {"rope_type": "yarn", "factor": NAN},
+        {"rope_type": "linear", "factor": 0},
+    ),
+    *(
+        {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1]},
+        {"rope_type": "yarn", "factor": True},
+    ),
+    *(
+        {"rope_type": "longrope", "short_factor": [0], "long_factor": [1]},
+        {"rope_theta": -1},
+        {"type": {}},
+    ),
+    *(
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.5],
+            "long_factor": [1],
+            "original_max_position_embeddings": 1,
+        },
+    ),
 )
 
 
@@ -51,7 +85,10 @@ def test_odd_values_give_a_configuration_or_an_error_of_ours(family: Any) -> Non
     names = sorted(family.config.names | IRRELEVANT)
     for seed in range(60):
         draw = random.Random(seed)
-        changes = {draw.choice(names): draw.choice((*ODD, nested(3000), recursive())) for _ in range(1 + seed % 2)}
+        changes = {
+            draw.choice(names): draw.choice((*ODD, nested(3000), recursive()))
+            for _ in range(1 + seed % 2)
+        }
         found = None
         try:
             found = family.config({**base, **changes})
@@ -60,7 +97,10 @@ def test_odd_values_give_a_configuration_or_an_error_of_ours(family: Any) -> Non
         assert found is None or isinstance(found, (GPTConfig, EncoderConfig)), changes
 
 
-WRONG = {"int": ("3", 1.5, True, [1], {}, NAN, HUGE, -HUGE, -1), "float": ("0.1", True, [0.1], {}, NAN, HUGE, -1.0)}
+WRONG = {
+    "int": ("3", 1.5, True, [1], {}, NAN, HUGE, -HUGE, -1),
+    "float": ("0.1", True, [0.1], {}, NAN, HUGE, -1.0),
+}
 WRONG |= {"bool": ("yes", 1, 0, [], {}, 0.0), "str": (1, True, [], {})}
 
 
@@ -70,12 +110,19 @@ def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_legal(cas
     checked = 0
     for rule in table.fields:
         kind = next((name for name in WRONG if type(rule.default).__name__ == name), None)
-        if kind is None or rule.only is not None or rule.name in ("hidden_act", "activation_function"):
+        if (
+            kind is None
+            or rule.only is not None
+            or rule.name in ("hidden_act", "activation_function")
+        ):
             continue
         for value in WRONG[kind]:
             if rule.name == "pad_token_id" and value == -1:
                 continue  # the last token
-            with pytest.raises(CheckpointMismatchError, match=f"{rule.name} of a .* configuration must be .*: it is "):
+            with pytest.raises(
+                CheckpointMismatchError,
+                match=f"{rule.name} of a .* configuration must be .*: it is ",
+            ):
                 table({**base, rule.name: value})
             checked += 1
     assert checked > 50
@@ -85,13 +132,17 @@ def test_every_field_that_a_table_reads_has_a_kind() -> None:
     left = set()
     for family in families():
         for table in (family.config, *family.config.parts.values()):
-            left |= {rule.name for rule in table.fields if rule.only is None and rule.kind is None} - KINDS.keys()
+            left |= {
+                rule.name for rule in table.fields if rule.only is None and rule.kind is None
+            } - KINDS.keys()
     assert left == {"expert_settings"}, "ExpertsConfig checks these"
 
 
 @pytest.mark.parametrize("config", [None, [], "x", 3, {1: 2}, {None: 1}])
 def test_what_is_no_mapping_of_fields_is_refused(config: Any) -> None:
-    with pytest.raises(CheckpointMismatchError, match="a Llama configuration must be a mapping of fields"):
+    with pytest.raises(
+        CheckpointMismatchError, match="a Llama configuration must be a mapping of fields"
+    ):
         family_of("llama").config(config)
 
 
@@ -106,13 +157,20 @@ def test_what_unsloth_and_trainers_write_passes_silently(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_a_note_of_the_user_passes_with_one_line_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_note_of_the_user_passes_with_one_line_that_names_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for case in ("llama", "mistral", "qwen2", "gpt2"):
         family, theirs = family_of(CASES[case][0]), config_of(case).to_dict()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                changed = {**theirs, f"my_note_{case}": "tuned on speeches", "my_list": [{"a": 1}], "my_zero": None}
+                changed = {
+                    **theirs,
+                    f"my_note_{case}": "tuned on speeches",
+                    "my_list": [{"a": 1}],
+                    "my_zero": None,
+                }
                 assert family.config(changed) == family.config(theirs)
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == 1
@@ -127,17 +185,23 @@ def test_what_passes_changes_nothing_in_hugging_face_s_own_model(name: str) -> N
     for more in ({}, {name: 0.5}):
         torch.manual_seed(0)
         config = config_of("llama")
-        model = transformers.AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), **more})).eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            type(config)(**{**config.to_dict(), **more})
+        ).eval()
         results.append(model(tokens).logits)
         family_of("llama").config(model.config.to_dict())
     assert torch.equal(*results)
 
 
-def test_without_transformers_or_a_type_an_unknown_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_or_a_type_an_unknown_field_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     family, theirs = family_of("llama"), config_of("llama").to_dict()
     with pytest.raises(UnsupportedError, match="my_note of a Llama"):
         family.config({**theirs, "model_type": None, "my_note": 1})
-    monkeypatch.setattr("lightning_megatron.swap.families.unknown_fields._known_of", lambda model_type: (None, ""))
+    monkeypatch.setattr(
+        "lightning_megatron.swap.families.unknown_fields._known_of", lambda model_type: (None, "")
+    )
     with pytest.raises(UnsupportedError, match="my_note of a Llama"):
         family.config({**theirs, "my_note": 1})
     family.config({**theirs, "unsloth_fixed": True})
@@ -160,9 +224,24 @@ def test_files_of_configurations_are_strict_json_of_some_size_and_depth(tmp_path
     import_model(folder, tmp_path / "whole")
     for number, text in enumerate(
         (
-            *("", "[]", "null", whole[:50], whole.replace("{", '{"vocab_size": 7, ', 1), '{"a":' * 3000),
-            *(whole.replace("{", '{"a": NaN, ', 1), '{"x": "' + "x" * 10_000_000 + '"}', "[" * 100_000, "\ud800"),
-            *(whole.replace("{", '{"a": ' + "[" * 40 + "]" * 40 + ", ", 1), whole.replace("{", '{"a": 1e999, ', 1)),
+            *(
+                "",
+                "[]",
+                "null",
+                whole[:50],
+                whole.replace("{", '{"vocab_size": 7, ', 1),
+                '{"a":' * 3000,
+            ),
+            *(
+                whole.replace("{", '{"a": NaN, ', 1),
+                '{"x": "' + "x" * 10_000_000 + '"}',
+                "[" * 100_000,
+                "\ud800",
+            ),
+            *(
+                whole.replace("{", '{"a": ' + "[" * 40 + "]" * 40 + ", ", 1),
+                whole.replace("{", '{"a": 1e999, ', 1),
+            ),
         )
     ):
         (folder / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -177,7 +256,9 @@ def test_files_of_configurations_are_strict_json_of_some_size_and_depth(tmp_path
      {"architectures": [], "model_type": 3}, {"architectures": {"a": 1}}, {"architectures": [[]]},
      {"vocab_size": 10**9}, {"num_hidden_layers": 9999}, {"hidden_size": 2**28, "head_dim": 4}],
 )  # fmt: skip
-def test_folders_whose_configuration_is_odd_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_folders_whose_configuration_is_odd_are_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     folder = folder_of(tmp_path / "model", **changes)
     if changes == {"architectures": []}:
         import_model(folder, tmp_path / "out")  # the type says it

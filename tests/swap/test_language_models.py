@@ -30,7 +30,9 @@ Truth = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class Exact(nn.Module):
-    """Normalise as a family's RMSNorm does, but in the dtype of its input; theirs rounds float64 to float32."""
+    """Normalise as a family's RMSNorm does, but in the dtype of its input; theirs rounds float64 to
+    float32.
+    """
 
     def __init__(self, source: nn.Module, eps: float, offset: float) -> None:
         nn.Module.__init__(self)
@@ -42,7 +44,9 @@ class Exact(nn.Module):
 
 def exact_twin(case: str, **changes: Any) -> nn.Module:
     """Return a float64 model of a case that computes in float64 throughout."""
-    twin = normalise_exactly(twin_of(case, torch.float64, attn_implementation="sdpa", **changes).eval())
+    twin = normalise_exactly(
+        twin_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
+    )
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(0.1)
@@ -56,12 +60,16 @@ def normalise_exactly(twin: nn.Module) -> nn.Module:
             if type(child).__name__.endswith("RMSNorm"):
                 eps = getattr(child, "variance_epsilon", None) or child.eps
                 kind = type("Exact", (Exact, type(child)), {})
-                setattr(module, name, kind(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0))
+                setattr(
+                    module, name, kind(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0)
+                )
     return twin
 
 
 def inputs() -> dict[str, dict[str, Tensor]]:
-    """Return calls of every kind: whole rows, padding on either side, packed sequences, vectors for tokens."""
+    """Return calls of every kind: whole rows, padding on either side, packed sequences, vectors for
+    tokens.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (B, S), generator=generator)
     labels = tokens.clone()
@@ -71,8 +79,16 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     packed = torch.cat([torch.arange(4), torch.arange(6)]).expand(B, S)
     return {
         "whole": {"input_ids": tokens, "labels": labels},
-        "padded right": {"input_ids": tokens, "attention_mask": right, "labels": labels.masked_fill(right == 0, -100)},
-        "padded right, with labels there": {"input_ids": tokens, "attention_mask": right, "labels": labels},
+        "padded right": {
+            "input_ids": tokens,
+            "attention_mask": right,
+            "labels": labels.masked_fill(right == 0, -100),
+        },
+        "padded right, with labels there": {
+            "input_ids": tokens,
+            "attention_mask": right,
+            "labels": labels,
+        },
         "padded left": {
             "input_ids": tokens,
             "attention_mask": left,
@@ -89,11 +105,17 @@ def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
     """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
     twin.zero_grad()
     # With a cache theirs does not see that sequences are packed.
-    logits = twin(**{name: value for name, value in call.items() if name != "labels"}, use_cache=False).logits
+    logits = twin(
+        **{name: value for name, value in call.items() if name != "labels"}, use_cache=False
+    ).logits
     shifted = F.pad(call["labels"], (0, 1), value=-100)[:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
     loss.backward()
-    return logits.detach(), loss.detach(), {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    return (
+        logits.detach(),
+        loss.detach(),
+        {name: p.grad for name, p in twin.named_parameters() if p.grad is not None},
+    )
 
 
 def compare(case: str, *meshes: ParallelMesh) -> None:
@@ -107,10 +129,14 @@ def compare(case: str, *meshes: ParallelMesh) -> None:
         root = nn.ModuleDict({"model": exact_twin(case, **changes)})
         parallelize(root, mesh)
         compare_with(truths, case, root["model"], mesh)
-        assert_equal(root["model"](inputs_embeds=vectors).logits, from_vectors, f"{case}: vectors", 1e-9)
+        assert_equal(
+            root["model"](inputs_embeds=vectors).logits, from_vectors, f"{case}: vectors", 1e-9
+        )
 
 
-def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, mesh: ParallelMesh) -> None:
+def compare_with(
+    truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, mesh: ParallelMesh
+) -> None:
     assert isinstance(model, HuggingFaceLM)
     for kind, call in inputs().items():
         what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
@@ -121,7 +147,10 @@ def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, m
 
 def check_generation(mesh: ParallelMesh) -> None:
     changes = {"pad_token_id": 0, "eos_token_id": None, "num_hidden_layers": 4}
-    twin, root = twin_of("llama", **changes).eval(), nn.ModuleDict({"model": twin_of("llama", **changes)})
+    twin, root = (
+        twin_of("llama", **changes).eval(),
+        nn.ModuleDict({"model": twin_of("llama", **changes)}),
+    )
     parallelize(root, mesh)
     prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -150,9 +179,14 @@ def check_stages(rank: int, size: int) -> None:
         mesh = ParallelMesh.create(layout, sequence_parallel=layout.tp > 1)
         for case in ("llama", "gpt2", "qwen2"):
             changes = {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
-            twin, root = exact_twin(case, **changes), nn.ModuleDict({"model": exact_twin(case, **changes)})
+            twin, root = (
+                exact_twin(case, **changes),
+                nn.ModuleDict({"model": exact_twin(case, **changes)}),
+            )
             parallelize(root, mesh)
-            with pytest.raises(UnsupportedError, match="2 pipeline stages cannot be called by itself"):
+            with pytest.raises(
+                UnsupportedError, match="2 pipeline stages cannot be called by itself"
+            ):
                 root["model"](**inputs()["whole"])
             with torch.no_grad():
                 for kind, call in inputs().items():
@@ -160,7 +194,12 @@ def check_stages(rank: int, size: int) -> None:
                     output = root["model"](**call)
                     with torch.enable_grad():
                         expected = expected_of(twin, call)
-                    assert_equal(output.logits[seen], expected[0][seen], f"{case}, {kind}, {layout}: logits", 1e-9)
+                    assert_equal(
+                        output.logits[seen],
+                        expected[0][seen],
+                        f"{case}, {kind}, {layout}: logits",
+                        1e-9,
+                    )
                     assert_equal(output.loss, expected[1], f"{case}, {kind}, {layout}: loss", 1e-9)
         check_generation(mesh)
         mesh.destroy()
@@ -198,12 +237,18 @@ def test_padding_behind_the_tokens_needs_no_mask() -> None:
         assert torch.equal(span.valid, other.bool())
 
 
-def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not(tmp_path: Path) -> None:
+def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not(
+    tmp_path: Path,
+) -> None:
     twin_of("llama").save_pretrained(tmp_path)
     for build in (nullcontext, building_on_meta):
         root = nn.Module()
         with build():
             root.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        root.model.model.layers[0].self_attn.q_proj = nn.Sequential(root.model.model.layers[0].self_attn.q_proj)
-        with pytest.raises(UnsupportedError, match=r"q_proj' is a Sequential, where the class builds a Linear"):
+        root.model.model.layers[0].self_attn.q_proj = nn.Sequential(
+            root.model.model.layers[0].self_attn.q_proj
+        )
+        with pytest.raises(
+            UnsupportedError, match=r"q_proj' is a Sequential, where the class builds a Linear"
+        ):
             parallelize(root, ParallelMesh.single())

@@ -40,7 +40,9 @@ def test_a_module_is_acted_on_once_and_only_inside_the_block(module_path: Path) 
     assert sys.meta_path == finders
 
 
-def test_models_are_built_on_meta_though_transformers_come_later_and_are_not_imported_for_others() -> None:
+def test_models_are_built_on_meta_though_transformers_come_later_and_are_not_imported_for_others() -> (
+    None
+):
     code = """
 import sys
 from lightning_megatron.swap import building_on_meta
@@ -52,5 +54,7 @@ with building_on_meta():
 assert model.lm_head.weight.is_meta
 assert not AutoModelForCausalLM.from_config(config).lm_head.weight.is_meta
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr

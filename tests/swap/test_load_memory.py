@@ -16,10 +16,26 @@ import pytest
 from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.weights.copying import _NUM_AT_ONCE, PIECE_BYTES
 
-CONFIG = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8}
-CONFIG |= {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+CONFIG = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 8,
+}
+CONFIG |= {
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
 #: Of experts almost alone.
-MIXTRAL = {**CONFIG, "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 1024, "num_local_experts": 16}
+MIXTRAL = {
+    **CONFIG,
+    "model_type": "mixtral",
+    "vocab_size": 1000,
+    "hidden_size": 1024,
+    "num_local_experts": 16,
+}
 MIXTRAL |= {"num_hidden_layers": 2, "num_attention_heads": 8}
 
 PROGRAM = """
@@ -66,11 +82,17 @@ def shapes_of(config: dict[str, Any], is_packed: bool) -> Iterator[tuple[str, tu
 
 
 def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool = False) -> tuple[int, int]:
-    """Write a folder of zeros that takes no space; return the size of all tensors and of the largest (bytes)."""
+    """Write a folder of zeros that takes no space; return the size of all tensors and of the
+    largest (bytes).
+    """
     entries, size, largest = {}, 0, 0
     for name, shape in shapes_of(config, is_packed):
         num_bytes = 2 * prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [size, size + num_bytes]}
+        entries[name] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [size, size + num_bytes],
+        }
         size, largest = size + num_bytes, max(largest, num_bytes)
     header = json.dumps(entries).encode()
     path = folder / "model.safetensors"
@@ -96,16 +118,22 @@ def test_memory_stays_below_the_shard_and_one_tensor(tmp_path: Path) -> None:
 
 @HAS_PEAK
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_rank_holds_no_more_than_its_experts_while_it_loads(is_packed: bool, tmp_path: Path) -> None:
+def test_a_rank_holds_no_more_than_its_experts_while_it_loads(
+    is_packed: bool, tmp_path: Path
+) -> None:
     size, _ = sparse_folder(tmp_path, MIXTRAL, is_packed)
     assert size > 2.8e9
     found = memory_of(tmp_path)
     assert found["shard"] < size / 7
-    assert found["shard"] * 0.9 < found["growth"] < found["shard"] + 2 * _NUM_AT_ONCE * PIECE_BYTES, found
+    assert (
+        found["shard"] * 0.9 < found["growth"] < found["shard"] + 2 * _NUM_AT_ONCE * PIECE_BYTES
+    ), found
 
 
 def memory_of(folder: Path) -> dict[str, int]:
-    """Load a rank's part of a folder; return its size, and by how much the process has grown at most (bytes)."""
+    """Load a rank's part of a folder; return its size, and by how much the process has grown at
+    most (bytes).
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder)],

@@ -36,7 +36,9 @@ LLAMA = "llama with one key head"
 
 def adapted(model: nn.Module, **settings: Any) -> Any:
     """Return a model with an adapter of random numbers."""
-    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings})
+    config = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings}
+    )
     with warnings.catch_warnings():
         # Of Conv1D, which stores its weight input first.
         warnings.filterwarnings("ignore", "fan_in_fan_out")
@@ -57,13 +59,26 @@ def swapped(wrapped: nn.Module, mesh: ParallelMesh) -> Any:
     return wrapped
 
 
-def gradients_of_factors(wrapped: Any, twin: Any, mesh: ParallelMesh) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the full gradient of every factor and, on the host, what peft has; what is frozen has none."""
+def gradients_of_factors(
+    wrapped: Any, twin: Any, mesh: ParallelMesh
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the full gradient of every factor and, on the host, what peft has; what is frozen has
+    none.
+    """
     model: ReplacedModel = wrapped.get_base_model()
-    theirs = {name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()}
+    theirs = {
+        name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()
+    }
     theirs = {name: one.double().cpu() for name, one in theirs.items() if one is not None}
-    theirs = {name.replace(".default.", ".").replace(".modules_to_save.", "."): one for name, one in theirs.items()}
-    wanted = model.adapter.tensors_at_home(model.family.at_home(model.body.config)) if model.adapter else {}
+    theirs = {
+        name.replace(".default.", ".").replace(".modules_to_save.", "."): one
+        for name, one in theirs.items()
+    }
+    wanted = (
+        model.adapter.tensors_at_home(model.family.at_home(model.body.config))
+        if model.adapter
+        else {}
+    )
     reader = TensorsInMemory(theirs)
     name_of = model.adapter.wrapped_name if model.adapter else str
     expected = {
@@ -77,7 +92,10 @@ def gradients_of_factors(wrapped: Any, twin: Any, mesh: ParallelMesh) -> dict[st
     for name, parameter in trained.items():
         spec = shard_spec_of(parameter, mesh.tp.rank)
         assert parameter.grad is not None, name
-        found[name] = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial), expected[name]
+        found[name] = (
+            gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial),
+            expected[name],
+        )
     return found
 
 
@@ -87,10 +105,16 @@ def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> N
 
 
 def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:
-    twin, wrapped = adapted(exact_twin(case), **settings), swapped(adapted(exact_twin(case), **settings), mesh)
+    twin, wrapped = (
+        adapted(exact_twin(case), **settings),
+        swapped(adapted(exact_twin(case), **settings), mesh),
+    )
     what = f"{case}, {settings}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-    # Padding for sequence parallelism, and other blocks of a batch, are the same for models without adapters.
-    for kind, recompute in (("odd", "none"),) if mesh.tp.size > 1 else (("padded left", "none"), ("odd", "full")):
+    # Padding for sequence parallelism, and other blocks of a batch, are the same for models without
+    # adapters.
+    for kind, recompute in (
+        (("odd", "none"),) if mesh.tp.size > 1 else (("padded left", "none"), ("odd", "full"))
+    ):
         call = inputs()[kind]
         logits, loss, _ = expected_of(twin, call)
         wrapped.get_base_model().gpt.recompute = recompute
@@ -121,8 +145,16 @@ def test_one_process_computes_what_peft_does() -> None:
         compare_decoders(case, ParallelMesh.single())
     for case in ENCODERS:
         compare_encoders(case, ParallelMesh.single())
-    some = {"target_modules": ["v_proj", "q_proj", "up_proj"], "use_rslora": True, "layers_to_transform": [1, 2]}
-    some |= {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 7}, "task_type": "CAUSAL_LM"}
+    some = {
+        "target_modules": ["v_proj", "q_proj", "up_proj"],
+        "use_rslora": True,
+        "layers_to_transform": [1, 2],
+    }
+    some |= {
+        "rank_pattern": {"v_proj": 5},
+        "alpha_pattern": {"q_proj": 7},
+        "task_type": "CAUSAL_LM",
+    }
     compare_decoders("llama", ParallelMesh.single(), **some)
 
 
@@ -168,7 +200,9 @@ def check_ranks(rank: int, size: int) -> None:
     check_stages(size)
     for tp in (2, 4):
         for sequence_parallel in (False, True):
-            mesh = ParallelMesh.create(ParallelLayout(size, tp=tp), sequence_parallel=sequence_parallel)
+            mesh = ParallelMesh.create(
+                ParallelLayout(size, tp=tp), sequence_parallel=sequence_parallel
+            )
             if tp == 4:
                 compare_decoders(LLAMA, mesh)
                 mesh.destroy()
@@ -222,9 +256,13 @@ def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) ->
     with building_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         model.gradient_checkpointing_enable()
-        root.model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        root.model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        )
     assert model.device.type == "meta"
-    drawn = {name: p.detach().clone() for name, p in root.model.named_parameters() if "lora_" in name}
+    drawn = {
+        name: p.detach().clone() for name, p in root.model.named_parameters() if "lora_" in name
+    }
     parallelize(root, ParallelMesh.single())
     layers = root.model.get_base_model().gpt.layers
     for layer in range(3):
@@ -232,7 +270,10 @@ def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) ->
             ("self_attn.q_proj", layers[str(layer)].attention.qkv.low_rank["q_proj"]),
             ("mlp.down_proj", layers[str(layer)].mlp.down.low_rank["down_proj"]),
         ):
-            name, bound = f"base_model.model.model.layers.{layer}.{module}", update.a.weight.shape[1] ** -0.5
+            name, bound = (
+                f"base_model.model.model.layers.{layer}.{module}",
+                update.a.weight.shape[1] ** -0.5,
+            )
             assert torch.equal(update.a.weight, drawn[f"{name}.lora_A.default.weight"])
             assert 0.9 * bound < update.a.weight.abs().max() <= bound
             assert not update.b.weight.any()
@@ -258,7 +299,9 @@ def test_models_that_a_plan_leaves_alone_keep_the_layers_of_peft(tmp_path: Path)
         ({"trainable_token_indices": [1]}, "its trainable_token_indices is"),
     ],
 )
-def test_what_is_more_than_lora_is_refused_by_its_name(settings: dict[str, Any], message: str) -> None:
+def test_what_is_more_than_lora_is_refused_by_its_name(
+    settings: dict[str, Any], message: str
+) -> None:
     root = nn.ModuleDict({"model": adapted(twin_of("llama"), **settings)})
     with pytest.raises(UnsupportedError, match=message):
         parallelize(root, ParallelMesh.single())
@@ -277,5 +320,7 @@ def test_other_states_of_adapters_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="is a Linear"):
         parallelize(nn.ModuleDict({"model": other}), ParallelMesh.single())
     wrapped = swapped(adapted(twin_of("llama")), ParallelMesh.single())
-    with pytest.raises(UnsupportedError, match=r"merge_and_unload needs the layers of peft.*convert"):
+    with pytest.raises(
+        UnsupportedError, match=r"merge_and_unload needs the layers of peft.*convert"
+    ):
         wrapped.merge_and_unload()

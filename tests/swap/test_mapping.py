@@ -27,7 +27,9 @@ class CountingReader(TensorsInMemory):
 
 
 def by_heads(name: str, heads: int, head: int) -> tuple[Source, ...]:
-    return tuple(Source(name, heads * head, first=n * head, strip=head, step=3 * head) for n in range(3))
+    return tuple(
+        Source(name, heads * head, first=n * head, strip=head, step=3 * head) for n in range(3)
+    )
 
 
 # Each map with its foreign tensors.
@@ -36,7 +38,9 @@ def maps() -> dict[str, TensorMap]:
         "whole": TensorMap("w", (24, 10), (Source("a", 24),)),
         "transposed": TensorMap("w", (24, 10), (Source("a", 24, is_transposed=True),)),
         "joined": TensorMap("w", (24, 10), (Source("a", 12), Source("b", 8), Source("c", 4))),
-        "joined transposed": TensorMap("w", (24, 10), (Source("a", 14, True), Source("b", 10, True))),
+        "joined transposed": TensorMap(
+            "w", (24, 10), (Source("a", 14, True), Source("b", 10, True))
+        ),
         "by heads": TensorMap("w", (24, 10), by_heads("a", 4, 2)),
         "vector by heads": TensorMap("w", (24,), by_heads("a", 4, 2)),
     }
@@ -44,7 +48,10 @@ def maps() -> dict[str, TensorMap]:
 
 def values_of(tensor: TensorMap) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in tensor.source_shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in tensor.source_shapes.items()
+    }
 
 
 def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
@@ -73,7 +80,11 @@ def test_any_shard_is_read_and_nothing_else(data: st.DataObject, kind: str) -> N
     tensor = maps()[kind]
     dim = data.draw(st.integers(0, len(tensor.shape) - 1))
     ends = sorted(data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=2, max_size=6)))
-    spec = ShardSpec(tensor.shape, tuple(ShardRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False)), dim)
+    spec = ShardSpec(
+        tensor.shape,
+        tuple(ShardRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False)),
+        dim,
+    )
     reader = CountingReader(values_of(tensor))
     expected = spec.shard(full_of(tensor, TensorsInMemory(reader.tensors)))
     local = torch.zeros_like(expected)

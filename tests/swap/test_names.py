@@ -1,4 +1,6 @@
-"""A replaced Hugging Face model is the object that it was: its tree, its names, its parameters one by one."""
+"""A replaced Hugging Face model is the object that it was: its tree, its names, its parameters one
+by one.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,21 @@ def swapped(model: Any, mesh: ParallelMesh | None = None) -> Any:
 def test_a_decoder_keeps_its_tree_and_the_names_and_order_of_its_parameters(case: str) -> None:
     twin = twin_of(case)
     model = swapped(deepcopy(twin))
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in twin.named_parameters()
+    ]
     assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
     assert set(model.state_dict()) == set(twin.state_dict())
     assert isinstance(model, type(twin))
     assert repr(model) == repr(twin)
-    assert all(isinstance(ours, type(theirs)) for ours, theirs in zip(model.modules(), twin.modules(), strict=True))
+    assert all(
+        isinstance(ours, type(theirs))
+        for ours, theirs in zip(model.modules(), twin.modules(), strict=True)
+    )
     assert model.num_parameters() == twin.num_parameters()
-    assert model.num_parameters(exclude_embeddings=True) == twin.num_parameters(exclude_embeddings=True)
+    assert model.num_parameters(exclude_embeddings=True) == twin.num_parameters(
+        exclude_embeddings=True
+    )
 
 
 @pytest.mark.parametrize("case", ENCODERS)
@@ -58,7 +67,9 @@ def test_an_encoder_keeps_the_names_and_order_of_its_parameters(case: str) -> No
     twin = encoder_of(case)
     model = swapped(deepcopy(twin))
     assert repr(model) == repr(twin)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in twin.named_parameters()
+    ]
     assert set(model.state_dict()) == set(dict(twin.named_parameters(remove_duplicate=False)))
 
 
@@ -97,7 +108,8 @@ def train(model: Any, freeze: str, num_steps: int = 3) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("case", "freeze"), [("llama", "layers.1"), ("llama", "k_proj"), ("gpt2", "h.0."), ("qwen2", "q_proj.weight")]
+    ("case", "freeze"),
+    [("llama", "layers.1"), ("llama", "k_proj"), ("gpt2", "h.0."), ("qwen2", "q_proj.weight")],
 )
 def test_groups_and_freezing_by_names_train_the_same(case: str, freeze: str) -> None:
     expected = train(exact_twin(case), freeze)
@@ -131,16 +143,23 @@ def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
     assert stack.joined().data_ptr() == attention.q_proj.weight.data_ptr()
     with torch.no_grad():
         attention.k_proj.weight.fill_(7.0)
-    start, stop = len(attention.q_proj.weight), len(attention.q_proj.weight) + len(attention.k_proj.weight)
+    start, stop = (
+        len(attention.q_proj.weight),
+        len(attention.q_proj.weight) + len(attention.k_proj.weight),
+    )
     assert (stack.joined()[start:stop] == 7).all()
     model.half()
-    assert_equal(stack.joined().float(), torch.cat([part.float() for part in stack.parts]), "apart in memory")
+    assert_equal(
+        stack.joined().float(), torch.cat([part.float() for part in stack.parts]), "apart in memory"
+    )
 
 
 def test_hooks_of_parameters_see_and_change_their_gradients() -> None:
     seen: dict[str, Tensor] = {}
     for each in (exact_twin("llama"), swapped(exact_twin("llama"))):
-        for number, name in enumerate(("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")):
+        for number, name in enumerate(
+            ("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")
+        ):
             parameter = each.model.get_parameter(name)
             handle = parameter.register_hook(lambda gradient, factor=number + 2: gradient * factor)
             each(input_ids=TOKENS).logits.square().mean().backward()
@@ -242,7 +261,10 @@ def test_save_pretrained_after_a_run_on_one_rank_is_refused(tmp_path: Path) -> N
 def test_save_pretrained_writes_the_whole_model_from_all_ranks(tmp_path: Path) -> None:
     run_world(save, 2, str(tmp_path))
     cases = ("llama", "gpt_neox", "gpt2", "phi3")
-    for number, case in [*enumerate(cases), *((f"{number}_after", case) for number, case in enumerate(cases))]:
+    for number, case in [
+        *enumerate(cases),
+        *((f"{number}_after", case) for number, case in enumerate(cases)),
+    ]:
         again, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / str(number), output_loading_info=True
         )
@@ -265,16 +287,23 @@ def check_states(mesh: ParallelMesh) -> None:
         ours = model(input_ids=TOKENS, output_hidden_states=True)
         assert ours.keys() == ("logits", "hidden_states")
         assert len(ours.hidden_states) == len(theirs.hidden_states)
-        for layer, (one, other) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
+        for layer, (one, other) in enumerate(
+            zip(ours.hidden_states, theirs.hidden_states, strict=True)
+        ):
             assert_equal(one, other, f"{case}: hidden states {layer}", 1e-9)
         assert model(input_ids=TOKENS).hidden_states is None
         vectors = [each.get_input_embeddings()(TOKENS) for each in (model, twin)]
         assert_equal(vectors[0], vectors[1], f"{case}: vectors", 1e-9)
-        logits = [each(inputs_embeds=2 * one).logits for each, one in zip((model, twin), vectors, strict=True)]
+        logits = [
+            each(inputs_embeds=2 * one).logits
+            for each, one in zip((model, twin), vectors, strict=True)
+        ]
         assert_equal(logits[0], logits[1], f"{case}: from vectors", 1e-9)
         for each in (model, twin):
             each.zero_grad()
-            state = each(inputs_embeds=each.get_input_embeddings()(TOKENS), output_hidden_states=True).hidden_states[2]
+            state = each(
+                inputs_embeds=each.get_input_embeddings()(TOKENS), output_hidden_states=True
+            ).hidden_states[2]
             state.square().sum().backward()
         for name, parameter in model.named_parameters():
             expected = twin.get_parameter(name).grad
@@ -296,7 +325,9 @@ def check_states_on_ranks(rank: int, size: int) -> None:
     with pytest.raises(UnsupportedError, match=r"output_hidden_states cannot be given with pp"):
         model(input_ids=TOKENS, output_hidden_states=True)
     elsewhere = model.lm_head if rank == 0 else model.model.embed_tokens
-    with pytest.raises(AttributeError, match=r"weight' is on another pipeline stage.*named_parameters"):
+    with pytest.raises(
+        AttributeError, match=r"weight' is on another pipeline stage.*named_parameters"
+    ):
         _ = elsewhere.weight
     mesh.destroy()
 

@@ -48,17 +48,25 @@ def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) ->
     assert torch.allclose(model(tokens), twin(tokens).logits, atol=1e-4)
     export_folder(full_tensors(model).items(), family, folder.config, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items())
+    assert all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()
+    )
 
 
 def package(folder: Path, value: str) -> str:
     information = folder / "starcoder_for_us-1.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: starcoder-for-us\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text(f"[lightning_megatron.families]\nstarcoder2 = {value}\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: starcoder-for-us\nVersion: 1.0\n"
+    )
+    (information / "entry_points.txt").write_text(
+        f"[lightning_megatron.families]\nstarcoder2 = {value}\n"
+    )
     root = Path(__file__).parents[2]
     program = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(root)!r}]\n{PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() if done.returncode == 0 else done.stderr
 
 

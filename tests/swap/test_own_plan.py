@@ -1,4 +1,6 @@
-"""Hugging Face models without a table are cut by the plan that they bring, and compute what they did."""
+"""Hugging Face models without a table are cut by the plan that they bring, and compute what they
+did.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,27 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 V = 61
-SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "attn_implementation": "sdpa"}
-# The norms of heads of the last one are whole on every rank, and their gradients are parts of a sum.
-MODELS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM")
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "attn_implementation": "sdpa",
+}
+# The norms of heads of the last one are whole on every rank, and their gradients are parts of a
+# sum.
+MODELS = (
+    "Starcoder2ForCausalLM",
+    "Olmo2ForCausalLM",
+    "GraniteForCausalLM",
+    "CohereForCausalLM",
+    "Exaone4ForCausalLM",
+)
 
 
 def model_of(name: str, **changes: Any) -> nn.Module:
@@ -66,8 +85,13 @@ def test_two_ranks_compute_what_hugging_face_does_by_its_own_plan() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    root = nn.ModuleDict({"model": model_of("GraniteForCausalLM", num_attention_heads=8, num_key_value_heads=2)})
-    with pytest.raises(ParallelPlanError, match=r"num_key_value_heads \(2\) of 'model' must be a multiple of tp \(4\)"):
+    root = nn.ModuleDict(
+        {"model": model_of("GraniteForCausalLM", num_attention_heads=8, num_key_value_heads=2)}
+    )
+    with pytest.raises(
+        ParallelPlanError,
+        match=r"num_key_value_heads \(2\) of 'model' must be a multiple of tp \(4\)",
+    ):
         parallelize(root, mesh_of(tp=4))
 
 
@@ -76,7 +100,10 @@ def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     assert own_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan
     # What lies in one module is cut together or not at all.
-    for more in ({"model.layers.*.mlp.up_proj": "packed_colwise"}, {"model.layers.*.mlp.down_proj": "all_reduce"}):
+    for more in (
+        {"model.layers.*.mlp.up_proj": "packed_colwise"},
+        {"model.layers.*.mlp.down_proj": "all_reduce"},
+    ):
         model.tp_plan = {**known, **more}
         plan = own_plan(model, 2)
         assert not any(".mlp." in name for name in plan.kinds)

@@ -24,17 +24,25 @@ from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, Attending, Classifier, T
 def mesh_of(tp: int = 2, pp: int = 1, cp: int = 1) -> ParallelMesh:
     """Return a mesh with sizes but without processes, for what happens before any communication."""
     layout = ParallelLayout(tp * pp * cp, tp=tp, pp=pp, cp=cp)
-    axes = {name: MeshAxis(name, tuple(range(size))) for name, size in {"tp": tp, "pp": pp, "cp": cp}.items()}
+    axes = {
+        name: MeshAxis(name, tuple(range(size)))
+        for name, size in {"tp": tp, "pp": pp, "cp": cp}.items()
+    }
     return replace(ParallelMesh.single(), layout=layout, **axes)
 
 
 def refusal(
-    module: nn.Module, plan: dict[str, str] | None, error: type[ValueError] = ParallelPlanError, **sizes: int
+    module: nn.Module,
+    plan: dict[str, str] | None,
+    error: type[ValueError] = ParallelPlanError,
+    **sizes: int,
 ) -> str:
     before = {name: id(child) for name, child in module.named_modules()}
     with pytest.raises(error) as caught:
         parallelize(module, mesh_of(**sizes), plan)
-    assert before == {name: id(child) for name, child in module.named_modules()}, "a refused plan swaps nothing"
+    assert before == {name: id(child) for name, child in module.named_modules()}, (
+        "a refused plan swaps nothing"
+    )
     return str(caught.value)
 
 
@@ -89,7 +97,10 @@ def test_the_last_pattern_of_a_plan_wins() -> None:
         "3": "column_gather",
         "5": "vocab",
     }
-    assert kinds_of(mlp(), {"0": "replicate", "[03]": "column_gather"}) == {"0": "column_gather", "3": "column_gather"}
+    assert kinds_of(mlp(), {"0": "replicate", "[03]": "column_gather"}) == {
+        "0": "column_gather",
+        "3": "column_gather",
+    }
 
 
 def test_auto_and_replicate_hold_for_everything_inside() -> None:
@@ -100,7 +111,12 @@ def test_auto_and_replicate_hold_for_everything_inside() -> None:
 
 def test_without_a_plan_encoder_layers_and_attention_are_swapped() -> None:
     module = nn.Sequential(Classifier(), Attending())
-    assert list(kinds_of(module, None)) == ["0.encoder", "0.encoder.layers.0", "0.encoder.layers.1", "1.attention"]
+    assert list(kinds_of(module, None)) == [
+        "0.encoder",
+        "0.encoder.layers.0",
+        "0.encoder.layers.1",
+        "1.attention",
+    ]
 
 
 def test_subclasses_are_left_alone_because_they_may_compute_something_else() -> None:
@@ -120,7 +136,9 @@ def test_one_tensor_rank_swaps_nothing_but_still_checks_the_plan() -> None:
 def test_a_shared_weight_that_is_cut_in_one_place_only_is_refused() -> None:
     message = refusal(TiedDecoder(), {"embedding": "vocab"})
     assert "'embedding.weight' is 'vocab', 'decoder.weight' is 'replicate'" in message
-    assert "cut it alike" in refusal(TiedDecoder(num_tokens=24), {"embedding": "vocab", "decoder": "column_gather"})
+    assert "cut it alike" in refusal(
+        TiedDecoder(num_tokens=24), {"embedding": "vocab", "decoder": "column_gather"}
+    )
 
 
 def test_a_module_with_two_names_and_two_kinds_is_refused() -> None:
@@ -149,7 +167,9 @@ def test_hooks_that_would_be_lost_are_refused() -> None:
         (nn.TransformerEncoderLayer(8, 2, 8, activation=nn.Softmax(-1)), None, "activation"),
     ],
 )
-def test_settings_that_a_cut_cannot_keep_are_refused(module: nn.Module, plan: dict[str, str] | None, word: str) -> None:
+def test_settings_that_a_cut_cannot_keep_are_refused(
+    module: nn.Module, plan: dict[str, str] | None, word: str
+) -> None:
     message = refusal(nn.Sequential(module), plan, UnsupportedError)
     assert word in message
     assert "'0'" in message
@@ -168,13 +188,17 @@ def test_axes_that_plain_modules_cannot_use_are_refused() -> None:
 
 
 def test_a_root_that_nothing_holds_is_refused() -> None:
-    config = GPTConfig.gpt2(vocab_size=8, max_seq_length=4, num_layers=1, hidden_size=8, num_heads=2)
+    config = GPTConfig.gpt2(
+        vocab_size=8, max_seq_length=4, num_layers=1, hidden_size=8, num_heads=2
+    )
     for root in (nn.TransformerEncoderLayer(8, 2, 8), GPT(config)):
         assert "nothing holds it" in refusal(root, None, UnsupportedError)
 
 
 def test_a_gpt_that_differs_from_its_config_is_refused() -> None:
-    config = GPTConfig.gpt2(vocab_size=8, max_seq_length=4, num_layers=1, hidden_size=8, num_heads=2)
+    config = GPTConfig.gpt2(
+        vocab_size=8, max_seq_length=4, num_layers=1, hidden_size=8, num_heads=2
+    )
     module = nn.Sequential(GPT(config))
     module[0].adapter = nn.Linear(2, 2)
     assert "'adapter.bias'" in refusal(module, None, UnsupportedError)

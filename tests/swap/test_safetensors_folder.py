@@ -1,4 +1,6 @@
-"""Parts of tensors are read from safetensors files as the format's own library reads them; others are refused."""
+"""Parts of tensors are read from safetensors files as the format's own library reads them; others
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,17 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 def some_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     plain = {
-        kind: torch.randint(0, 2 if kind == "BOOL" else 100, (7, 5, 3), generator=generator).to(dtype)
+        kind: torch.randint(0, 2 if kind == "BOOL" else 100, (7, 5, 3), generator=generator).to(
+            dtype
+        )
         for kind, dtype in DTYPES.items()
     }
-    return {**plain, "vector": torch.randn(9), "number": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
+    return {
+        **plain,
+        "vector": torch.randn(9),
+        "number": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+    }
 
 
 def saved(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> Path:
@@ -33,7 +42,10 @@ def saved(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetenso
 def same(actual: Tensor, expected: Tensor) -> bool:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
-    return torch.equal(actual.contiguous().view(-1).view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        actual.contiguous().view(-1).view(torch.uint8),
+        expected.contiguous().view(-1).view(torch.uint8),
+    )
 
 
 def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
@@ -51,9 +63,14 @@ def test_parts_are_those_of_the_format_s_own_library(tmp_path: Path) -> None:
     folder = SafetensorsFolder(saved(tmp_path, tensors))
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as theirs:
         for kind in ("F32", "BF16", "I64", "BOOL"):
-            for slices in ((slice(2, 5), slice(0, 5), slice(0, 3)), (slice(6, 7), slice(1, 4), slice(2, 3))):
+            for slices in (
+                (slice(2, 5), slice(0, 5), slice(0, 3)),
+                (slice(6, 7), slice(1, 4), slice(2, 3)),
+            ):
                 assert same(folder.read(kind, slices), theirs.get_slice(kind)[slices])
-        assert same(folder.read("F32", (slice(3, 3), slice(0, 5), slice(0, 3))), tensors["F32"][3:3])
+        assert same(
+            folder.read("F32", (slice(3, 3), slice(0, 5), slice(0, 3))), tensors["F32"][3:3]
+        )
 
 
 def test_what_is_written_into_a_part_stays_out_of_the_file(tmp_path: Path) -> None:
@@ -66,11 +83,16 @@ def test_what_is_written_into_a_part_stays_out_of_the_file(tmp_path: Path) -> No
 def indexed(folder: Path) -> dict[str, Tensor]:
     tensors = some_tensors()
     names = sorted(tensors)
-    files = {"model-00001-of-00002.safetensors": names[:6], "model-00002-of-00002.safetensors": names[6:]}
+    files = {
+        "model-00001-of-00002.safetensors": names[:6],
+        "model-00002-of-00002.safetensors": names[6:],
+    }
     for file, part in files.items():
         saved(folder, {name: tensors[name] for name in part}, file)
     weight_map = {name: file for file, part in files.items() for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tensors
 
 
@@ -85,7 +107,10 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
 
 def test_the_type_of_a_folder_is_that_of_most_elements(tmp_path: Path) -> None:
     assert (
-        SafetensorsFolder(saved(tmp_path, {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)})).dtype == torch.bfloat16
+        SafetensorsFolder(
+            saved(tmp_path, {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)})
+        ).dtype
+        == torch.bfloat16
     )
 
 
@@ -100,11 +125,15 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="'absent' of .* not where it says"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointMismatchError, match="lacks 'model-00002-of-00002.safetensors' of 2"):
+    with pytest.raises(
+        CheckpointMismatchError, match="lacks 'model-00002-of-00002.safetensors' of 2"
+    ):
         SafetensorsFolder(tmp_path)
     content["weight_map"]["absent"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointMismatchError, match=r"of its own folder: '\.\./elsewhere.safetensors'"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"of its own folder: '\.\./elsewhere.safetensors'"
+    ):
         SafetensorsFolder(tmp_path)
     index.write_text('{"weight_map": 3}')
     with pytest.raises(CorruptDataError, match="must map tensors to files"):
@@ -134,10 +163,19 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         (lambda content: content[:5], "begin with the length of its header"),
         (lambda content: content[:60], "begin with the length of its header"),
         (lambda content: b"", "begin with the length of its header"),
-        (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "begin with the length of its header"),
+        (
+            lambda content: b"version https://git-lfs.github.com/spec/v1\n",
+            "begin with the length of its header",
+        ),
         (lambda content: content.replace(b'"dtype"', b'"drype"'), "dtype, shape and data_offsets"),
-        (lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,9,3]'), "truncated or damaged"),
-        (lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,5,x]'), "is not valid JSON"),
+        (
+            lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,9,3]'),
+            "truncated or damaged",
+        ),
+        (
+            lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,5,x]'),
+            "is not valid JSON",
+        ),
         (lambda content: content.replace(b'"F32"', b'"F33"'), "has F33"),
     ],
 )

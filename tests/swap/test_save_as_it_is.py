@@ -19,17 +19,31 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 
-SIZES: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
-#: Class, settings and layout of each case; a vocabulary of 53 is padded under tp, and BLOOM stays whole.
+#: Class, settings and layout of each case; a vocabulary of 53 is padded under tp, and BLOOM stays
+#: whole.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "tp": ("Olmo2ForCausalLM", SIZES, {"tp": 2}),
     "tied tp": ("Olmo2ForCausalLM", {**SIZES, "tie_word_embeddings": True}, {"tp": 2}),
     "pp": ("Olmo2ForCausalLM", SIZES, {"pp": 2}),
     "tied pp": ("Olmo2ForCausalLM", {**SIZES, "tie_word_embeddings": True}, {"pp": 2}),
-    "experts tp": ("OlmoeForCausalLM", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}, {"tp": 2}),
+    "experts tp": (
+        "OlmoeForCausalLM",
+        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2},
+        {"tp": 2},
+    ),
     "own class tp": ("Own", SIZES, {"tp": 2}),
-    "whole": ("BloomForCausalLM", {"vocab_size": 53, "hidden_size": 16, "n_layer": 2, "n_head": 4}, {"tp": 2}),
+    "whole": (
+        "BloomForCausalLM",
+        {"vocab_size": 53, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+        {"tp": 2},
+    ),
 }
 
 
@@ -65,7 +79,9 @@ def save(rank: int, size: int, folder: Path) -> None:
         parallelize(root, mesh)
         assert (sum(one.numel() for one in root.parameters()) < before) == (case != "whole")
         if case != "whole" or rank == 0:
-            root["model"].save_pretrained(folder / case, max_shard_size="10KB", is_main_process=rank == 0)
+            root["model"].save_pretrained(
+                folder / case, max_shard_size="10KB", is_main_process=rank == 0
+            )
         if case == "tp":
             with pytest.raises(UnsupportedError, match="takes no variant"):
                 root["model"].save_pretrained(folder / "new", variant="fp16")
@@ -74,10 +90,16 @@ def save(rank: int, size: int, folder: Path) -> None:
 
 
 def adapted(case: str) -> Any:
-    """Return a model with two adapters of random numbers, or with one and a head that is trained as a whole."""
+    """Return a model with two adapters of random numbers, or with one and a head that is trained as
+    a whole.
+    """
     name, settings, _ = ADAPTED[case]
     model = built(name, settings)
-    targets: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "up_proj"], "base_model_name_or_path": ""}
+    targets: dict[str, Any] = {
+        "r": 2,
+        "target_modules": ["q_proj", "up_proj"],
+        "base_model_name_or_path": "",
+    }
     head = {"modules_to_save": ["lm_head"]} if "head" in case else {}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(**targets, **head))
     if "two" in case:
@@ -99,7 +121,9 @@ def save_adapters(rank: int, size: int, folder: Path) -> None:
         assert sum(one.numel() for one in root.parameters()) < before
         root["model"].save_pretrained(folder / case, is_main_process=rank == 0)
         if name == "Olmo2ForCausalLM":
-            with pytest.raises(UnsupportedError, match="Call save_pretrained of the PeftModel on all ranks"):
+            with pytest.raises(
+                UnsupportedError, match="Call save_pretrained of the PeftModel on all ranks"
+            ):
                 root["model"].get_base_model().save_pretrained(folder / "base")
         else:
             with pytest.raises(UnsupportedError, match="cannot be written by itself: 'model'"):
@@ -109,7 +133,10 @@ def save_adapters(rank: int, size: int, folder: Path) -> None:
     prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     root = nn.ModuleDict({"model": peft.get_peft_model(twin_of("pp"), prompts)})
     parallelize(root, mesh)
-    with pytest.raises(UnsupportedError, match="save_pretrained writes adapters of layers: 'default' is of the type"):
+    with pytest.raises(
+        UnsupportedError,
+        match="save_pretrained writes adapters of layers: 'default' is of the type",
+    ):
         root["model"].save_pretrained(folder / "prompts")
     mesh.destroy()
 
@@ -123,11 +150,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_peft_reads_the_whole_adapter_that_all_ranks_wrote(case: str, folder: Path, tmp_path: Path) -> None:
+def test_peft_reads_the_whole_adapter_that_all_ranks_wrote(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     adapted(case).save_pretrained(tmp_path)
     for name in (".", "second") if "two" in case else (".",):
         expected, found = (
-            safetensors.load_file(one / name / "adapter_model.safetensors") for one in (tmp_path, folder / case)
+            safetensors.load_file(one / name / "adapter_model.safetensors")
+            for one in (tmp_path, folder / case)
         )
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
@@ -137,11 +167,15 @@ def test_peft_reads_the_whole_adapter_that_all_ranks_wrote(case: str, folder: Pa
         assert configs[1].inference_mode
     again = peft.PeftModel.from_pretrained(built(*ADAPTED[case][:2]), folder / case).eval()
     tokens = torch.arange(10).view(2, 5)
-    assert torch.equal(again(input_ids=tokens).logits, adapted(case).eval()(input_ids=tokens).logits)
+    assert torch.equal(
+        again(input_ids=tokens).logits, adapted(case).eval()(input_ids=tokens).logits
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_that_keeps_its_code_is_written_whole(case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_keeps_its_code_is_written_whole(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     twin = twin_of(case)
     twin.save_pretrained(tmp_path)
     names = [

@@ -1,4 +1,6 @@
-"""Ranks share the sequence between the layers of a plan, whatever else is there, with the whole module's results."""
+"""Ranks share the sequence between the layers of a plan, whatever else is there, with the whole
+module's results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from lightning_megatron.swap import parallelize
 from tests.oracles import assert_equal, full_gradients
 from tests.world import run_world
 
-PLAN = {"words": "vocab", "*.norm": "sequence", "*.drop": "sequence", "*.up": "column", "*.down": "row"}
+PLAN = {
+    "words": "vocab",
+    "*.norm": "sequence",
+    "*.drop": "sequence",
+    "*.up": "column",
+    "*.down": "row",
+}
 PLAN |= {"*.heads": "partial", "norm": "sequence", "head": "vocab"}
 
 
@@ -27,7 +35,12 @@ class Block(nn.Module):
     def __init__(self, rms: bool) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(8) if rms else nn.LayerNorm(8)
-        self.up, self.down, self.heads, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(4), nn.Dropout(0.0)
+        self.up, self.down, self.heads, self.drop = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.LayerNorm(4),
+            nn.Dropout(0.0),
+        )
         self.scale, self.mix = nn.Parameter(torch.rand(8)), nn.Linear(6, 6)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -83,7 +96,9 @@ def _check_refusals(mesh: ParallelMesh) -> None:
     hidden = torch.rand(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     wrong = nn.ModuleDict({"mlp": model})
     parallelize(wrong, mesh, {"mlp.0": "column", "mlp.1": "sequence", "mlp.2": "row"})
-    with pytest.raises(UnsupportedError, match="'mlp.1' of the kind 'sequence' must get the same on all"):
+    with pytest.raises(
+        UnsupportedError, match="'mlp.1' of the kind 'sequence' must get the same on all"
+    ):
         model(hidden)
     norm = nn.ModuleDict({"norm": nn.LayerNorm(8).double()})
     parallelize(norm, mesh, {"norm": "sequence"})

@@ -1,4 +1,6 @@
-"""A real model, SmolLM2-135M: its perplexity, its sentences, its training and its weights over three ranks."""
+"""A real model, SmolLM2-135M: its perplexity, its sentences, its training and its weights over
+three ranks.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def swapped(folder: Path, mesh: ParallelMesh) -> Any:
 
 
 def evaluate(rank: int, size: int, folder: Path) -> tuple[float, list[int], int]:
-    """Return the loss on the speech, the greedy continuation of a sentence, and how many elements this rank holds."""
+    """Return the loss on the speech, the greedy continuation of a sentence, and how many elements
+    this rank holds.
+    """
     mesh = ParallelMesh.single()
     if size > 1:
         mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=True)
@@ -83,7 +87,9 @@ class FineTune(LightningModule):
 
 
 def train(folder: Path, size: int, path: str) -> tuple[list[float], Tensor]:
-    """Train three steps, save the weights, and return the losses and the logits for a sentence afterwards."""
+    """Train three steps, save the weights, and return the losses and the logits for a sentence
+    afterwards.
+    """
     module, batch = FineTune(folder), text_of(folder)[0, :64].view(2, 32)
     trainer = Trainer(
         accelerator="cpu", devices=size, strategy=MegatronStrategy(tp=size, microbatch_size=2), max_steps=3,
@@ -115,8 +121,13 @@ def sentence(folder: Path) -> Tensor:
     return torch.tensor([tokenizer.encode("The capital of France is").ids])
 
 
-def test_three_ranks_read_speak_and_judge_as_transformers_does(folder: Path, ranks: list[tuple[Any, Any]]) -> None:
-    twin, text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(), text_of(folder)
+def test_three_ranks_read_speak_and_judge_as_transformers_does(
+    folder: Path, ranks: list[tuple[Any, Any]]
+) -> None:
+    twin, text = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(),
+        text_of(folder),
+    )
     with torch.no_grad():
         logits = twin(text).logits
         expected = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 1:].flatten()))
@@ -136,7 +147,9 @@ def test_what_three_ranks_train_is_a_folder_of_the_same_logits(
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.3
     export_model(trained, tmp_path / "exported")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="float32").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype="float32"
+    ).eval()
     with torch.no_grad():
         expected = exported(sentence(folder)).logits
     for _, (_, found) in ranks:
@@ -145,10 +158,15 @@ def test_what_three_ranks_train_is_a_folder_of_the_same_logits(
 
 def test_nine_heads_are_not_cut_over_two_ranks() -> None:
     config = transformers.LlamaConfig(
-        hidden_size=36, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=1, intermediate_size=16
+        hidden_size=36,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        num_hidden_layers=1,
+        intermediate_size=16,
     )
     root = nn.ModuleDict({"model": transformers.LlamaForCausalLM(config)})
     with pytest.raises(
-        ParallelPlanError, match=r"num_attention_heads \(9\) must be a multiple of tp \(2\).* 1, 3 or 9"
+        ParallelPlanError,
+        match=r"num_attention_heads \(9\) must be a multiple of tp \(2\).* 1, 3 or 9",
     ):
         parallelize(root, mesh_of(tp=2))

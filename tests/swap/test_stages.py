@@ -1,4 +1,6 @@
-"""Lists of blocks are cut into stages as their plan says, and what cannot be is refused before anything is changed."""
+"""Lists of blocks are cut into stages as their plan says, and what cannot be is refused before
+anything is changed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Model(nn.Module):
         return self.head(self.norm(hidden)) + first.sum()
 
 
-def cut(model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: int) -> StagedBlocks:
+def cut(
+    model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: int
+) -> StagedBlocks:
     """Leave a rank its stage."""
     root = nn.ModuleDict({"model": model})
     parallelize(root, mesh_of(**{"pp": 2, **layout, "pp_rank": pp_rank}), None, plan)
@@ -46,7 +50,9 @@ def cut(model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layou
     return staged
 
 
-def refusal(model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: int) -> str:
+def refusal(
+    model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: int
+) -> str:
     """Return the message of a refusal, which has changed nothing."""
     before = [type(part) for part in model.modules()]
     with pytest.raises(error) as caught:
@@ -65,21 +71,35 @@ def test_each_stage_keeps_its_own_under_the_names_of_the_whole() -> None:
     assert [name for name, _ in first.named_parameters()] == [
         "words.weight", "norm.weight", "norm.bias", *names[:4]
     ]  # fmt: skip
-    assert [name for name, _ in last.named_parameters()] == ["norm.weight", "norm.bias", *names[4:], "head.weight"]
+    assert [name for name, _ in last.named_parameters()] == [
+        "norm.weight",
+        "norm.bias",
+        *names[4:],
+        "head.weight",
+    ]
     assert last.head.weight.shard_spec.tied_to == "model.words.weight"
     assert len(last.blocks) == 4
     assert last.blocks[0].in_features == 8
 
 
 def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
-    assert "Did you mean 'model.blocks'" in refusal(Model(), {"model.block": "blocks"}, ParallelPlanError)
-    assert "Use 'blocks', 'first' or 'last'" in refusal(Model(), {"model.blocks": "middle"}, ParallelPlanError)
-    assert "'model.head' (Linear) has it" in refusal(Model(), {"model.head": "blocks"}, ParallelPlanError)
+    assert "Did you mean 'model.blocks'" in refusal(
+        Model(), {"model.block": "blocks"}, ParallelPlanError
+    )
+    assert "Use 'blocks', 'first' or 'last'" in refusal(
+        Model(), {"model.blocks": "middle"}, ParallelPlanError
+    )
+    assert "'model.head' (Linear) has it" in refusal(
+        Model(), {"model.head": "blocks"}, ParallelPlanError
+    )
     beside = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
     assert "Use 'model.words', 'model.norm' or 'model.head'" in beside
     assert "must be at least pp x vpp" in refusal(Model(), BLOCKS, ParallelPlanError, pp=8)
     shared = refusal(Model(shared=True), BLOCKS, UnsupportedError)
-    assert "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline stages" in shared
+    assert (
+        "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline "
+        "stages"
+    ) in shared
     # One stage has nothing to cut, but a misspelt name is one.
     assert "matches nothing" in refusal(Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1)
 
@@ -128,7 +148,9 @@ def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="cannot be called by itself"):
         model(torch.zeros(2, 3, dtype=torch.long))
     hidden, plan = torch.zeros(2, 3, 8), StepPlan(1, {(1, 1): (0,)})
-    with pytest.raises(UnsupportedError, match=r"'model.norm' is called after the blocks.*'model.norm': 'last'"):
+    with pytest.raises(
+        UnsupportedError, match=r"'model.norm' is called after the blocks.*'model.norm': 'last'"
+    ):
         run(model, staged, received=[hidden], plan=plan)
     model.skips = (1,)
     with pytest.raises(UnsupportedError, match="2 was called where it was the turn of 1"):
@@ -137,16 +159,28 @@ def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
 
 def test_hugging_face_models_say_what_their_stages_are() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": None}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "pad_token_id": None,
+    }
     config = transformers.Olmo2Config(**sizes, num_attention_heads=2)
     model = transformers.Olmo2ForCausalLM(config)
     staged = cut(model, None)
     assert (staged.name, len(staged)) == ("model.model.layers", 2)
     tokens = torch.zeros(1, 3, dtype=torch.long)
     for asked in ({"output_hidden_states": True}, {"use_cache": True}):
-        with pytest.raises(UnsupportedError, match="cannot be given with pp above 1: the call asks for it"):
+        with pytest.raises(
+            UnsupportedError, match="cannot be given with pp above 1: the call asks for it"
+        ):
             model(tokens, **asked)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    assert "has stages of its own" in refusal(llama, {"model.model.layers": "blocks"}, ParallelPlanError)
+    assert "has stages of its own" in refusal(
+        llama, {"model.model.layers": "blocks"}, ParallelPlanError
+    )
     config.output_hidden_states = True
-    assert "the configuration of Olmo2" in refusal(transformers.Olmo2ForCausalLM(config), None, UnsupportedError)
+    assert "the configuration of Olmo2" in refusal(
+        transformers.Olmo2ForCausalLM(config), None, UnsupportedError
+    )

@@ -87,8 +87,15 @@ class OwnClipping(FusedLM):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 0.1, "norm")
-        norms = [p.grad.norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        assert float(torch.stack(norms).norm()) <= 0.1 + 1e-5, "the gradients that a module sees are clipped"
+        norms = [
+            p.grad.norm()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        assert float(torch.stack(norms).norm()) <= 0.1 + 1e-5, (
+            "the gradients that a module sees are clipped"
+        )
 
 
 class Meddling(FusedLM):
@@ -99,7 +106,9 @@ class Meddling(FusedLM):
         if self.global_step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
         elif self.global_step == 3:
-            optimizer.state[parameters[0]]["exp_avg"] = optimizer.state[parameters[0]]["exp_avg"] * 0.5
+            optimizer.state[parameters[0]]["exp_avg"] = (
+                optimizer.state[parameters[0]]["exp_avg"] * 0.5
+            )
         elif self.global_step == 4:
             parameters[1].grad = parameters[1].grad * 3.0
         elif self.global_step == 5:
@@ -134,20 +143,28 @@ class Fit:
 
 FITS = {
     "clipped by norm": Fit(trainer={"gradient_clip_val": 0.1}),
-    "clipped by value": Fit(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipped by value": Fit(
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
     "clipped by the module": Fit(module=OwnClipping),
     "not clipped": Fit(),
     "meddled with": Fit(module=Meddling, trainer={"gradient_clip_val": 0.1}),
     "Adam in float32": Fit("32-true", make=torch.optim.Adam, trainer={"gradient_clip_val": 0.1}),
     "accumulated": Fit(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "float16 that overflows": Fit("16-mixed", first_scale=2.0**24, trainer={"gradient_clip_val": 0.1}),
+    "float16 that overflows": Fit(
+        "16-mixed", first_scale=2.0**24, trainer={"gradient_clip_val": 0.1}
+    ),
 }
 
 
 def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
     """Train 8 batches."""
     seed_everything(3, verbose=False)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     if fit.first_scale is not None:
         quiet["plugins"] = [MegatronPrecision(fit.precision, DynamicLossScale(fit.first_scale))]
     else:
@@ -166,7 +183,9 @@ def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
     return module, trainer
 
 
-def check_equal(fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tolerance: float) -> None:
+def check_equal(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tolerance: float
+) -> None:
     """Losses, weights and the optimizer's state with the kernel equal those of torch's own steps."""
     fused, trainer = run(fit, accelerator)
     with monkeypatch.context() as patch:
@@ -175,7 +194,9 @@ def check_equal(fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tol
     assert len(fused.losses) == 8
     assert fused.losses == pytest.approx(plain.losses, abs=tolerance)
     assert trainer.global_step == plain_trainer.global_step
-    assert trainer.precision_plugin.values_to_log() == plain_trainer.precision_plugin.values_to_log()
+    assert (
+        trainer.precision_plugin.values_to_log() == plain_trainer.precision_plugin.values_to_log()
+    )
     weights = plain.state_dict()
     for name, weight in fused.state_dict().items():
         torch.testing.assert_close(weight, weights[name], atol=tolerance, rtol=0, msg=name)
@@ -183,4 +204,6 @@ def check_equal(fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tol
     assert states.keys() == plain_states.keys() != set()
     for index, state in states.items():
         for name, value in state.items():
-            torch.testing.assert_close(value, plain_states[index][name], atol=tolerance, rtol=0, msg=name)
+            torch.testing.assert_close(
+                value, plain_states[index][name], atol=tolerance, rtol=0, msg=name
+            )

@@ -48,7 +48,9 @@ class Run:
         """Let autograd make these gradients."""
         if is_last:
             self.reducer.begin_last_backward(0)
-        loss = sum((self.main.parameter(name) * gradient).sum() for name, gradient in gradients.items())
+        loss = sum(
+            (self.main.parameter(name) * gradient).sum() for name, gradient in gradients.items()
+        )
         if isinstance(loss, Tensor):
             loss.backward()
         if is_last:
@@ -70,7 +72,10 @@ class Run:
 
     def tensors(self) -> dict[str, Entry]:
         """Return what a checkpoint holds of this rank."""
-        return {**model_tensors(nn.Module(), self.main), **optimizer_tensors(0, self.optimizer, self.main)}
+        return {
+            **model_tensors(nn.Module(), self.main),
+            **optimizer_tensors(0, self.optimizer, self.main),
+        }
 
     def save(self, path: str | Path) -> None:
         """Write parameters and the optimizer's state, and where in the layout each rank is."""
@@ -89,6 +94,8 @@ class Run:
         self.main.slices[name].main.grad = gradient
 
 
-def single(named: Mapping[str, nn.Parameter], main_dtype: torch.dtype | None = None, **options: Any) -> Run:
+def single(
+    named: Mapping[str, nn.Parameter], main_dtype: torch.dtype | None = None, **options: Any
+) -> Run:
     """Return a run of one process."""
     return Run(named, ParallelMesh.single(), Division(main_dtype=main_dtype), **options)

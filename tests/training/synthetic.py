@@ -1,4 +1,6 @@
-"""A small model as bare tensors, with every way of being cut: what a layout holds of it, and one process's truth."""
+"""A small model as bare tensors, with every way of being cut: what a layout holds of it, and one
+process's truth.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whole_spec
-from lightning_megatron.plan.shards import attention_ranges, even_range, gated_ranges, padded_vocab_size, vocab_range
+from lightning_megatron.plan.shards import (
+    attention_ranges,
+    even_range,
+    gated_ranges,
+    padded_vocab_size,
+    vocab_range,
+)
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, VOCAB_MULTIPLE = 4, 4, 2, 2, 8, 10, 4
 NUM_LAYERS = 4
@@ -38,9 +46,15 @@ def pieces(mesh: ParallelMesh) -> dict[str, Piece]:
         name = f"model.layers.{layer}"
         heads = attention_ranges(HEADS, KV_HEADS, HEAD_DIM, tp, index)
         found[f"{name}.norm.weight"] = Piece(whole_spec(torch.empty(HIDDEN), index, partial=True))
-        found[f"{name}.qkv.weight"] = Piece(ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS))
-        found[f"{name}.out.weight"] = Piece(ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1))
-        found[f"{name}.gated.weight"] = Piece(ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index)))
+        found[f"{name}.qkv.weight"] = Piece(
+            ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS)
+        )
+        found[f"{name}.out.weight"] = Piece(
+            ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1)
+        )
+        found[f"{name}.gated.weight"] = Piece(
+            ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index))
+        )
         found[f"{name}.scale"] = Piece(whole_spec(torch.empty(()), index, partial=True))
     if mesh.pp.is_last:
         found["model.final_norm.weight"] = Piece(whole_spec(torch.empty(HIDDEN), index))
@@ -49,20 +63,29 @@ def pieces(mesh: ParallelMesh) -> dict[str, Piece]:
     return found
 
 
-def full_tensor(kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+def full_tensor(
+    kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Draw the same full tensor on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(derive_seed(kind, name)), dtype=dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(derive_seed(kind, name)), dtype=dtype
+    )
 
 
 def full_parameters(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """List the full tensors of one process."""
     return {
-        name: full_tensor("value", name, p.spec.full_shape, dtype) for name, p in pieces(ParallelMesh.single()).items()
+        name: full_tensor("value", name, p.spec.full_shape, dtype)
+        for name, p in pieces(ParallelMesh.single()).items()
     }
 
 
-def parameters(mesh: ParallelMesh, dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, nn.Parameter]:
-    """Build this rank's parameters, equal in every layout; padding rows hold a value that nobody may count or save."""
+def parameters(
+    mesh: ParallelMesh, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> dict[str, nn.Parameter]:
+    """Build this rank's parameters, equal in every layout; padding rows hold a value that nobody
+    may count or save.
+    """
     found = {}
     for name, piece in pieces(mesh).items():
         full = full_tensor("value", WORD if name == HEAD else name, piece.spec.full_shape)
@@ -74,18 +97,24 @@ def parameters(mesh: ParallelMesh, dtype: torch.dtype = torch.float64, device: s
 
 
 def full_gradients(num_data_ranks: int) -> dict[str, Tensor]:
-    """Compute the mean over data ranks of the full gradients, both uses of the tied embedding added."""
+    """Compute the mean over data ranks of the full gradients, both uses of the tied embedding
+    added.
+    """
     shapes = {name: piece.spec.full_shape for name, piece in pieces(ParallelMesh.single()).items()}
     found = {
         name: sum(_gradient(name, rank, shape) for rank in range(num_data_ranks)) / num_data_ranks
         for name, shape in shapes.items()
     }
-    found[WORD] += sum(_gradient(HEAD, rank, shapes[WORD]) for rank in range(num_data_ranks)) / num_data_ranks
+    found[WORD] += (
+        sum(_gradient(HEAD, rank, shapes[WORD]) for rank in range(num_data_ranks)) / num_data_ranks
+    )
     return found
 
 
 def set_gradients(named: dict[str, nn.Parameter], mesh: ParallelMesh) -> None:
-    """Give every parameter the gradient that this rank's backward would leave: parts of it where copies are partial."""
+    """Give every parameter the gradient that this rank's backward would leave: parts of it where
+    copies are partial.
+    """
     for name, piece in pieces(mesh).items():
         full = _gradient(name, mesh.data.rank, piece.spec.full_shape)
         if name == WORD and mesh.pp.size == 1:

@@ -1,4 +1,6 @@
-"""Gradients of experts are summed over the ranks that hold the same ones, in every expert grid, as on one process."""
+"""Gradients of experts are summed over the ranks that hold the same ones, in every expert grid, as
+on one process.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def gradient_of(name: str, rank: int, step: int, mesh: ParallelMesh) -> Tensor:
     """Return what a rank's own tokens add to the full gradient of its loss."""
     if name.startswith("experts"):
         return draw(name, rank, step, shape=SHAPES[name])
-    # Ranks of one tensor-parallel group have one loss together, and the same gradients of what they hold whole.
+    # Ranks of one tensor-parallel group have one loss together, and the same gradients of what they
+    # hold whole.
     data_rank = mesh.layout.coordinates(rank)["dp"]
     return draw(name, "data", data_rank, step, shape=SHAPES[name])
 
@@ -65,13 +68,17 @@ def parameters(mesh: ParallelMesh, dtype: torch.dtype) -> dict[str, nn.Parameter
         full = draw(name, shape=shape)
         spec = whole_spec(full, mesh.tp.rank)
         if name.startswith("experts"):
-            spec = ShardSpec(shape, (even_range(shape[0], mesh.ep.size, mesh.ep.rank),), is_expert=True)
+            spec = ShardSpec(
+                shape, (even_range(shape[0], mesh.ep.size, mesh.ep.rank),), is_expert=True
+            )
         found[name] = set_shard_spec(nn.Parameter(spec.shard(full).to(dtype)), spec)
     return found
 
 
 def local_gradients(mesh: ParallelMesh, step: int) -> dict[str, Tensor]:
-    """Return what a rank's backward pass leaves: of its experts, for the tokens of all ranks that send theirs."""
+    """Return what a rank's backward pass leaves: of its experts, for the tokens of all ranks that
+    send theirs.
+    """
     found = {}
     for name, parameter in parameters(mesh, torch.float64).items():
         if name.startswith("experts"):
@@ -91,10 +98,15 @@ def errors_of_layout(mesh: ParallelMesh, division: Division, folder: str) -> dic
     half = torch.float32 if division.main_dtype == torch.float64 else torch.float64
     run = Run(parameters(mesh, half), mesh, division, adamw)
     twins = {name: nn.Parameter(draw(name, shape=shape)) for name, shape in SHAPES.items()}
-    twin_optimizer, found = adamw(twins.values()), {"norm": 0.0, "parameters": 0.0, "checkpoint": 0.0}
+    twin_optimizer, found = (
+        adamw(twins.values()),
+        {"norm": 0.0, "parameters": 0.0, "checkpoint": 0.0},
+    )
     for step in range(STEPS):
         run.zero_grad()
-        run.backward({name: gradient.to(half) for name, gradient in local_gradients(mesh, step).items()})
+        run.backward(
+            {name: gradient.to(half) for name, gradient in local_gradients(mesh, step).items()}
+        )
         run.finish()
         for name, twin in twins.items():
             twin.grad = true_gradient(name, step, mesh)
@@ -105,8 +117,13 @@ def errors_of_layout(mesh: ParallelMesh, division: Division, folder: str) -> dic
         twin_optimizer.step()
     for name, twin in twins.items():
         want = run.main.spec(name).shard(twin.detach()).to(half)
-        found["parameters"] = max(found["parameters"], float((run.main.parameter(name) - want).abs().max()))
-    entries = {name: Entry(one.main, one.placement, one.is_exclusive) for name, one in run.main.slices.items()}
+        found["parameters"] = max(
+            found["parameters"], float((run.main.parameter(name) - want).abs().max())
+        )
+    entries = {
+        name: Entry(one.main, one.placement, one.is_exclusive)
+        for name, one in run.main.slices.items()
+    }
     writer = CheckpointWriter(mesh)
     writer.save(folder, entries, {}, {})
     writer.close()
@@ -116,7 +133,9 @@ def errors_of_layout(mesh: ParallelMesh, division: Division, folder: str) -> dic
 
 
 def unused_experts(mesh: ParallelMesh) -> dict[str, Any]:
-    """Leave out gradients of experts that no token was sent to: on one rank, or on all that hold them."""
+    """Leave out gradients of experts that no token was sent to: on one rank, or on all that hold
+    them.
+    """
     run = Run(parameters(mesh, torch.float64), mesh)
     gradients = local_gradients(mesh, 0)
     if mesh.ep.rank == 1:
@@ -149,16 +168,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_equal_those_of_one_process(results: list[dict[str, Any]], layout: str, division: str) -> None:
+def test_steps_equal_those_of_one_process(
+    results: list[dict[str, Any]], layout: str, division: str
+) -> None:
     for rank, found in enumerate(results):
         for what, error in found[f"{layout}, {division}"].items():
             # Mixed: gradients and the model's parameters are rounded to float32.
             limit = 1e-5 if division == "mixed" else 1e-10
             # The norm after clipping is as far below the limit as torch's own.
-            assert error < (1e-5 if what == "norm after" else limit), f"rank {rank}: {what} differs by {error}"
+            assert error < (1e-5 if what == "norm after" else limit), (
+                f"rank {rank}: {what} differs by {error}"
+            )
 
 
-def test_experts_without_tokens_do_not_hang_and_are_left_alone(results: list[dict[str, Any]]) -> None:
+def test_experts_without_tokens_do_not_hang_and_are_left_alone(
+    results: list[dict[str, Any]],
+) -> None:
     for rank, found in enumerate(results):
         has = found["unused"]
         # ep rank 1 is on ranks 1 and 3: nobody who holds its experts has a gradient of `up`.

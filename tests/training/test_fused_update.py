@@ -46,7 +46,9 @@ def test_other_optimizers_step_by_themselves(make: Any, kernel: type[PlainKernel
 
 def test_moments_of_another_type_need_the_kernel() -> None:
     strategy = MegatronStrategy(moments_dtype="bfloat16")
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, barebones=True)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, barebones=True
+    )
     with pytest.raises(UnsupportedError, match="moments_dtype .bfloat16. needs the fused kernel"):
         trainer.fit(TinyLM(), loader())
 
@@ -54,10 +56,17 @@ def test_moments_of_another_type_need_the_kernel() -> None:
 def test_moments_are_kept_in_their_type(kernel: type[PlainKernel]) -> None:
     strategy = MegatronStrategy(moments_dtype="bfloat16")
     trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, precision="bf16-mixed", max_epochs=1, barebones=True
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_epochs=1,
+        barebones=True,
     )
     module = FusedLM()
     trainer.fit(module, loader())
     states = trainer.optimizers[0].state.values()
-    assert {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+    assert {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")} == {
+        torch.bfloat16
+    }
     assert module.losses[-1] < module.losses[0]

@@ -1,4 +1,6 @@
-"""Sums and clipping of gradients over every kind of layout, against one process that holds the full tensors."""
+"""Sums and clipping of gradients over every kind of layout, against one process that holds the full
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from lightning_megatron.training import (
     clip_by_value_,
     grad_norm,
 )
-from lightning_megatron.training.shared_gradients import original_name, overlapping_pieces, resolve_ties
+from lightning_megatron.training.shared_gradients import (
+    original_name,
+    overlapping_pieces,
+    resolve_ties,
+)
 from lightning_megatron.training.ties import TiedCopies, check_ties
 from tests.training.logs import recorded
 from tests.training.runs import Run
@@ -65,7 +71,9 @@ def errors_of_layout(mesh: ParallelMesh, division: Division) -> dict[str, float]
         twin.grad = full.clone()
     want_norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
     found["norm"] = abs(clip_by_norm_(run.main, 0.5).item() - want_norm.item())
-    clipped = {name: twin.grad for name, twin in zip(truth, twins, strict=True) if twin.grad is not None}
+    clipped = {
+        name: twin.grad for name, twin in zip(truth, twins, strict=True) if twin.grad is not None
+    }
     found["clip"] = distance(run, clipped)
     # A norm below the limit must leave the gradients bitwise as they are.
     kept = [gradient.clone() for gradient in run.main.gradients()]
@@ -91,7 +99,10 @@ def update_error(run: Run, mesh: ParallelMesh, gradients: dict[str, Tensor]) -> 
 
 def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
     """Leave gradients out on some ranks and on all ranks of a data-parallel group."""
-    run = Run({name: nn.Parameter(torch.ones(200)) for name in ("everywhere", "somewhere", "nowhere")}, mesh)
+    run = Run(
+        {name: nn.Parameter(torch.ones(200)) for name in ("everywhere", "somewhere", "nowhere")},
+        mesh,
+    )
     with recorded() as records:
         for _ in range(2):
             run.zero_grad()
@@ -101,7 +112,9 @@ def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
             run.backward(gradients)
             run.finish()
     grads = {name: one.main.grad for name, one in run.main.slices.items()}
-    found = {name: None if grad is None else sorted(set(grad.tolist())) for name, grad in grads.items()}
+    found = {
+        name: None if grad is None else sorted(set(grad.tolist())) for name, grad in grads.items()
+    }
     run.backward({"nowhere": torch.full((200,), 4.0 * rank)})
     run.finish()
     return {"grads": found, "records": records, "later": _value(run, "nowhere")}
@@ -136,7 +149,9 @@ def tie_errors(mesh: ParallelMesh) -> list[str]:
         rest = [parameter for name, parameter in named.items() if name != HEAD or not split]
         head = [parameter for name, parameter in named.items() if name == HEAD and split]
         main = MainParameters(named, mesh)
-        optimizer = torch.optim.SGD([{"params": rest}, {"params": head, "weight_decay": 0.1}], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": rest}, {"params": head, "weight_decay": 0.1}], lr=0.1
+        )
         main.attach(optimizer)
         try:
             check_ties(optimizer, main)
@@ -212,7 +227,9 @@ def test_sums_norm_clipping_and_update_equal_one_process(
         assert errors["clip below the limit"] == 0
 
 
-def test_a_parameter_that_no_rank_uses_is_left_alone_until_one_does(results: list[dict[str, Any]]) -> None:
+def test_a_parameter_that_no_rank_uses_is_left_alone_until_one_does(
+    results: list[dict[str, Any]],
+) -> None:
     together: dict[str, Any] = {}
     for result in results:
         together |= result["unused"]["grads"]
@@ -224,7 +241,9 @@ def test_unused_parameters_are_named_once_in_the_log(results: list[dict[str, Any
     for rank, result in enumerate(results):
         records = result["unused"]["records"]
         assert sum("nowhere" in record and "on any rank" in record for record in records) == 1
-        assert sum("somewhere" in record and "on this rank" in record for record in records) == (0 if rank == 0 else 1)
+        assert sum("somewhere" in record and "on this rank" in record for record in records) == (
+            0 if rank == 0 else 1
+        )
         assert not any("everywhere" in record for record in records[:2])
 
 
@@ -234,7 +253,9 @@ def test_a_gradient_after_its_sum_has_started_is_an_error(results: list[dict[str
         assert "overlap_gradients=False" in result["late"]
 
 
-def test_half_precision_gradients_without_mains_are_averaged_in_their_dtype(results: list[dict[str, Any]]) -> None:
+def test_half_precision_gradients_without_mains_are_averaged_in_their_dtype(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["bf16"] == ("torch.bfloat16", (128,), [1.5])
 
@@ -244,21 +265,27 @@ def test_a_parameter_on_several_stages_is_refused(results: list[dict[str, Any]])
         assert "'outside.weight' is on several" in result["on several stages"]
 
 
-def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(results: list[dict[str, Any]]) -> None:
+def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         (message,) = result["ties"]
         assert f"{WORD!r} is in group 0" in message
         assert f"its copy {HEAD!r} in group 1" in message
 
 
-def test_a_tied_copy_follows_its_original_into_groups_and_into_being_frozen(results: list[dict[str, Any]]) -> None:
+def test_a_tied_copy_follows_its_original_into_groups_and_into_being_frozen(
+    results: list[dict[str, Any]],
+) -> None:
     for rank, result in enumerate(results):
         found, is_first = result["followed"], rank < 2
         assert found["group"] == [[False, False], [is_first, not is_first]]
         assert not found["left out"]
         assert found["frozen"] == [True]
         assert ("message" in found) == is_first
-        assert f"{WORD!r} has requires_grad=False now" in found.get("message", f"{WORD!r} has requires_grad=False now")
+        assert f"{WORD!r} has requires_grad=False now" in found.get(
+            "message", f"{WORD!r} has requires_grad=False now"
+        )
 
 
 def test_norm_is_float32_and_zero_without_gradients() -> None:
@@ -271,7 +298,9 @@ def test_norm_is_float32_and_zero_without_gradients() -> None:
 
 
 def test_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
-    run = Run({"weight": nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))}, ParallelMesh.single())
+    run = Run(
+        {"weight": nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))}, ParallelMesh.single()
+    )
     gradient = torch.full((4096,), 0.01, dtype=torch.bfloat16)
     run.backward({"weight": gradient})
     run.finish()

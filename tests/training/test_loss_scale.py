@@ -15,8 +15,8 @@ from lightning_megatron.training import DynamicLossScale
 from tests.training.runs import Run, single
 from tests.world import run_world
 
-# Each row: what happened step by step (x overflow, . clean), and the scale after every step, with growth_interval 2,
-# hysteresis 2, minimum 2 and initial scale 8.
+# Each row: what happened step by step (x overflow, . clean), and the scale after every step, with
+# growth_interval 2, hysteresis 2, minimum 2 and initial scale 8.
 TRANSITIONS = [
     ("..", [8, 16]),
     ("....", [8, 16, 16, 32]),
@@ -44,7 +44,10 @@ def test_a_restored_scale_continues_as_if_never_stopped() -> None:
     steps = "x..xx.x...xx"
     whole = DynamicLossScale(64, growth_interval=2)
     for cut in range(len(steps)):
-        whole, first = DynamicLossScale(64, growth_interval=2), DynamicLossScale(64, growth_interval=2)
+        whole, first = (
+            DynamicLossScale(64, growth_interval=2),
+            DynamicLossScale(64, growth_interval=2),
+        )
         second = DynamicLossScale(1024, growth_interval=2)
         for step in steps[:cut]:
             first.update(step == "x")
@@ -64,7 +67,9 @@ def test_overflows_that_go_on_at_the_lowest_scale_end_the_run() -> None:
         scale.update(True)
 
 
-@pytest.mark.parametrize("arguments", [{"initial": 0.5}, {"minimum": 0}, {"growth_interval": 0}, {"hysteresis": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"initial": 0.5}, {"minimum": 0}, {"growth_interval": 0}, {"hysteresis": 0}]
+)
 def test_numbers_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ParallelPlanError):
         DynamicLossScale(**arguments)
@@ -79,10 +84,18 @@ def test_unscaling_divides_by_the_scale() -> None:
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [(1.0, False), (65504.0, False), (float("inf"), True), (float("-inf"), True), (float("nan"), True)],
+    [
+        (1.0, False),
+        (65504.0, False),
+        (float("inf"), True),
+        (float("-inf"), True),
+        (float("nan"), True),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_values_that_are_not_finite_count_as_overflow(value: float, found: bool, dtype: torch.dtype) -> None:
+def test_only_values_that_are_not_finite_count_as_overflow(
+    value: float, found: bool, dtype: torch.dtype
+) -> None:
     run = single({"weight": nn.Parameter(torch.ones(3, dtype=dtype))})
     run.give("weight", torch.tensor([1.0, value, 2.0], dtype=dtype))
     assert DynamicLossScale().found_nonfinite(run.main) is found

@@ -1,4 +1,6 @@
-"""Main parameters: fp32 accumulation, and any torch optimizer with its schedulers after they are attached."""
+"""Main parameters: fp32 accumulation, and any torch optimizer with its schedulers after they are
+attached.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,26 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def loss_of(module: nn.Module, step: int) -> Tensor:
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(next(module.parameters()).dtype)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(
+        next(module.parameters()).dtype
+    )
     return module(x).float().square().mean()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working(name: str) -> None:
     module = model(torch.bfloat16)
-    run = single(dict(module.named_parameters()), torch.float32, make=lambda _: OPTIMIZERS[name](groups_of(module)))
+    run = single(
+        dict(module.named_parameters()),
+        torch.float32,
+        make=lambda _: OPTIMIZERS[name](groups_of(module)),
+    )
     main, optimizer = run.main, run.optimizer
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     assert main.attach(optimizer) == []
 
-    # The twin keeps its weights in float32 and computes with their rounded values, written out by hand.
+    # The twin keeps its weights in float32 and computes with their rounded values, written out by
+    # hand.
     rounded = copy.deepcopy(module)
     twin = model(torch.bfloat16).float()
     twin_optimizer = OPTIMIZERS[name](groups_of(twin))
@@ -77,7 +86,9 @@ def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working
         torch.testing.assert_close(main.main(key), want, rtol=0, atol=0)
         assert torch.equal(main.parameter(key), want.to(torch.bfloat16))
     state = optimizer.state[main.main("0.weight")]
-    assert all(value.dtype == torch.float32 for value in state.values() if isinstance(value, Tensor))
+    assert all(
+        value.dtype == torch.float32 for value in state.values() if isinstance(value, Tensor)
+    )
     assert set(optimizer.state) == {main.main(key) for key in main.names}
 
 
@@ -121,13 +132,18 @@ def test_mains_of_full_precision_are_the_models_memory() -> None:
 def test_a_shared_parameter_is_kept_once_under_its_first_name() -> None:
     weight = nn.Parameter(torch.ones(2))
     main = MainParameters(
-        {"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))}, ParallelMesh.single()
+        {"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))},
+        ParallelMesh.single(),
     )
     assert main.names == ("embedding", "other")
 
 
-def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_frozen_any_more() -> None:
-    named = {name: nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for name in ("first", "second")}
+def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_frozen_any_more() -> (
+    None
+):
+    named = {
+        name: nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for name in ("first", "second")
+    }
     named["second"].requires_grad_(False)
     run = single(named, torch.float32)
     assert run.main.trained == ("first",)
@@ -181,7 +197,9 @@ def test_mains_keep_the_spec_and_more_digits_than_the_model() -> None:
 
 
 def test_mains_go_on_where_the_model_still_has_their_rounded_values() -> None:
-    named = {name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for name in ("kept", "changed")}
+    named = {
+        name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for name in ("kept", "changed")
+    }
     first = single(named, torch.float32).main
     for name in named:
         first.main(name).data.fill_(1.001)
@@ -196,7 +214,9 @@ def test_mains_go_on_where_the_model_still_has_their_rounded_values() -> None:
 def test_names_of_an_optimizer_are_found_before_and_after_attaching() -> None:
     module = model(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](groups_of(module))
-    main = MainParameters(dict(module.named_parameters()), ParallelMesh.single(), Division(torch.float32))
+    main = MainParameters(
+        dict(module.named_parameters()), ParallelMesh.single(), Division(torch.float32)
+    )
     want = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
     assert main.names_of(optimizer) == want
     main.attach(optimizer)
@@ -229,7 +249,9 @@ class Together(Lamb):
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
-            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            grads = [
+                p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+            ]
             norm = torch.stack([g.norm() for g in grads]).norm()
             for group in self.param_groups:
                 for p in group["params"]:
@@ -255,18 +277,24 @@ def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, unit: s
 
 
 class Blocks(Lamb):
-    """Follow the gradient, and keep a number for every eight elements, as optimizers with 8-bit moments do."""
+    """Follow the gradient, and keep a number for every eight elements, as optimizers with 8-bit
+    moments do.
+    """
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             for group in self.param_groups:
                 for p in (p for p in group["params"] if p.grad is not None):
-                    self.state[p]["largest"] = torch.stack([part.abs().max() for part in p.grad.flatten().split(8)])
+                    self.state[p]["largest"] = torch.stack(
+                        [part.abs().max() for part in p.grad.flatten().split(8)]
+                    )
                     p.sub_(p.grad * group["lr"])
 
 
 class Mixed(Lamb):
-    """Scale updates in the groups that say so, and follow the gradient in others, as Muon with Adam beside it does."""
+    """Scale updates in the groups that say so, and follow the gradient in others, as Muon with Adam
+    beside it does.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, whole: bool = False) -> None:
         torch.optim.Optimizer.__init__(self, params, {"lr": lr, "whole": whole})

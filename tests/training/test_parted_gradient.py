@@ -1,4 +1,6 @@
-"""Numbers of a gradient in parts are those of the whole one, and what works element by element stays with the part."""
+"""Numbers of a gradient in parts are those of the whole one, and what works element by element
+stays with the part.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ class Loop:
         return torch.stack([grad[group].t() @ rows[group] for group in _groups(ends)])
 
     @staticmethod
-    def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+    def add_weight_gradients(
+        grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+    ) -> None:
         """Add the gradient of every weight to its slot."""
         for slot, group in zip(slots, _groups(ends), strict=True):
             slot.add_product(grad[group], rows[group])
@@ -71,9 +73,13 @@ class GroupedMM(Loop):
         return result.masked_fill_(is_empty.view(-1, 1, 1), 0)
 
     @classmethod
-    def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+    def add_weight_gradients(
+        cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+    ) -> None:
         """Add the gradient of every weight to its slot."""
-        for slot, gradient in zip(slots, cls.weight_gradients(grad, rows, ends).unbind(), strict=True):
+        for slot, gradient in zip(
+            slots, cls.weight_gradients(grad, rows, ends).unbind(), strict=True
+        ):
             slot.add(gradient)
 
 
@@ -84,11 +90,18 @@ class Bundled(GroupedMM):
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return rows times the transposes of weights."""
         stack = _rows_apart(stacked(weights).to(rows.dtype))
-        return _launch(Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends)
+        return _launch(
+            Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends
+        )
 
     @staticmethod
     def swiglu(
-        rows: Tensor, weights: Sequence[Tensor] | Tensor, probabilities: Tensor, ends: Tensor, *, keep: bool
+        rows: Tensor,
+        weights: Sequence[Tensor] | Tensor,
+        probabilities: Tensor,
+        ends: Tensor,
+        *,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return SwiGLU of the product, times probabilities, and the product itself if it is kept.
 
@@ -105,7 +118,9 @@ class Bundled(GroupedMM):
     def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of rows."""
         stack = _rows_apart(stacked(weights).to(grad.dtype))
-        return _launch(Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends)
+        return _launch(
+            Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends
+        )
 
     @staticmethod
     def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -114,7 +129,9 @@ class Bundled(GroupedMM):
         return _launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
 
     @classmethod
-    def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+    def add_weight_gradients(
+        cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+    ) -> None:
         """Add the gradient of every weight to its slot."""
         row = SlotRow.of(slots)
 
@@ -142,7 +159,9 @@ def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
     return torch.stack(tuple(weights)) if view is None else view
 
 
-def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
+def _launch(
+    which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0
+) -> Tensor:
     """Launch the kernel variant that ``plan.grouped_gemm`` chooses, without a host read.
 
     A CUDA graph can capture it: the workspace comes from the graph's memory pool.
@@ -156,9 +175,16 @@ def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alp
 
 
 def _launch_swiglu(
-    result: Tensor, kept: Tensor | None, rows: Tensor, stack: Tensor, probabilities: Tensor, ends: Tensor
+    result: Tensor,
+    kept: Tensor | None,
+    rows: Tensor,
+    stack: Tensor,
+    probabilities: Tensor,
+    ends: Tensor,
 ) -> None:
-    choice, num_sms, num_bytes = _choice(Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device)
+    choice, num_sms, num_bytes = _choice(
+        Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device
+    )
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
     run = torch.ops.lm_kernels.grouped_swiglu.default
     order = (choice.variant, choice.along_n, choice.band, num_sms)
@@ -171,7 +197,11 @@ def _choice(
 ) -> tuple[Choice, int, int]:
     """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return choose_variant(which, num_rows, num_groups, n, k), num_sms, workspace_bytes(num_groups, num_sms)
+    return (
+        choose_variant(which, num_rows, num_groups, n, k),
+        num_sms,
+        workspace_bytes(num_groups, num_sms),
+    )
 
 
 def _rows_apart(stack: Tensor) -> Tensor:

@@ -11,7 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources, why_no_library
+from lightning_megatron.kernels.cuda import (
+    default_cache,
+    find_library,
+    read_sources,
+    why_no_library,
+)
 from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, why_apart
 
@@ -85,8 +90,14 @@ def choose_swiglu(
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
     else:
         why_not = why_apart(out_features, in_features)
-        choice = SwiGLUChoice(why_not is None, why_not or "it saves a pass over the product's result")
-    _log.info("SwiGLU of experts %s: %s", "in the product's kernel" if choice.is_fused else "apart", choice.reason)
+        choice = SwiGLUChoice(
+            why_not is None, why_not or "it saves a pass over the product's result"
+        )
+    _log.info(
+        "SwiGLU of experts %s: %s",
+        "in the product's kernel" if choice.is_fused else "apart",
+        choice.reason,
+    )
     return choice
 
 
@@ -100,10 +111,14 @@ def _choose(
         return ProductChoice("loop", neither)
     not_bundled = _why_not_bundled(device, num_groups)
     if not_bundled is None:
-        return ProductChoice("bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels")
+        return ProductChoice(
+            "bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels"
+        )
     not_torchs = _why_not_torchs(device)
     if not_torchs is None:
-        return ProductChoice("grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}")
+        return ProductChoice(
+            "grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}"
+        )
     return ProductChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
 
 
@@ -119,7 +134,10 @@ def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> s
 def _why_not_bundled(device: torch.device, num_groups: int) -> str | None:
     if num_groups > MAX_GROUPS:
         return f"{num_groups} groups are more than {MAX_GROUPS}"
-    return why_not_runnable(torch.cuda.current_device() if device.index is None else device.index) or _load()
+    return (
+        why_not_runnable(torch.cuda.current_device() if device.index is None else device.index)
+        or _load()
+    )
 
 
 def _why_not_torchs(device: torch.device) -> str | None:
@@ -127,7 +145,10 @@ def _why_not_torchs(device: torch.device) -> str | None:
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
-        return f"torch's grouped product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+        return (
+            "torch's grouped product needs compute capability 9.0, not "
+            f"{capability[0]}.{capability[1]}"
+        )
     return None
 
 

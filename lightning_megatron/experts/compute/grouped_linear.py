@@ -18,7 +18,9 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots
 Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
 
-def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None
+) -> Tensor:
     """Multiply each group of rows by the transpose of its own weight.
 
     Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the
@@ -49,7 +51,9 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backen
         return grouped_operator.grouped_linear(rows, weights, ends, backend)
     if backend is None:
         out_features, in_features = weights[0].shape
-        backend = choose_product(rows.device, dtype, len(weights), in_features, out_features).backend
+        backend = choose_product(
+            rows.device, dtype, len(weights), in_features, out_features
+        ).backend
     product = PRODUCTS[backend]
     return differentiable_product(rows, weights, ends, product, product.output)
 
@@ -67,7 +71,9 @@ def differentiable_product(
         output: Function that computes the output.
     """
     rows = rows.contiguous()
-    slots = [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
+    slots = (
+        [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
+    )
     if len(slots) == len(weights):
         return _IntoSlots.apply(rows, ends, product, output, weights[0], weights, slots)
     return _GroupedLinear.apply(rows, ends, product, output, *weights)
@@ -115,7 +121,9 @@ class _IntoSlots(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = ctx.product.input_gradient(grad, ctx.weights if ctx.view is None else ctx.view, ends)
+            grad_rows = ctx.product.input_gradient(
+                grad, ctx.weights if ctx.view is None else ctx.view, ends
+            )
         ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
         return grad_rows, None, None, None, None, None, None
 
@@ -126,7 +134,9 @@ def _versions(weights: tuple[Tensor, ...]) -> list[int]:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], output: Output, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], output: Output, *weights: Tensor
+    ) -> Tensor:
         needs_weights = any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
         ctx.product = product

@@ -58,8 +58,8 @@ class GroupedMLP(nn.ModuleDict):
     the weights of all experts as one tensor. It is a view, because the flat buffers of training
     store parameters of equal size at a constant stride.
 
-    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output ``(R,
-    D)``. Rows past the last end are undefined.
+    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output
+        ``(R, D)``. Rows past the last end are undefined.
 
     Args:
         hidden_size: Size of each row (elements).
@@ -94,7 +94,9 @@ class GroupedMLP(nn.ModuleDict):
         etp = mesh.etp
         cut = even_range(inner, etp.size, etp.rank, what="ffn_hidden_size of experts", axis="etp")
         parts = gated_ranges(inner, etp.size, etp.rank) if is_gated(activation) else (cut,)
-        here = even_range(config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
+        here = even_range(
+            config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"
+        )
         # In reverse, because flat buffers store parameters in reverse: the experts then lie in
         # ascending order.
         for number in reversed(range(here.start, here.stop)):
@@ -108,7 +110,9 @@ class GroupedMLP(nn.ModuleDict):
         Args:
             name: Name of the matrix: ``gate_up``, ``up`` or ``down``.
         """
-        return [_weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))]
+        return [
+            _weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))
+        ]
 
     def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
         """Return the expert's output for each row, multiplied by the row's probability.
@@ -122,7 +126,9 @@ class GroupedMLP(nn.ModuleDict):
         if self.activation == "swiglu" and is_one_launch(rows, first):
             weighted = grouped_swiglu(rows, first, probabilities, ends)
         else:
-            weighted = weighted_activation(grouped_linear(rows, first, ends), probabilities, ends, self.activation)
+            weighted = weighted_activation(
+                grouped_linear(rows, first, ends), probabilities, ends, self.activation
+            )
         return grouped_linear(weighted, self.weights("down"), ends)
 
 
@@ -132,7 +138,9 @@ def _weight_of(module: Any) -> Tensor:
     return module.weight if weight is None else weight
 
 
-def weighted_activation(inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+def weighted_activation(
+    inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation
+) -> Tensor:
     """Apply an activation to rows, and multiply each row by its probability.
 
     Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output

@@ -15,7 +15,9 @@ _NAME = "lightning_megatron::grouped_linear"
 
 
 @torch.library.custom_op(
-    _NAME, mutates_args=(), schema="(Tensor rows, Tensor[] weights, Tensor ends, str? backend) -> Tensor"
+    _NAME,
+    mutates_args=(),
+    schema="(Tensor rows, Tensor[] weights, Tensor ends, str? backend) -> Tensor",
 )
 def _output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
     out_features, in_features = weights[0].shape
@@ -28,7 +30,9 @@ def _output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str 
     mutates_args=(),
     schema="(Tensor grad, Tensor[] weights, Tensor ends, str? backend) -> Tensor",
 )
-def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
+def _input_gradient(
+    grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None
+) -> Tensor:
     out_features, in_features = weights[0].shape
     product = _product(grad, ends, in_features, out_features, backend)
     return product.input_gradient(grad.contiguous(), weights, ends)
@@ -59,7 +63,9 @@ def _(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
     return grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, str | None], output: Tensor) -> None:
+def _keep(
+    ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, str | None], output: Tensor
+) -> None:
     rows, weights, ends, ctx.backend = inputs
     ctx.save_for_backward(rows, ends, *weights)
 
@@ -81,17 +87,23 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor |
 _output.register_autograd(_differentiate, setup_context=_keep)
 
 
-def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None
+) -> Tensor:
     """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
 
-    Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient slots. The
-    backend is chosen at run time.
+    Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient
+    slots. The backend is chosen at run time.
     """
     return cast(Tensor, _output(rows, list(weights), ends, backend))
 
 
-def _product(tensor: Tensor, ends: Tensor, in_features: int, out_features: int, backend: str | None) -> type[Loop]:
+def _product(
+    tensor: Tensor, ends: Tensor, in_features: int, out_features: int, backend: str | None
+) -> type[Loop]:
     if backend is None:
         num_groups = ends.shape[0]
-        backend = choose_product(tensor.device, tensor.dtype, num_groups, in_features, out_features).backend
+        backend = choose_product(
+            tensor.device, tensor.dtype, num_groups, in_features, out_features
+        ).backend
     return PRODUCTS[cast(Backend, backend)]

@@ -29,14 +29,17 @@ def is_one_launch(rows: Tensor, weights: Sequence[Tensor]) -> bool:
     return choose_swiglu(rows.device, rows.dtype, len(weights), in_features, out_features).is_fused
 
 
-def grouped_swiglu(rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor) -> Tensor:
+def grouped_swiglu(
+    rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor
+) -> Tensor:
     """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
 
-    Equal to ``silu(gate) * up * probability`` with ``gate, up = grouped_linear(rows, weights,
-    ends).chunk(2, -1)``. The product is rounded to the dtype of rows before the activation, so the
-    result equals that of the two separate operators. Their kernels compute the gradients, from the
-    product that the forward pass saves. With gradients off the product is not stored. This includes
-    the first forward pass of recomputed experts.
+    Equal to ``silu(gate) * up * probability`` with
+    ``gate, up = grouped_linear(rows, weights, ends).chunk(2, -1)``. The product is rounded to the
+    dtype of rows before the activation, so the result equals that of the two separate operators.
+    Their kernels compute the gradients, from the product that the forward pass saves. With
+    gradients off the product is not stored. This includes the first forward pass of recomputed
+    experts.
 
     Weights, slots, ends and rows past the last end follow the rules of :func:`grouped_linear`.
 

@@ -39,7 +39,8 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
       receive this factor. A tensor is read during the backward pass, so a captured graph uses its
       current value, and a weight such as a token count may be filled in late. Microbatches that are
       in flight together need one tensor each.
-    * ``loss`` is this rank's part under the rule in the docstring of ``experts.routing.balance``. Weights
+    * ``loss`` is this rank's part under the rule in the docstring of ``experts.routing.balance``.
+    Weights
       that see only this rank's tokens are ``partial``, and gradients are averaged over the data
       group. The loss is attached once on every tp rank. Without sequence parallelism, too, each tp
       rank computes the whole gradient of its replicated parameters.

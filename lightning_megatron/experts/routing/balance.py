@@ -55,7 +55,9 @@ def num_choices_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
     """
     num_sequences = experts.shape[1]
     first = torch.arange(num_sequences, device=experts.device)[:, None] * num_experts
-    return num_choices(experts + first, num_sequences * num_experts).view(num_sequences, num_experts)
+    return num_choices(experts + first, num_sequences * num_experts).view(
+        num_sequences, num_experts
+    )
 
 
 def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:

@@ -61,7 +61,9 @@ class _ExactLinear(torch.autograd.Function):
                 if ctx.needs_input_grad[0]:
                     grad_rows = parts @ torch.cat([weight, weight])
                 if ctx.needs_input_grad[1]:
-                    grad_weight = torch.mm(parts.t(), rows, out_dtype=torch.float32).unflatten(0, (2, -1))
+                    grad_weight = torch.mm(parts.t(), rows, out_dtype=torch.float32).unflatten(
+                        0, (2, -1)
+                    )
             else:
                 if ctx.needs_input_grad[0]:
                     grad_rows = (grad @ weight.to(grad.dtype)).to(hidden.dtype)

@@ -120,7 +120,9 @@ class Router(nn.Module):
         )
         # On an explicit device: a model on the meta device initialises its parameters later, but
         # not its buffers.
-        even = torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device)
+        even = torch.full(
+            (num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device
+        )
         self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
         counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
         #: Share of the last step's choices that each expert had.
@@ -134,7 +136,9 @@ class Router(nn.Module):
         num_tokens = hidden.shape[:2].numel() * self._num_parts
         kernels = fused_kernels(hidden)
         scored = self._score(hidden, kernels)
-        load = scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
+        load = (
+            scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
+        )
         probabilities = scored.probabilities
         experts = scored.experts
         counts = load
@@ -159,7 +163,9 @@ class Router(nn.Module):
     @property
     def follows_load(self) -> bool:
         """Return whether :meth:`update_` changes anything."""
-        return self.step_shares is not None or (self.expert_bias is not None and self.config.expert_bias_rate > 0.0)
+        return self.step_shares is not None or (
+            self.expert_bias is not None and self.config.expert_bias_rate > 0.0
+        )
 
     @torch.no_grad()
     def update_(self, load: Tensor) -> None:
@@ -217,7 +223,9 @@ class Router(nn.Module):
 
     def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
         of_choices, coefficient = self._of_choices(scored, num_tokens)
-        square_coefficient = self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
+        square_coefficient = (
+            self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
+        )
         is_served = kernels is not None and scored.share_sums.dtype == torch.float32
         sums = scored.share_sums, of_choices, coefficient, scored.square_sum, square_coefficient
         return RouterLosses(*sums, kernels if is_served else None)

@@ -40,7 +40,13 @@ class RouterLosses:
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, float, Tensor, float]:
         """Return the inputs of the loss kernels, in the order of their parameters."""
-        return self.share_sums, self.of_choices, self.coefficient, self.square_sum, self.square_coefficient
+        return (
+            self.share_sums,
+            self.of_choices,
+            self.coefficient,
+            self.square_sum,
+            self.square_coefficient,
+        )
 
     # The statistics read a loss with gradients off, and `attach_to` reads it with gradients on.
     # `enable_grad` makes the cached value usable for both.

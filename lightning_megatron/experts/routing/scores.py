@@ -66,11 +66,17 @@ def score_tokens(
     counts_unbiased = bias is not None and first_turn is None and config.aux_loss > 0.0
     if kernels is not None and logits.dtype == torch.float32:
         settings = kernels.RouteSettings(
-            num_experts=config.num_experts, top_k=config.top_k, num_groups=config.num_groups,
-            top_k_groups=config.top_k_groups, is_softmax=config.scoring == "softmax",
-            is_normalized=config.normalize_top_k, scale=config.score_scale, num_sequences=num_sequences,
-            first_turn=first_turn, counts_unbiased=counts_unbiased,
-        )  # fmt: skip
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            num_groups=config.num_groups,
+            top_k_groups=config.top_k_groups,
+            is_softmax=config.scoring == "softmax",
+            is_normalized=config.normalize_top_k,
+            scale=config.score_scale,
+            num_sequences=num_sequences,
+            first_turn=first_turn,
+            counts_unbiased=counts_unbiased,
+        )
         if settings.is_served():
             return Scored(*kernels.route_tokens(logits, bias, settings))
     scores = _scores(logits, config)
@@ -97,7 +103,9 @@ def weigh_choices(
         num_sequences: Number of sequences with separate sums.
     """
     scores = _scores(logits, config)
-    shares = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
+    shares = (
+        scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
+    )
     load, unbiased_load = (
         num_choices_of_sequences(experts.unflatten(0, (-1, num_sequences)), config.num_experts)
         for experts in (chosen, unbiased)

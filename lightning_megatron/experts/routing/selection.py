@@ -44,7 +44,9 @@ def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     return _highest(scores, config.top_k)
 
 
-def balanced_experts(num_tokens: int, first_turn: int, config: ExpertsConfig, device: torch.device) -> Tensor:
+def balanced_experts(
+    num_tokens: int, first_turn: int, config: ExpertsConfig, device: torch.device
+) -> Tensor:
     """Assign experts to tokens round-robin, independently of the scores.
 
     Shapes: output ``(T, k)`` int64.
@@ -97,7 +99,11 @@ def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: Parallel
     if mesh.sequence_parallel:
         start = start - gather_from_axis(load[None], mesh.tp, 0)[: mesh.tp.rank].sum(0)
     places = torch.arange(flat.numel(), device=flat.device) - start[flat[by_expert]]
-    return torch.empty_like(flat, dtype=torch.bool).scatter_(0, by_expert, places < capacity).view_as(experts)
+    return (
+        torch.empty_like(flat, dtype=torch.bool)
+        .scatter_(0, by_expert, places < capacity)
+        .view_as(experts)
+    )
 
 
 def _highest(values: Tensor, count: int) -> Tensor:

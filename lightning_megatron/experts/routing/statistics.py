@@ -36,7 +36,9 @@ class RouterStatistics:
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         self.config = config
         # On an explicit device: the ambient one is meta while a model is built.
-        self.sums = torch.zeros(RoutingSum.LOAD + config.num_experts, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(
+            RoutingSum.LOAD + config.num_experts, dtype=torch.float64, device=device
+        )
 
     @property
     def load(self) -> Tensor:
@@ -114,7 +116,11 @@ class StepStatistics:
 
     def _mean(self, index: int) -> Tensor:
         """Return the mean of one of the sums over microbatches."""
-        return self.sums[index] * self.num_parts / self.sums[RoutingSum.NUM_MICROBATCHES].clamp(min=1.0)
+        return (
+            self.sums[index]
+            * self.num_parts
+            / self.sums[RoutingSum.NUM_MICROBATCHES].clamp(min=1.0)
+        )
 
 
 @torch.no_grad()
@@ -125,7 +131,9 @@ def clear_statistics_(layers: Sequence[RouterStatistics]) -> None:
 
 
 @torch.no_grad()
-def step_statistics(layers: Mapping[int, RouterStatistics], mesh: ParallelMesh) -> Mapping[int, StepStatistics]:
+def step_statistics(
+    layers: Mapping[int, RouterStatistics], mesh: ParallelMesh
+) -> Mapping[int, StepStatistics]:
     """Sum the statistics of this stage's routers over all ranks that have different tokens.
 
     Nothing is copied from the device to the host.

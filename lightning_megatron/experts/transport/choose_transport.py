@@ -33,7 +33,12 @@ class DispatcherChoice:
 
 
 def choose_dispatcher(
-    num_experts: int, top_k: int, mesh: ParallelMesh, transport: Transport = "auto", *, has_shared: bool = False
+    num_experts: int,
+    top_k: int,
+    mesh: ParallelMesh,
+    transport: Transport = "auto",
+    *,
+    has_shared: bool = False,
 ) -> DispatcherChoice:
     """Choose the dispatcher of a layer.
 
@@ -53,8 +58,8 @@ def choose_dispatcher(
         ParallelPlanError: If the experts do not divide by ep.
         UnsupportedError: If puts are requested and the GPUs have no peer access.
 
-    Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`, where puts
-        may be chosen.
+    Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
+        where puts may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     chosen, why = _transport(top_k, mesh, transport, has_shared)
@@ -66,7 +71,9 @@ def choose_dispatcher(
     return DispatcherChoice(dispatcher, chosen, reason)
 
 
-def _transport(top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool) -> tuple[ChosenTransport, str]:
+def _transport(
+    top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool
+) -> tuple[ChosenTransport, str]:
     """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
     if ep == 1:

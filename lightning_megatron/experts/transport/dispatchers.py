@@ -11,8 +11,16 @@ from torch import Tensor
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.experts.transport.permute import RowMap, map_rows, permute_both, unpermute
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_reduce_, exchange_rows, reduce_scatter_sequence
-from lightning_megatron.groups.in_flight import InFlight, start_all_gather_sequence, start_row_exchange
+from lightning_megatron.groups.collectives import (
+    all_reduce_,
+    exchange_rows,
+    reduce_scatter_sequence,
+)
+from lightning_megatron.groups.in_flight import (
+    InFlight,
+    start_all_gather_sequence,
+    start_row_exchange,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange
 
@@ -144,7 +152,9 @@ class LocalDispatcher:
     def receive(self, sent: Sent) -> Dispatched:
         """Sort the tokens of this rank's experts."""
         row_map = map_rows(sent.experts.wait(), self.here.start, self.here.size)
-        return Dispatched(*permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map)
+        return Dispatched(
+            *permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map
+        )
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum the outputs of each token."""
@@ -233,7 +243,9 @@ class AllToAllDispatcher:
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
         """Exchange row counts, read them on the host, and start to send the rows."""
         leaving = map_rows(experts, 0, self.num_experts)
-        counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(self.axis.size, -1)
+        counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(
+            self.axis.size, -1
+        )
         one_each = (1,) * self.axis.size
         arriving = exchange_rows(counts, one_each, one_each, self.axis)
         sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
@@ -262,7 +274,9 @@ class AllToAllDispatcher:
         exchange = dispatched.exchange
         assert exchange is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
-        return unpermute(exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map)
+        return unpermute(
+            exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map
+        )
 
 
 def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
@@ -278,7 +292,9 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage
         together.
     """
-    smallest, largest = all_reduce_(torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max").tolist()
+    smallest, largest = all_reduce_(
+        torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max"
+    ).tolist()
     if -smallest != largest:
         raise RankMismatchError(
             "the ranks that share experts must have equally many tokens in a microbatch: this rank "

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
-from lightning_megatron.experts.transport.peer_transfer import PeerTransfer, from_experts, to_experts
+from lightning_megatron.experts.transport.peer_transfer import (
+    PeerTransfer,
+    from_experts,
+    to_experts,
+)
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.plan.shards import ShardRange
 
@@ -50,7 +54,9 @@ class OneSidedDispatcher:
     def receive(self, sent: Sent) -> Dispatched:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
-        arrived = to_experts(sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer)
+        arrived = to_experts(
+            sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer
+        )
         return Dispatched(*arrived, choices=experts)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:

@@ -65,14 +65,27 @@ class Slots:
             return cls(region, layout, features, None, None)
         shape = (layout.count, layout.top_k)
         probabilities = region.view(layout.scales_at, shape, scales.dtype)
-        return cls(region, layout, features, probabilities, region.view(layout.choices_at, shape, experts.dtype))
+        return cls(
+            region,
+            layout,
+            features,
+            probabilities,
+            region.view(layout.choices_at, shape, experts.dtype),
+        )
 
 
 # A layer runs four transfers in a step, and the number of tokens may differ from step to step.
 @lru_cache(1024)
-def _lay_out(num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int) -> TokenSlots:
+def _lay_out(
+    num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int
+) -> TokenSlots:
     return TokenSlots(
-        num_ranks=num_ranks, num_tokens=num_tokens, width=width, top_k=top_k, element=element, scale=scale
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        width=width,
+        top_k=top_k,
+        element=element,
+        scale=scale,
     )
 
 
@@ -93,8 +106,8 @@ class PeerTransfer(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return sums of the rows of each of this rank's tokens, over all ranks, and their scales.
 
-        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and ``(T,
-            k)``.
+        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and
+            ``(T, k)``.
 
         Args:
             values: Rows sorted by expert; rows past the last end may have any values.
@@ -185,7 +198,9 @@ class Collectives:
         result = reduce_scatter_sequence(unpermute(values, row_map), self.axis)
         if scales is None:
             return result, None
-        return result, reduce_scatter_sequence(read_choices(scales, row_map).view(row_map.rows.shape), self.axis)
+        return result, reduce_scatter_sequence(
+            read_choices(scales, row_map).view(row_map.rows.shape), self.axis
+        )
 
 
 def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> PeerTransfer:
@@ -244,7 +259,9 @@ def to_experts(
     return _ToExperts.apply(hidden, probabilities, experts, here, transfer)
 
 
-def from_experts(outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
+def from_experts(
+    outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer
+) -> Tensor:
     """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
 
     Shapes: outputs ``(R, D)``; experts ``(T, k)``; result ``(T, D)``.
@@ -266,7 +283,12 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, probabilities: Tensor, experts: Tensor, here: ShardRange, transfer: PeerTransfer
+        ctx: Any,
+        hidden: Tensor,
+        probabilities: Tensor,
+        experts: Tensor,
+        here: ShardRange,
+        transfer: PeerTransfer,
     ) -> tuple[Tensor, Tensor, RowMap]:
         slots = transfer.spread(hidden, probabilities, experts)
         assert slots.scales is not None, "probabilities were sent"
@@ -288,7 +310,9 @@ class _FromExperts(torch.autograd.Function):
     """Collect sums of rows; the backward pass spreads their gradients to the rows."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
+    def forward(
+        ctx: Any, outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer
+    ) -> Tensor:
         ctx.save_for_backward(experts)
         ctx.row_map = row_map
         ctx.transfer = transfer
@@ -298,4 +322,9 @@ class _FromExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (experts,) = ctx.saved_tensors
-        return permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map), None, None, None
+        return (
+            permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map),
+            None,
+            None,
+            None,
+        )

@@ -70,7 +70,9 @@ def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
     ordered, pairs = torch.sort(key, stable=True)
-    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
+    rows = torch.empty_like(pairs).scatter_(
+        0, pairs, torch.arange(pairs.shape[0], device=pairs.device)
+    )
     numbers = torch.arange(num_experts, device=key.device, dtype=key.dtype)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     return RowMap(pairs[: _num_rows(experts, num_experts)], rows.view_as(experts), ends)
@@ -104,7 +106,9 @@ def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tupl
     """
     kernels = fused_kernels(hidden)
     if kernels is not None:
-        return kernels.permute_tokens(hidden, probabilities, row_map.rows, row_map.ends, row_map.num_rows)
+        return kernels.permute_tokens(
+            hidden, probabilities, row_map.rows, row_map.ends, row_map.num_rows
+        )
     return permute(hidden, row_map), permute_probabilities(probabilities, row_map)
 
 
@@ -148,7 +152,11 @@ class _ToRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         chosen = read_choices(grads[0], ctx.row_map)
-        return (chosen.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else chosen), None, None
+        return (
+            (chosen.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else chosen),
+            None,
+            None,
+        )
 
 
 class _FromRows(torch.autograd.Function):

@@ -61,8 +61,8 @@ def build_library(
                 _build(folder, sources, toolchain, num_jobs, say)
     except OSError as error:
         raise UnsupportedError(
-            f"the folder of built kernels must be writable: {cache} is not ({error}). "
-            "A build is kept there. Use another with --cache, or free space."
+            f"the folder of built kernels must be writable: {cache} is not ({error}). A build is "
+            "kept there. Use another with --cache, or free space."
         ) from error
     return describe(folder / LIBRARY)
 
@@ -118,8 +118,8 @@ def _build(
     num_rounds = ceil(sum(unit.suffix == ".cu" for unit in sources.units) / num_jobs)
     minutes = ceil(num_rounds * SECONDS_PER_FILE / 60)
     say(
-        f"compiling {len(sources.units)} files, {num_jobs} at once: about {minutes} min on as "
-        f"many free cores, and up to {GIGABYTES_PER_JOB} GB of memory each"
+        f"compiling {len(sources.units)} files, {num_jobs} at once: about {minutes} min on as many "
+        f"free cores, and up to {GIGABYTES_PER_JOB} GB of memory each"
     )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as name:

@@ -80,9 +80,9 @@ def why_no_library(cache: Path, sources: Sources) -> str:
     if others:
         wheel = f"the wheel in {folder} is of other sources ({', '.join(others)})"
     return (
-        f"{cache} has no library of these sources ({sources.key}), and {wheel}. "
-        "Build one: lightning-megatron kernels build. "
-        "Or install a wheel that lightning-megatron kernels wheel made from these sources"
+        f"{cache} has no library of these sources ({sources.key}), and {wheel}. Build one: "
+        "lightning-megatron kernels build. Or install a wheel that lightning-megatron kernels "
+        "wheel made from these sources"
     )
 
 
@@ -106,8 +106,7 @@ def describe(path: Path) -> BuiltLibrary:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedError(
             f"a built library must have its description: {path.parent / DESCRIPTION} is damaged "
-            f"({error}). The folder was changed by hand. "
-            f"Delete {path.parent} and build again."
+            f"({error}). The folder was changed by hand. Delete {path.parent} and build again."
         ) from error
 
 

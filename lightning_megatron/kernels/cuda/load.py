@@ -29,9 +29,9 @@ def load_library(path: Path) -> None:
         torch.ops.load_library(path)
     except OSError as error:
         raise UnsupportedError(
-            f"the library must be loadable: {path} is not ({error}). "
-            "It was built for another system, or for a newer torch. "
-            "Delete its folder and run: lightning-megatron kernels build."
+            f"the library must be loadable: {path} is not ({error}). It was built for another "
+            "system, or for a newer torch. Delete its folder and run: lightning-megatron kernels "
+            "build."
         ) from error
 
 
@@ -45,7 +45,9 @@ def why_not_runnable(device: int = 0) -> str | None:
         return "torch sees no GPU"
     found = torch.cuda.get_device_capability(device)
     if found != CAPABILITY:
-        never_run = "; those for 10.0 were compiled but have never been run" if found == _NEVER_RUN else ""
+        never_run = (
+            "; those for 10.0 were compiled but have never been run" if found == _NEVER_RUN else ""
+        )
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
             f"and the kernels are compiled for {CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"

@@ -98,10 +98,9 @@ def find_nvcc(cuda_home: Path | None = None) -> Path:
         for nvcc in sorted(Path(root).glob("*/bin/nvcc")):
             return nvcc
     raise MissingExtraError(
-        "nvcc is not installed: it is not on the PATH, and no CUDA_HOME was given. "
-        "The kernels are compiled from source. "
-        "Install a CUDA toolkit, or its wheels: pip install nvidia-cuda-nvcc nvidia-cuda-runtime "
-        "nvidia-cuda-cccl."
+        "nvcc is not installed: it is not on the PATH, and no CUDA_HOME was given. The kernels are "
+        "compiled from source. Install a CUDA toolkit, or its wheels: pip install nvidia-cuda-nvcc "
+        "nvidia-cuda-runtime nvidia-cuda-cccl."
     )
 
 
@@ -124,9 +123,8 @@ def find_cutlass(folder: Path | None = None) -> Path:
             return include
     where = "not installed" if folder is None else f"not in {folder}"
     raise MissingExtraError(
-        f"the headers of CUTLASS are {where}. The kernels are made of its templates. "
-        "Install them with pip install --no-deps nvidia-cutlass, or name a checkout with "
-        "--cutlass."
+        f"the headers of CUTLASS are {where}. The kernels are made of its templates. Install them "
+        "with pip install --no-deps nvidia-cutlass, or name a checkout with --cutlass."
     )
 
 
@@ -147,9 +145,8 @@ def _nvcc_version(nvcc: Path) -> str:
         oldest = ".".join(map(str, _OLDEST_NVCC))
         raise UnsupportedError(
             f"nvcc must be {oldest} or newer: {nvcc} says "
-            f"{found[0] if found else printed.strip()!r}. "
-            "Older ones do not compile CUTLASS 4 for sm_90a. "
-            "Use another with --cuda-home."
+            f"{found[0] if found else printed.strip()!r}. Older ones do not compile CUTLASS 4 for "
+            "sm_90a. Use another with --cuda-home."
         )
     return ".".join(found.groups())
 
@@ -161,8 +158,8 @@ def _cutlass_version(include: Path) -> str:
     if len(numbers) != 3 or not oldest <= tuple(numbers[:2]) < first_unknown:
         raise UnsupportedError(
             f"CUTLASS must be version {oldest[0]}: {include} is "
-            f"{'.'.join(map(str, numbers)) or 'unknown'}. "
-            "The kernels replace parts of it that other versions may have changed. "
-            "Install nvidia-cutlass==4.2.0.0 with pip install --no-deps."
+            f"{'.'.join(map(str, numbers)) or 'unknown'}. The kernels replace parts of it that "
+            "other versions may have changed. Install nvidia-cutlass==4.2.0.0 with pip install "
+            "--no-deps."
         )
     return ".".join(map(str, numbers))

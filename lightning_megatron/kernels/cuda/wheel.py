@@ -30,8 +30,9 @@ License-Expression: Apache-2.0 AND BSD-3-Clause AND LicenseRef-NVIDIA-CUDA-EULA
 License-File: {license}
 Requires-Dist: {project}=={release}
 
-The kernels of {project} {release}, compiled from its sources {key} with nvcc {nvcc} and CUTLASS {cutlass}. {project}
-finds them by that key; there is nothing to import here.
+The kernels of {project} {release}, compiled from its sources {key}
+with nvcc {nvcc} and CUTLASS {cutlass}.
+{project} finds them by that key; there is nothing to import here.
 """
 _WHEEL = """Wheel-Version: 1.0
 Generator: {project} ({release})
@@ -88,7 +89,8 @@ def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str
         _write_archive(path, {**files, f"{info}/RECORD": _record(files, f"{info}/RECORD")})
     except OSError as error:
         raise UnsupportedError(
-            f"the folder of the wheel must be writable: {out} is not ({error}). Name another with --out.",
+            f"the folder of the wheel must be writable: {out} is not ({error}). Name another with "
+            "--out.",
         ) from error
     return path
 

@@ -68,7 +68,8 @@ class ExpertLoad(Callback):
         if not isinstance(trainer.strategy, ModelStrategy):
             raise UnsupportedError(
                 "ExpertLoad logs what MegatronStrategy counts: the strategy is "
-                f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave the callback out."
+                f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
+                "the callback out."
             )
 
     @override
@@ -86,20 +87,28 @@ class ExpertLoad(Callback):
         layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh.pp_cpu)
         if not layers:
             raise UnsupportedError(
-                "ExpertLoad needs a model with experts: no router has counted a token in this step. It logs what "
-                "routers do. Leave the callback out."
+                "ExpertLoad needs a model with experts: no router has counted a token in this "
+                "step. It logs what routers do. Leave the callback out."
             )
         self._last = layers
-        self._busiest[logged_step(trainer)] = torch.stack([layer["max_over_mean"] for layer in layers.values()])
+        self._busiest[logged_step(trainer)] = torch.stack(
+            [layer["max_over_mean"] for layer in layers.values()]
+        )
         pl_module.log_dict(names_of(layers, self.per_expert), on_step=True, on_epoch=False)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir is not None), None)
+        folder = next(
+            (logger.log_dir for logger in trainer.loggers if logger.log_dir is not None), None
+        )
         if folder is None or not self._last:
-            why = "this Trainer has no logger with a folder" if folder is None else "no step was logged"
+            why = (
+                "this Trainer has no logger with a folder"
+                if folder is None
+                else "no step was logged"
+            )
             rank_zero_info(f"No picture of the experts' load: {why}.")
             return
         picture = Path(folder) / self.filename
@@ -112,7 +121,9 @@ class ExpertLoad(Callback):
             rank_zero_info(f"Load of experts: {picture}")
 
 
-def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dict[int, dict[str, Tensor]]:
+def gather_layers(
+    statistics: Mapping[int, StepStatistics], pp: MeshAxis
+) -> dict[int, dict[str, Tensor]]:
     """Return the logged figures and expert loads of the layers of all stages, on every rank.
 
     Args:
@@ -122,7 +133,11 @@ def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dic
     Communication: one gather of objects over pp on the CPU.
     """
     here = {number: figures_of(step) for number, step in statistics.items()}
-    joined = {number: figures for stage in all_gather_objects(here, pp) for number, figures in stage.items()}
+    joined = {
+        number: figures
+        for stage in all_gather_objects(here, pp)
+        for number, figures in stage.items()
+    }
     # With several chunks on a stage, the layers of a stage are not consecutive.
     return dict(sorted(joined.items()))
 
@@ -151,16 +166,23 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
         layers: Figures of every layer, by layer index.
         per_expert: Whether to include the share of each expert.
     """
-    values = {f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean() for name in _FIGURES}
+    values = {
+        f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean()
+        for name in _FIGURES
+    }
     for number, layer in layers.items():
         values.update({f"experts/layer_{number}/{name}": layer[name] for name in _FIGURES})
         if per_expert:
             shares = enumerate(layer["load"].unbind())
-            values.update({f"experts/layer_{number}/load/expert_{expert}": share for expert, share in shares})
+            values.update(
+                {f"experts/layer_{number}/load/expert_{expert}": share for expert, share in shares}
+            )
     return values
 
 
-def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path) -> None:
+def draw_load(
+    layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path
+) -> None:
     """Plot each expert's load at the last step, and the busiest experts' load over all steps.
 
     Shapes: each value of ``busiest`` is ``(layers,)``.
@@ -173,20 +195,26 @@ def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, 
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(11, 4.2), layout="constrained")
+    figure = import_extra("matplotlib.figure", "plot").Figure(
+        figsize=(11, 4.2), layout="constrained"
+    )
     centred = import_extra("matplotlib.colors", "plot").TwoSlopeNorm
     steps = list(busiest)
     now = torch.stack([layer["load"] * layer["load"].numel() for layer in layers.values()])
     experts, training = figure.subplots(1, 2)
     # The mean load is white.
     norm = centred(1.0, vmin=0.0, vmax=max(2.0, float(now.max())))
-    image = experts.imshow(now.numpy(), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
+    image = experts.imshow(
+        now.numpy(), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm
+    )
     figure.colorbar(image, ax=experts, label="load over mean")
     experts.set(title=f"step {steps[-1]}", xlabel="expert")
     over_time = torch.stack(list(busiest.values()), 1)
     width = steps[1] - steps[0] if len(steps) > 1 else 1
     extent = (steps[0] - width / 2, steps[-1] + width / 2, len(layers) - 0.5, -0.5)
-    image = training.imshow(over_time.numpy(), aspect="auto", interpolation="nearest", vmin=1.0, extent=extent)
+    image = training.imshow(
+        over_time.numpy(), aspect="auto", interpolation="nearest", vmin=1.0, extent=extent
+    )
     figure.colorbar(image, ax=training, label="load of the busiest expert over mean")
     training.set(title="training", xlabel="optimizer step")
     every = -(-len(layers) // 24)

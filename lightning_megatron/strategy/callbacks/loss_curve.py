@@ -49,14 +49,24 @@ class LossCurve(Callback):
             return
         logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
         if logger is None:
-            rank_zero_info("No loss curve: it is drawn from metrics.csv, and this Trainer has no CSVLogger.")
+            rank_zero_info(
+                "No loss curve: it is drawn from metrics.csv, and this Trainer has no CSVLogger."
+            )
             return
         logger.save()
         folder = Path(logger.log_dir)
         metrics = folder / logger.experiment.NAME_METRICS_FILE
-        curves = {name: read_curve(metrics, name) for name in (self.train, self.val)} if metrics.is_file() else {}
+        curves = (
+            {name: read_curve(metrics, name) for name in (self.train, self.val)}
+            if metrics.is_file()
+            else {}
+        )
         try:
-            draw_curves({name: curve for name, curve in curves.items() if curve}, folder / self.filename, self.unit)
+            draw_curves(
+                {name: curve for name, curve in curves.items() if curve},
+                folder / self.filename,
+                self.unit,
+            )
         except MissingExtraError as error:
             rank_zero_info(f"No loss curve: {error}")
         else:
@@ -93,12 +103,20 @@ def draw_curves(curves: dict[str, Curve], picture: Path, unit: str) -> None:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(7, 4.2), layout="constrained")
+    figure = import_extra("matplotlib.figure", "plot").Figure(
+        figsize=(7, 4.2), layout="constrained"
+    )
     axes = figure.subplots()
     for name, curve in curves.items():
         steps, values = zip(*curve, strict=True)
         few = len(curve) <= 40
-        axes.plot(steps, values, label=f"{name} (last {values[-1]:.3f})", linewidth=1.5, marker="o" if few else None)
+        axes.plot(
+            steps,
+            values,
+            label=f"{name} (last {values[-1]:.3f})",
+            linewidth=1.5,
+            marker="o" if few else None,
+        )
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss ({unit})")
     axes.spines[["top", "right"]].set_visible(False)

@@ -27,7 +27,11 @@ from lightning_megatron.plan.budget import (
     estimate_memory,
     static_bytes,
 )
-from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations, fused_activations
+from lightning_megatron.plan.kept_activations import (
+    KeptActivations,
+    eager_activations,
+    fused_activations,
+)
 from lightning_megatron.plan.settings import Count, settled_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 
@@ -81,7 +85,13 @@ class StageReport:
         rows = [(f"stage {self.stage} ({unit} a rank)", "estimate", "held")]
         rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
         rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _RUNNING]
-        rows.append(("  these together", size(estimate.peak - estimate.static if whole else None), size(running)))
+        rows.append(
+            (
+                "  these together",
+                size(estimate.peak - estimate.static if whole else None),
+                size(running),
+            )
+        )
         rows.append(("peak", size(estimate.peak if whole else None), size(self.peak)))
         rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
         each = estimate.static / estimate.num_parameters
@@ -117,8 +127,9 @@ class MemoryReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, ModelStrategy):
             raise UnsupportedError(
-                f"MemoryReport counts what MegatronStrategy holds: the strategy is {type(trainer.strategy).__name__}. "
-                "Use strategy=MegatronStrategy(...), or leave the callback out."
+                "MemoryReport counts what MegatronStrategy holds: the strategy is "
+                f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
+                "the callback out."
             )
 
     @override
@@ -140,7 +151,10 @@ class MemoryReport(Callback):
         peak = torch.cuda.max_memory_allocated(strategy.root_device) if cuda else None
         held = held_bytes(strategy, trainer.optimizers)
         mine = StageReport(
-            strategy.mesh.pp.rank, estimate_of(strategy, pl_module, trainer.optimizers, batch), held, peak
+            strategy.mesh.pp.rank,
+            estimate_of(strategy, pl_module, trainer.optimizers, batch),
+            held,
+            peak,
         )
         self.reports = merge_ranks(all_gather_objects(mine, strategy.mesh.world_cpu))
         for report in self.reports:
@@ -151,7 +165,9 @@ def held_bytes(strategy: ModelStrategy, optimizers: Sequence[Optimizer]) -> dict
     """Return the static memory of this rank, by part (bytes)."""
     assert strategy._state is not None, "setup has run"
     states = [value for o in optimizers for state in o.state.values() for value in state.values()]
-    return strategy._state.main.memory() | {"optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))}
+    return strategy._state.main.memory() | {
+        "optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))
+    }
 
 
 def estimate_of(
@@ -190,10 +206,14 @@ def estimate_of(
         counts[axis.size] += main.parameter(name).numel()
     parts = [static_bytes(count, num_ranks, training) for num_ranks, count in counts.items()]
     static = {part: sum(held[part] for held in parts) for part in _STATIC}
-    return StageMemory(stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static)
+    return StageMemory(
+        stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static
+    )
 
 
-def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]) -> TrainingShape:
+def training_shape(
+    strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]
+) -> TrainingShape:
     """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
     options, dtypes = strategy.options, strategy.precision_plugin.dtypes
     mains = dtypes.mains or dtypes.parameters
@@ -205,14 +225,19 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
         schedule=options.schedule_name,
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
-        expert_transport=options.expert_transport if strategy._experts is None else strategy._experts.transport,
+        expert_transport=options.expert_transport
+        if strategy._experts is None
+        else strategy._experts.transport,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
         main_bytes=mains.itemsize if dtypes.mains else 0,
-        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0) * moments.itemsize,
+        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0)
+        * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,
-        step_bytes=0 if device.type != "cuda" or all(map(_is_in_place, optimizers)) else mains.itemsize,
+        step_bytes=0
+        if device.type != "cuda" or all(map(_is_in_place, optimizers))
+        else mains.itemsize,
         library_bytes=_library_bytes(device),
     )
 
@@ -223,15 +248,22 @@ def kept_by(model: GPT) -> KeptActivations:
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
     table = make(model.config.memory_shape(), parameter.element_size())
     shares = model.config.kv_heads < model.config.num_heads
-    repeats = shares and choose_core(parameter.device, parameter.dtype, model.config.attention_dropout).expand_kv
-    return replace(table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model)))
+    repeats = (
+        shares
+        and choose_core(parameter.device, parameter.dtype, model.config.attention_dropout).expand_kv
+    )
+    return replace(
+        table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model))
+    )
 
 
 def _makes_expert_gradients(model: GPT) -> bool:
     """Return whether new gradients of all experts exist before they are accumulated."""
     for layer in model.mixtures().values():
         first, *others = layer.experts.weights("down")
-        kind = choose_product(first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0])
+        kind = choose_product(
+            first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
+        )
         return kind.backend == "grouped_mm"
     return False
 
@@ -250,7 +282,11 @@ def state_copies(optimizer: Optimizer) -> int:
     if isinstance(optimizer, Adagrad):
         return 1
     states = optimizer.state.items()
-    counts = [sum(isinstance(v, Tensor) and v.shape == p.shape for v in s.values()) for p, s in states if p.ndim]
+    counts = [
+        sum(isinstance(v, Tensor) and v.shape == p.shape for v in s.values())
+        for p, s in states
+        if p.ndim
+    ]
     return max(counts, default=0)
 
 
@@ -293,10 +329,14 @@ def as_figures(report: StageReport) -> dict[str, Any]:
 
 def _is_in_place(optimizer: Optimizer) -> bool:
     # torch's foreach updates allocate temporaries as large as the parameters.
-    return all(group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups)
+    return all(
+        group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups
+    )
 
 
 def _library_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    return 2 * (_WORKSPACE if torch.cuda.get_device_capability(device) >= (9, 0) else _OLDER_WORKSPACE)
+    return 2 * (
+        _WORKSPACE if torch.cuda.get_device_capability(device) >= (9, 0) else _OLDER_WORKSPACE
+    )

@@ -127,7 +127,9 @@ class TokensProgressBar(TQDMProgressBar, DeferredReader):
         self._rate.start(time.monotonic())
 
     @override
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict]:
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         metrics |= {name: value.item() for name, value in self._kept.items()}

@@ -12,7 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import list_checkpoints, load_metadata, read_header, verify_checkpoint
+from lightning_megatron.checkpoint import (
+    list_checkpoints,
+    load_metadata,
+    read_header,
+    verify_checkpoint,
+)
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.checkpoint.plain_file import read_file, verify_file
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -47,7 +52,11 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
     Communication: broadcasts and gathers over the world.
     """
     trains = trainer.state.fn == TrainerFn.FITTING
-    found = (list(checkpoint_folders(trainer)), list(_newest_first(trainer))) if mesh.rank == 0 else None
+    found = (
+        (list(checkpoint_folders(trainer)), list(_newest_first(trainer)))
+        if mesh.rank == 0
+        else None
+    )
     folders, paths = broadcast_object(found, mesh.world_cpu)
     damages = []
     for path in paths:
@@ -63,12 +72,13 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
             return str(path)
     if damages:
         raise CorruptDataError(
-            f"ckpt_path='last' needs one whole checkpoint: all {len(damages)} in {', '.join(folders)} are damaged. "
-            f"The newest: {damages[0]} Name one to try it, or give ckpt_path=None to begin anew."
+            f"ckpt_path='last' needs one whole checkpoint: all {len(damages)} in "
+            f"{', '.join(folders)} are damaged. The newest: {damages[0]} Name one to try it, or "
+            "give ckpt_path=None to begin anew."
         )
     rank_zero_warn(
-        f"ckpt_path='last' finds no complete checkpoint in {', '.join(folders) or 'any folder'}: weights stay as they "
-        "are, and a fit begins at its first step."
+        f"ckpt_path='last' finds no complete checkpoint in {', '.join(folders) or 'any folder'}: "
+        "weights stay as they are, and a fit begins at its first step."
     )
     return None
 
@@ -84,9 +94,15 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     Args:
         trainer: The Trainer, whose callbacks and loggers know their folders.
     """
-    given = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    given = [
+        callback.dirpath
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    ]
     given += [
-        callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, OnExceptionCheckpoint)
+        callback.dirpath
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, OnExceptionCheckpoint)
     ]
     known = [os.fspath(one) for one in given if one is not None]
     seen: set[str] = set()
@@ -94,7 +110,9 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
         siblings = []
         if "://" not in folder and _VERSION.fullmatch(Path(folder).parent.name):
             root, inner = Path(folder).parent.parent, Path(folder).name
-            siblings = [str(one / inner) for one in root.glob("version_*") if _VERSION.fullmatch(one.name)]
+            siblings = [
+                str(one / inner) for one in root.glob("version_*") if _VERSION.fullmatch(one.name)
+            ]
         for one in (folder, *sorted(siblings)):
             if os.path.normpath(one) not in seen:
                 seen.add(os.path.normpath(one))
@@ -107,7 +125,10 @@ def _newest_first(trainer: Trainer) -> Iterator[str]:
     Of a link and its target with the same time, only the target is yielded.
     """
     seen = set()
-    found = [(time, not os.path.islink(path), path) for time, path in _found_in(checkpoint_folders(trainer))]
+    found = [
+        (time, not os.path.islink(path), path)
+        for time, path in _found_in(checkpoint_folders(trainer))
+    ]
     for _, _, path in sorted(found, reverse=True):
         real = path if "://" in path else os.path.realpath(path)
         if real not in seen:

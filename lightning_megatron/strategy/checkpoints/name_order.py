@@ -11,7 +11,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 T = TypeVar("T")
 
-#: Name of the container whose numbered parts come in descending order: see ``experts.compute.grouped_mlp``.
+#: Name of the container whose numbered parts come in descending order: see
+#: ``experts.compute.grouped_mlp``.
 _DESCENDING = "experts"
 
 
@@ -29,7 +30,9 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
     speaks = mesh.edp.is_first and mesh.etp.is_first
     place = (mesh.pp.rank, mesh.ep.rank)
     found = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
-    return [one[1] for one in sorted((one for one in found if one is not None), key=lambda one: one[0])]
+    return [
+        one[1] for one in sorted((one for one in found if one is not None), key=lambda one: one[0])
+    ]
 
 
 def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
@@ -55,7 +58,9 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
             merged.append(head)
             continue
         rests = [[name.partition(".")[2] for name in names] for names in inner if names]
-        merged += [f"{head}.{rest}" for rest in merge_orders(rests, descends or head == _DESCENDING)]
+        merged += [
+            f"{head}.{rest}" for rest in merge_orders(rests, descends or head == _DESCENDING)
+        ]
     return merged
 
 
@@ -76,7 +81,9 @@ def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
     return merged
 
 
-def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]) -> list[list[str]]:
+def order_groups(
+    stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
+) -> list[list[str]]:
     """Return the parameters of each optimizer group in the order of a single process.
 
     Args:
@@ -96,14 +103,17 @@ def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
             places = [place.get(name, -1) for name in names]
             if places != sorted(places) or -1 in places:
                 raise CheckpointMismatchError(
-                    f"parameters of an optimizer group must be in the model's order to be numbered as in one process: "
-                    f"those of group {number} on one of {len(stages)} stages are not. How one process would mix the "
-                    "stages' parameters is not known. Build the group from self.named_parameters() without sorting "
-                    "it, or use pp=1."
+                    "parameters of an optimizer group must be in the model's order to be numbered "
+                    f"as in one process: those of group {number} on one of {len(stages)} stages "
+                    "are not. How one process would mix the stages' parameters is not known. Build "
+                    "the group from self.named_parameters() without sorting it, or use pp=1."
                 )
     num_groups = max(len(one) for one in stages)
     return [
-        sorted({name for one in stages for name in (one[number] if number < len(one) else ())}, key=place.__getitem__)
+        sorted(
+            {name for one in stages for name in (one[number] if number < len(one) else ())},
+            key=place.__getitem__,
+        )
         for number in range(num_groups)
     ]
 
@@ -125,8 +135,9 @@ def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str
         return [str(name) for name in written]
     if len(numbers) != len(names):
         raise CheckpointMismatchError(
-            f"an optimizer group must have the parameters that were saved: {len(numbers)} were saved, the group has "
-            f"{len(names)} ({', '.join(names[:3])}, ...). torch numbers parameters, so each state would go to another "
-            "one. Restore configure_optimizers as it was, or load the weights alone."
+            f"an optimizer group must have the parameters that were saved: {len(numbers)} were "
+            f"saved, the group has {len(names)} ({', '.join(names[:3])}, ...). torch numbers "
+            "parameters, so each state would go to another one. Restore configure_optimizers as it "
+            "was, or load the weights alone."
         )
     return list(names)

@@ -14,7 +14,11 @@ from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.shards import padded_vocab_size
-from lightning_megatron.strategy.checkpoints.name_order import gather_parts, merge_orders, order_groups
+from lightning_megatron.strategy.checkpoints.name_order import (
+    gather_parts,
+    merge_orders,
+    order_groups,
+)
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, in_class_order
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -49,7 +53,9 @@ def describe_for_one_process(
     aliases: dict[str, str] = {}
     empty: dict[str, list[int]] = {}
     own = tuple(
-        f"{prefix}." if prefix else "" for prefix, part in module.named_modules() if isinstance(part, LayeredModule)
+        f"{prefix}." if prefix else ""
+        for prefix, part in module.named_modules()
+        if isinstance(part, LayeredModule)
     )
     for name, tensor in module.state_dict(keep_vars=True).items():
         tied_to = main.spec(name).tied_to if main.holds(name) else None
@@ -68,17 +74,25 @@ def describe_for_one_process(
         if original != name:
             aliases[name] = original
     groups = [
-        [[name for name in group if main.spec(name).tied_to is None] for group in main.names_of(optimizer)]
+        [
+            [name for name in group if main.spec(name).tied_to is None]
+            for group in main.names_of(optimizer)
+        ]
         for optimizer in optimizers
     ]
     stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
-    order = in_class_order(ClassTensors.all_of(module), merge_orders([stage[0] for stage in stages]))
+    order = in_class_order(
+        ClassTensors.all_of(module), merge_orders([stage[0] for stage in stages])
+    )
     return {
         "order": order,
         "aliases": _merged([stage[1] for stage in stages]),
         "padded_rows": _merged([stage[2] for stage in stages]),
         "empty": _merged([stage[4] for stage in stages]),
-        "numbering": [_numbering([stage[3][index] for stage in stages], order) for index in range(len(optimizers))],
+        "numbering": [
+            _numbering([stage[3][index] for stage in stages], order)
+            for index in range(len(optimizers))
+        ],
     }
 
 
@@ -90,11 +104,17 @@ def padded_rows(module: nn.Module) -> dict[str, int]:
             size = padded_vocab_size(part.config.vocab_size, 1, part.config.vocab_multiple)
             if size > part.config.vocab_size:
                 held = dict(part.named_parameters())
-                rows |= {f"{prefix}.{name}" if prefix else name: size for name in _VOCABULARY if name in held}
+                rows |= {
+                    f"{prefix}.{name}" if prefix else name: size
+                    for name in _VOCABULARY
+                    if name in held
+                }
     return rows
 
 
-def _numbering(stages: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]] | str:
+def _numbering(
+    stages: Sequence[Sequence[Sequence[str]]], order: Sequence[str]
+) -> list[list[str]] | str:
     try:
         return order_groups(stages, order)
     except CheckpointMismatchError as error:

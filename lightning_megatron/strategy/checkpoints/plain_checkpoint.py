@@ -15,8 +15,17 @@ from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.checkpoints.name_order import gather_parts, named_numbers, order_groups
-from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, own_state, owner_of
+from lightning_megatron.strategy.checkpoints.name_order import (
+    gather_parts,
+    named_numbers,
+    order_groups,
+)
+from lightning_megatron.swap.hugging_face.class_tensors import (
+    ClassTensors,
+    class_name_in,
+    own_state,
+    owner_of,
+)
 from lightning_megatron.training.main_parameters import MainParameters, MainSlice
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -24,11 +33,17 @@ PREFIX = "state_dict."
 
 #: Group entries that are not loaded. All but the parameters select an implementation of the step,
 #: which depends on the device.
-_NOT_TAKEN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+_NOT_TAKEN = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+)
 
 
 def load_state_dict(
-    full: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
+    full: Mapping[str, Any],
+    module: LightningModule,
+    main: MainParameters,
+    mesh: ParallelMesh,
+    strict: bool,
 ) -> None:
     """Load this rank's parameters and buffers from full tensors.
 
@@ -46,14 +61,22 @@ def load_state_dict(
     """
     wanted, expected = model_tensors(module, main), model_placements(module, main)
     own = {f"{PREFIX}{name}" for name in module.state_dict()}
-    given = {f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
+    given = {
+        f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
+    }
     # The file has one entry for each name of a shared parameter, but there is one main parameter.
     given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
     here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
     # A tied copy is filled from its original on another stage; the file may contain both names.
-    known = {name: place for stage in all_gather_objects(here, mesh.pp_cpu) for name, place in stage.items()}
+    known = {
+        name: place
+        for stage in all_gather_objects(here, mesh.pp_cpu)
+        for name, place in stage.items()
+    }
     shapes = {name: shape for name, (shape, _) in known.items()}
-    for copy, tied_to in ((name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given):
+    for copy, tied_to in (
+        (name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given
+    ):
         original = original_name(copy, tied_to, given.keys())
         if original is not None and torch.equal(given[copy], given[original]):
             del given[copy]
@@ -89,14 +112,20 @@ def load_optimizer(
     of failures over the world.
     """
     models = ClassTensors.all_of(module)
-    untied = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
-    names_here = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in untied]
+    untied = [
+        [name for name in names if main.spec(name).tied_to is None]
+        for names in main.names_of(optimizer)
+    ]
+    names_here = [
+        list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in untied
+    ]
     names = order_groups(gather_parts(names_here, mesh), full)
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(names):
         raise CheckpointMismatchError(
-            f"an optimizer must have the parameter groups that were saved: {len(groups)} were saved, it has "
-            f"{len(names)}. Restore configure_optimizers as it was, or load the weights alone."
+            f"an optimizer must have the parameter groups that were saved: {len(groups)} were "
+            f"saved, it has {len(names)}. Restore configure_optimizers as it was, or load the "
+            "weights alone."
         )
     state_of: dict[str, Mapping[str, Any]] = {}
     for group, group_names in zip(groups, names, strict=True):
@@ -106,7 +135,11 @@ def load_optimizer(
     complaints = []
     for piece, on_device in _pieces_of(optimizer, main):
         tied_to = main.spec(piece.name).tied_to
-        name = piece.name if tied_to is None else original_name(piece.name, tied_to, state_of.keys()) or piece.name
+        name = (
+            piece.name
+            if tied_to is None
+            else original_name(piece.name, tied_to, state_of.keys()) or piece.name
+        )
         before = optimizer.state.get(piece.main, {})
         model = owner_of(models, name)
         whole = class_name_in(models, name)
@@ -123,7 +156,9 @@ def load_optimizer(
         if state:
             optimizer.state[piece.main] = state
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
-    everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
+    everywhere = [
+        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
+    ]
     if everywhere:
         raise UnsupportedError(everywhere[0])
     check_hyperparameters(optimizer.param_groups, groups)
@@ -144,7 +179,8 @@ def translate_precision(checkpoint: dict[str, Any]) -> None:
     if isinstance(scaler, Mapping) and "scale" in scaler:
         counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
         checkpoint.setdefault(
-            "MegatronPrecision", {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0}
+            "MegatronPrecision",
+            {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0},
         )
 
 
@@ -161,13 +197,18 @@ def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[Mai
 def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     """Refuse optimizer states whose shapes do not fit the parameter."""
     shape = tuple(full[name].shape)
-    large = [value for value in state.values() if isinstance(value, Tensor) and value.dim() == len(shape)]
-    wrong = [tuple(value.shape) for value in large if value.numel() > 1 and tuple(value.shape) != shape]
+    large = [
+        value for value in state.values() if isinstance(value, Tensor) and value.dim() == len(shape)
+    ]
+    wrong = [
+        tuple(value.shape) for value in large if value.numel() > 1 and tuple(value.shape) != shape
+    ]
     if wrong:
         raise CheckpointMismatchError(
-            f"an optimizer's state must be shaped like its parameter: what was saved with the number of {name!r} has "
-            f"shape {wrong[0]}, the parameter {shape}. The parameters were numbered in another order. Restore "
-            "configure_optimizers as it was, or load the weights alone."
+            "an optimizer's state must be shaped like its parameter: what was saved with the "
+            f"number of {name!r} has shape {wrong[0]}, the parameter {shape}. The parameters were "
+            "numbered in another order. Restore configure_optimizers as it was, or load the "
+            "weights alone."
         )
 
 
@@ -187,8 +228,9 @@ def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_devi
         return local
     if value.numel() > 1 and tuple(piece.main.shape) != shape:
         raise UnsupportedError(
-            f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} of {name!r} has "
-            f"shape {tuple(value.shape)}, the parameter {shape}. How such state is cut is not known. Use an "
-            "element-wise optimizer such as AdamW, or load the weights alone."
+            f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} "
+            f"of {name!r} has shape {tuple(value.shape)}, the parameter {shape}. How such state is "
+            "cut is not known. Use an element-wise optimizer such as AdamW, or load the weights "
+            "alone."
         )
     return value.to(piece.main.device, dtype)

@@ -15,7 +15,9 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.random import Position
 
 _WORDS = 624
-_POSITION = {item.name: bool if isinstance(item.default, bool) else int for item in fields(Position)}
+_POSITION = {
+    item.name: bool if isinstance(item.default, bool) else int for item in fields(Position)
+}
 
 
 def _is_bytes(value: Any) -> bool:
@@ -23,7 +25,9 @@ def _is_bytes(value: Any) -> bool:
 
 
 def _is_words(value: Any, num_words: int) -> bool:
-    is_tensor = isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == (num_words,)
+    is_tensor = (
+        isinstance(value, Tensor) and value.dtype == torch.int64 and value.shape == (num_words,)
+    )
     return is_tensor and bool(((value >= 0) & (value < 1 << 32)).all())
 
 
@@ -36,7 +40,8 @@ def _is_streams(value: Any) -> bool:
         return False
     position = value.get("position")
     return isinstance(position, Mapping) and all(
-        name in _POSITION and type(one) is _POSITION[name] and one >= 0 for name, one in position.items()
+        name in _POSITION and type(one) is _POSITION[name] and one >= 0
+        for name, one in position.items()
     )
 
 
@@ -108,6 +113,6 @@ def naming_damaged_states(where: str) -> Iterator[None]:
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state of a rank in a checkpoint must be as it was written: that of {where} is not: {reason}. The fit "
-        "would go on with other random numbers or data. Use another checkpoint."
+        f"the state of a rank in a checkpoint must be as it was written: that of {where} is not: "
+        f"{reason}. The fit would go on with other random numbers or data. Use another checkpoint."
     )

@@ -34,9 +34,16 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints import plain_checkpoint
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last, verify_any
 from lightning_megatron.strategy.checkpoints.one_process import describe_for_one_process
-from lightning_megatron.strategy.checkpoints.rank_state_checks import check_rank_state, naming_damaged_states
+from lightning_megatron.strategy.checkpoints.rank_state_checks import (
+    check_rank_state,
+    naming_damaged_states,
+)
 from lightning_megatron.strategy.checkpoints.saved_weights import weights_to_save
-from lightning_megatron.strategy.checkpoints.weight_averaging import averaging_callback, current_weights, load_averages
+from lightning_megatron.strategy.checkpoints.weight_averaging import (
+    averaging_callback,
+    current_weights,
+    load_averages,
+)
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -105,7 +112,9 @@ class RunCheckpoints:
         if trains:
             for index, optimizer in enumerate(optimizers):
                 tensors |= optimizer_tensors(index, optimizer, main)
-            checkpoint[OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
+            checkpoint[OPTIMIZERS] = [
+                optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers
+            ]
         one_process = describe_for_one_process(module, optimizers if trains else (), main, mesh)
         names = [name for name in one_process["order"] if name not in weights.removed]
         models = describe_models(module, one_process)
@@ -120,7 +129,11 @@ class RunCheckpoints:
         self._writer_on(mesh).save(path, tensors, checkpoint, rank_state, background=background)
 
     def reserve(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        main: MainParameters,
+        mesh: ParallelMesh,
     ) -> None:
         """Allocate the memory of background saves once, after the optimizers' first step."""
         if self._has_reserved:
@@ -253,7 +266,9 @@ class RunCheckpoints:
         self._restore_rank(path, mesh, metadata)
         return metadata
 
-    def _restore_rank(self, path: str | os.PathLike[str], mesh: ParallelMesh, metadata: dict[str, Any]) -> None:
+    def _restore_rank(
+        self, path: str | os.PathLike[str], mesh: ParallelMesh, metadata: dict[str, Any]
+    ) -> None:
         state = load_rank_state(path, mesh, self.weights_only)
         self._loaded_from = f"rank {state.rank} in {os.fspath(path)}"
         check_rank_state(state.values, self._loaded_from)
@@ -262,8 +277,9 @@ class RunCheckpoints:
             self._random_states = state.values["generators"]
         else:
             rank_zero_info(
-                "The checkpoint was saved with another number of data-parallel ranks: what the training draws from "
-                "torch's, numpy's and Python's default generators goes on from the seed of this run."
+                "The checkpoint was saved with another number of data-parallel ranks: what the "
+                "training draws from torch's, numpy's and Python's default generators goes on from "
+                "the seed of this run."
             )
         fit_loop = metadata.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" not in fit_loop:
@@ -275,9 +291,10 @@ class RunCheckpoints:
         del fit_loop["combined_loader"]
         if any(state.values["dataloaders"]):
             rank_zero_warn(
-                "The checkpoint was saved with another number of data-parallel ranks, among which its dataloaders had "
-                "divided the samples: their states are left out, and they start at the beginning of the epoch. "
-                "TokenDataModule counts samples and goes on exactly."
+                "The checkpoint was saved with another number of data-parallel ranks, among which "
+                "its dataloaders had divided the samples: their states are left out, and they "
+                "start at the beginning of the epoch. TokenDataModule counts samples and goes on "
+                "exactly."
             )
 
     def restore_random_states(self, device: torch.device) -> None:
@@ -293,9 +310,9 @@ def _read_plain(
 ) -> dict[str, Any]:
     if os.path.isdir(path) or not ("://" in os.fspath(path) or os.path.exists(path)):
         raise CheckpointMismatchError(
-            "a checkpoint must be a directory that this strategy saved, or a file of another strategy: "
-            f"{os.fspath(path)!r} is neither. A save that was interrupted leaves nothing. Check the path, or pass "
-            "ckpt_path='last'."
+            "a checkpoint must be a directory that this strategy saved, or a file of another "
+            f"strategy: {os.fspath(path)!r} is neither. A save that was interrupted leaves "
+            "nothing. Check the path, or pass ckpt_path='last'."
         )
     checkpoint = read_file(path, weights_only)
     if optimizers and "optimizer_states" not in checkpoint:
@@ -306,6 +323,7 @@ def _read_plain(
 
 def _no_optimizers(path: str | os.PathLike[str]) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"a checkpoint to continue training from must hold optimizer states: {os.fspath(path)!r} was saved with "
-        "save_weights_only=True. Load it with validate, test or predict, or continue from a full one."
+        f"a checkpoint to continue training from must hold optimizer states: {os.fspath(path)!r} "
+        "was saved with save_weights_only=True. Load it with validate, test or predict, or "
+        "continue from a full one."
     )

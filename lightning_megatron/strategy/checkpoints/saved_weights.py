@@ -108,12 +108,16 @@ def weights_to_save(
         if name in changed and name in given and name == first_name:
             placement = _placement(name, given[name], own[name], main)
             if mesh.copies(placement.is_expert).is_first:
-                tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), placement, is_exclusive=True)
+                tensors[f"{STATE_DICT}{name}"] = Entry(
+                    given[name].detach(), placement, is_exclusive=True
+                )
     added = {name: place for place, report in reversed(first.items()) for name in report.added}
     for name, place in added.items():
         # Several stages may have added the same tensor: only one of them saves it.
         if place.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
-            tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
+            tensors[f"{STATE_DICT}{name}"] = Entry(
+                given[name].detach(), whole_spec(given[name]), is_exclusive=True
+            )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
 
@@ -122,9 +126,9 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
     names = [name for name, value in own.items() if not isinstance(value, Tensor)]
     if names:
         rank_zero_warn(
-            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict ({len(names)} in "
-            "all) cannot be saved: only tensors can. Put such values into the checkpoint in on_save_checkpoint, under "
-            "a key of their own."
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict "
+            f"({len(names)} in all) cannot be saved: only tensors can. Put such values into the "
+            "checkpoint in on_save_checkpoint, under a key of their own."
         )
 
 
@@ -143,9 +147,10 @@ def _compare(
             continue
         if not isinstance(value, Tensor):
             complaints.append(
-                f"what on_save_checkpoint puts into checkpoint['state_dict'] must be tensors: {name!r} is a "
-                f"{type(value).__name__}. The state_dict is saved as tensors that every layout can load. Put other "
-                "values into the checkpoint under a key of their own."
+                "what on_save_checkpoint puts into checkpoint['state_dict'] must be tensors: "
+                f"{name!r} is a {type(value).__name__}. The state_dict is saved as tensors that "
+                "every layout can load. Put other values into the checkpoint under a key of their "
+                "own."
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
@@ -156,41 +161,52 @@ def _compare(
             axis = mesh.etp if name in experts else mesh.tp
             if axis.size > 1 and value.shape != now.shape:
                 complaints.append(
-                    f"with {axis.name} ({axis.size}) above 1 on_save_checkpoint may replace a tensor of "
-                    f"checkpoint['state_dict'] by one of its shape alone: {name!r} was {tuple(now.shape)} and is "
-                    f"{tuple(value.shape)}. It is not known which part of the full tensor each rank has. Keep the "
-                    "shape, put the tensor into the checkpoint under a key of its own, or change it in the file that "
+                    f"with {axis.name} ({axis.size}) above 1 on_save_checkpoint may replace a "
+                    f"tensor of checkpoint['state_dict'] by one of its shape alone: {name!r} was "
+                    f"{tuple(now.shape)} and is {tuple(value.shape)}. It is not known which part "
+                    "of the full tensor each rank has. Keep the shape, put the tensor into the "
+                    "checkpoint under a key of its own, or change it in the file that "
                     "'lightning-megatron checkpoint consolidate' writes."
                 )
             elif not _is_equal(value, given.get(first_name[name])):
                 complaints.append(
-                    f"names that share one parameter must have one value: on_save_checkpoint has changed {name!r} "
-                    "otherwise than the first of its names. They are saved once. Change all of them alike."
+                    "names that share one parameter must have one value: on_save_checkpoint has "
+                    f"changed {name!r} otherwise than the first of its names. They are saved once. "
+                    "Change all of them alike."
                 )
     removed = own.keys() - given.keys()
     return (
-        _Changes(frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)),
+        _Changes(
+            frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)
+        ),
         _Changes(experts & removed, experts & changed),
     )
 
 
 def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Changes]) -> None:
     """Refuse changes that cannot be merged, on all ranks."""
-    complaints = [complaint for report in reports for part in report for complaint in part.complaints]
+    complaints = [
+        complaint for report in reports for part in report for complaint in part.complaints
+    ]
     by_name: dict[str, str] = {}
     for place, report in first.items():
         # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
         whole = first[place._replace(part=0)]
-        odd = (report.removed ^ whole.removed) | (report.changed ^ whole.changed) | (report.added.keys() ^ whole.added)
+        odd = (
+            (report.removed ^ whole.removed)
+            | (report.changed ^ whole.changed)
+            | (report.added.keys() ^ whole.added)
+        )
         complaints += [
-            f"on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel ranks: {name!r} is "
-            "changed, added or left out on some of them. Each has a part of the full tensor. Do it on every rank."
+            "on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel "
+            f"ranks: {name!r} is changed, added or left out on some of them. Each has a part of "
+            "the full tensor. Do it on every rank."
             for name in sorted(odd)
         ]
         complaints += [
-            f"a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on all tensor and "
-            f"pipeline-parallel ranks: {name!r} is not. It is not known how parts lie in a full tensor. Add whole "
-            "tensors, or use a key of their own in the checkpoint."
+            "a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on "
+            f"all tensor and pipeline-parallel ranks: {name!r} is not. It is not known how parts "
+            "lie in a full tensor. Add whole tensors, or use a key of their own in the checkpoint."
             for name, digest in report.added.items()
             if by_name.setdefault(name, digest) != digest
         ]
@@ -202,24 +218,36 @@ def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
     """Return whether a tensor is the module's own or a copy, possibly of main parameters."""
     if value.shape != now.shape or value.dtype not in (now.dtype, main_dtype):
         return False
-    alike = value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
-    return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(value, now.to(value.device, value.dtype))
+    alike = (
+        value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
+    )
+    return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(
+        value, now.to(value.device, value.dtype)
+    )
 
 
 def first_names(own: Mapping[str, Any]) -> dict[str, str]:
     """Return the name under which each tensor is saved: the first of its names."""
     seen: dict[tuple[Any, ...], str] = {}
     return {
-        name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name) if one.numel() else name
+        name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name)
+        if one.numel()
+        else name
         for name, one in own.items()
         if isinstance(one, Tensor)
     }
 
 
 def _is_equal(value: Tensor, other: Any) -> bool:
-    return isinstance(other, Tensor) and other.shape == value.shape and torch.equal(other, value.to(other))
+    return (
+        isinstance(other, Tensor)
+        and other.shape == value.shape
+        and torch.equal(other, value.to(other))
+    )
 
 
 def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
     spec = main.spec(name) if main.holds(name) else whole_spec(now)
-    return spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)
+    return (
+        spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)
+    )

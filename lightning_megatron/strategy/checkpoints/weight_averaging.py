@@ -32,7 +32,11 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
 
 
 def load_averages(
-    path: str | os.PathLike[str], metadata: dict[str, Any], module: LightningModule, main: MainParameters, mesh: Any
+    path: str | os.PathLike[str],
+    metadata: dict[str, Any],
+    module: LightningModule,
+    main: MainParameters,
+    mesh: Any,
 ) -> None:
     """Load averages into the callback and current weights into the model.
 
@@ -60,7 +64,9 @@ def load_averages(
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
     load_tensors(path, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {
-        name: entries[f"{STATE_DICT}{names[name]}"].tensor if f"{STATE_DICT}{names.get(name)}" in entries else value
+        name: entries[f"{STATE_DICT}{names[name]}"].tensor
+        if f"{STATE_DICT}{names.get(name)}" in entries
+        else value
         for name, value in own.items()
     }
     if any(name.startswith(CURRENT) for name in saved):
@@ -81,7 +87,9 @@ def _current(name: str) -> str:
     return f"{CURRENT}{name.removeprefix(STATE_DICT)}"
 
 
-def average_mains(trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh) -> None:
+def average_mains(
+    trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh
+) -> None:
     """Let the callback average main parameters if the model has half-precision parameters.
 
     Args:
@@ -91,7 +99,9 @@ def average_mains(trainer: Trainer, module: LightningModule, main: MainParameter
         mesh: Process groups of this rank.
     """
     callback = averaging_callback(trainer)
-    if callback is not None and any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained):
+    if callback is not None and any(
+        main.main(name).dtype != main.parameter(name).dtype for name in main.trained
+    ):
         average_by(callback, _FullMains(module, main, mesh), _Swap())
 
 
@@ -145,7 +155,9 @@ class _FullMains:
         if one is None or not (one.is_exclusive or self._mesh.data.is_first):
             return
         place = one.placement
-        start, stop = (place.start, place.stop) if isinstance(place, FlatSlice) else (0, flat.numel())
+        start, stop = (
+            (place.start, place.stop) if isinstance(place, FlatSlice) else (0, flat.numel())
+        )
         flat[start:stop].copy_(one.main.detach().reshape(-1))
 
 
@@ -161,6 +173,9 @@ class _Swap:
         kept, self._kept = self._kept, None
         current = [*module.parameters(), *module.buffers()]
         if kept is None:
-            kept, self._kept = [*average.parameters(), *average.buffers()], [memory_of(one).clone() for one in current]
+            kept, self._kept = (
+                [*average.parameters(), *average.buffers()],
+                [memory_of(one).clone() for one in current],
+            )
         for one, value in zip(current, kept, strict=True):
             memory_of(one).copy_(value)

@@ -10,7 +10,12 @@ from lightning_megatron.strategy.private.lightning import is_overridden
 #: Hooks that run between a save and the end of the next backward pass.
 _HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *(
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+    ),
     *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
     *("on_after_backward", "on_before_backward"),
 )
@@ -29,7 +34,9 @@ def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool
     """
     if not module.automatic_optimization:
         return False
-    if not _is_ours(module) and any(is_overridden(hook, module, LightningModule) for hook in _HOOKS):
+    if not _is_ours(module) and any(
+        is_overridden(hook, module, LightningModule) for hook in _HOOKS
+    ):
         return False
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     changing = (StochasticWeightAveraging, WeightAveraging)

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
@@ -42,17 +47,18 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
     for logger in trainer.loggers:
         if traces_graph(logger):
             raise UnsupportedError(
-                f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp ({layout.pp}) or ep "
-                f"({layout.ep}) above 1, because it runs the module on rank 0 alone, which would wait for the ranks "
-                "that hold the rest. Use log_graph=False."
+                f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp "
+                f"({layout.pp}) or ep ({layout.ep}) above 1, because it runs the module on rank 0 "
+                "alone, which would wait for the ranks that hold the rest. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, keeps in _KEEPS.items():
             if isinstance(callback, kind):
                 raise UnsupportedError(
-                    f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp {layout.pp} "
-                    f"and ep {layout.ep}. Lightning's callback {keeps} before it is cut. Use tp=1, pp=1 and ep=1, with "
-                    "any number of data-parallel ranks, or leave the callback out."
+                    f"{type(callback).__name__} needs the whole model on every rank: tp is "
+                    f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback {keeps} "
+                    "before it is cut. Use tp=1, pp=1 and ep=1, with any number of data-parallel "
+                    "ranks, or leave the callback out."
                 )
 
 
@@ -66,7 +72,8 @@ def without_example(module: LightningModule) -> Iterator[None]:
     example, module.example_input_array = module.example_input_array, None
     if example is not None:
         rank_zero_info(
-            "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run example_input_array."
+            "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run "
+            "example_input_array."
         )
     try:
         yield
@@ -94,16 +101,17 @@ def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: Para
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if resets_weights(callback):
             raise UnsupportedError(
-                f"{type(callback).__name__} cannot be used with use_lottery_ticket_hypothesis=True: Lightning's "
-                "callback puts other memory under the parameters, and optimizers here train parts of buffers. Use "
+                f"{type(callback).__name__} cannot be used with "
+                "use_lottery_ticket_hypothesis=True: Lightning's callback puts other memory under "
+                "the parameters, and optimizers here train parts of buffers. Use "
                 "use_lottery_ticket_hypothesis=False."
             )
         gone = [part for part in pruned_modules(callback) if id(part) not in known]
         if gone:
             raise UnsupportedError(
-                f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this strategy has "
-                "replaced by a layer of its own before the first step. The mask would change nothing. Leave the "
-                "callback out, or train with strategy='ddp'."
+                f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this "
+                "strategy has replaced by a layer of its own before the first step. The mask would "
+                "change nothing. Leave the callback out, or train with strategy='ddp'."
             )
 
 

@@ -21,7 +21,11 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.optimization.parameter_readers import backward_observer
-from lightning_megatron.strategy.options.sizes import check_batch_size, check_last_batch, check_optimization
+from lightning_megatron.strategy.options.sizes import (
+    check_batch_size,
+    check_last_batch,
+    check_optimization,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.lightning import train_dataloaders
 from lightning_megatron.swap.decide.stages import suggested_plan
@@ -63,7 +67,8 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
         names = ", ".join(name for name, _ in found) or "none"
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
-            f"{type(module).__name__} has {names}. {_way_out(module, mesh) if not found else 'Use pp=1.'}"
+            f"{type(module).__name__} has {names}. "
+            f"{_way_out(module, mesh) if not found else 'Use pp=1.'}"
         )
     return found[0][1]
 
@@ -73,9 +78,10 @@ def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
     plan = suggested_plan(module, mesh.layout)
     if plan is None:
         return (
-            f"Other modules have stages where their blocks are in a list: no nn.ModuleList or nn.Sequential here has "
-            f"{mesh.layout.pp * mesh.layout.vpp} blocks of one kind, so that no pipeline_plan would do. Use pp=1 with "
-            "tp or dp, or a model of such blocks, such as lightning_megatron.GPT with mesh=self.device_mesh."
+            "Other modules have stages where their blocks are in a list: no nn.ModuleList or "
+            f"nn.Sequential here has {mesh.layout.pp * mesh.layout.vpp} blocks of one kind, so "
+            "that no pipeline_plan would do. Use pp=1 with tp or dp, or a model of such blocks, "
+            "such as lightning_megatron.GPT with mesh=self.device_mesh."
         )
     return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
 
@@ -91,20 +97,28 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
         return
     check_optimization(module, mesh.pp.size)
     pipelined = pipelined_module(module, mesh)
-    inside = {id(parameter) for parameter in (pipelined.stage_parameters() if pipelined is not None else ())}
-    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    inside = {
+        id(parameter)
+        for parameter in (pipelined.stage_parameters() if pipelined is not None else ())
+    }
+    outside = [
+        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside
+    ]
     if outside:
         raise UnsupportedError(
-            f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined model: "
-            f"{', '.join(outside[:5])} "
-            "would be trained on the last stage alone. Move them into the model, freeze them, or use pp=1."
+            f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined "
+            f"model: {', '.join(outside[:5])} would be trained on the last stage alone. Move them "
+            "into the model, freeze them, or use pp=1."
         )
-    observer = backward_observer(module.trainer) if module.trainer.state.fn == TrainerFn.FITTING else None
+    observer = (
+        backward_observer(module.trainer) if module.trainer.state.fn == TrainerFn.FITTING else None
+    )
     if observer is not None:
         raise UnsupportedError(
-            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the loss, and each stage "
-            "but the last runs its backward passes from what the next stage has sent. Change the loss in "
-            "training_step, look at gradients in on_after_backward or on_before_optimizer_step, or use pp=1."
+            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the "
+            "loss, and each stage but the last runs its backward passes from what the next stage "
+            "has sent. Change the loss in training_step, look at gradients in on_after_backward or "
+            "on_before_optimizer_step, or use pp=1."
         )
 
 

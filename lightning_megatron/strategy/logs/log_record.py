@@ -15,7 +15,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_megatron.models.absent import AbsentTensor
-from lightning_megatron.strategy.logs.merge import Weight, stack_scalars, total_weight, weighted_mean
+from lightning_megatron.strategy.logs.merge import (
+    Weight,
+    stack_scalars,
+    total_weight,
+    weighted_mean,
+)
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -156,7 +161,9 @@ class Recorder:
         self.calls.setdefault(name, call)
         self.values.setdefault(name, []).append(_Entry(tensor, weight, self.run))
 
-    def merged(self, counts: Sequence[Weight] | None = None) -> tuple[list[LogCall], list[Tensor], list[Weight]]:
+    def merged(
+        self, counts: Sequence[Weight] | None = None
+    ) -> tuple[list[LogCall], list[Tensor], list[Weight]]:
         """Reduce the values of each name over the microbatches; means are over samples or tokens.
 
         Args:
@@ -175,7 +182,9 @@ class Recorder:
             # Values logged outside of the step belong to no microbatch.
             by_tokens = counts is not None and call.reduction == "mean" and entries[0].run >= 0
             weights = [counts[entry.run] if by_tokens else entry.weight for entry in entries]  # type: ignore[index]
-            values.append(_merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction))
+            values.append(
+                _merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction)
+            )
             total = total_weight(weights)
             if by_tokens or isinstance(total, Tensor):
                 totals.append(total)
@@ -184,7 +193,9 @@ class Recorder:
                 calls.append(replace(call, batch_size=total))
         return calls, values, totals
 
-    def merged_metrics(self, path_of: Callable[[Metric], str | None]) -> tuple[list[MetricCall], list[Tensor]]:
+    def merged_metrics(
+        self, path_of: Callable[[Metric], str | None]
+    ) -> tuple[list[MetricCall], list[Tensor]]:
         """Return the log calls of metrics, and their float64 values of this step, if any.
 
         Args:
@@ -198,14 +209,20 @@ class Recorder:
             path = path_of(metric)
             if path is None:
                 raise ValueError(
-                    f"`self.log({name!r}, metric)` takes a torchmetrics.Metric that the LightningModule holds: "
-                    f"{type(metric).__name__} is not among its modules. Set it as an attribute in `__init__`."
+                    f"`self.log({name!r}, metric)` takes a torchmetrics.Metric that the "
+                    f"LightningModule holds: {type(metric).__name__} is not among its modules. Set "
+                    "it as an attribute in `__init__`."
                 )
-            call, entries = MetricCall(name, path, tuple(sorted(options.items()))), self.metric_values[name]
+            call, entries = (
+                MetricCall(name, path, tuple(sorted(options.items()))),
+                self.metric_values[name],
+            )
             if entries:
                 call = replace(call, dtype=entries[0].value.dtype)
                 weights = [entry.weight for entry in entries]
-                values.append(weighted_mean(stack_scalars([entry.value for entry in entries]), weights))
+                values.append(
+                    weighted_mean(stack_scalars([entry.value for entry in entries]), weights)
+                )
             calls.append(call)
         return calls, values
 
@@ -232,16 +249,16 @@ def _scalar(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"`self.log({name!r}, ...)` takes a tensor with one element: shape {tuple(value.shape)}. Only "
-                "scalars can be "
-                "logged. Reduce it first, as in value.mean()."
+                f"`self.log({name!r}, ...)` takes a tensor with one element: shape "
+                f"{tuple(value.shape)}. Only scalars can be logged. Reduce it first, as in "
+                "value.mean()."
             )
         return value.detach().reshape(())
     if isinstance(value, Number):
         return torch.tensor(value)
     raise ValueError(
-        f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a torchmetrics.Metric: "
-        f"{type(value).__name__}. Use `self.log_dict` for several values."
+        f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a "
+        f"torchmetrics.Metric: {type(value).__name__}. Use `self.log_dict` for several values."
     )
 
 

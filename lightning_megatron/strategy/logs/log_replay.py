@@ -82,7 +82,9 @@ class LogReplay:
         self._paths: dict[int, str] = {}
 
     @contextmanager
-    def record(self, module: LightningModule, recorder: Recorder | None = None) -> Iterator[Recorder]:
+    def record(
+        self, module: LightningModule, recorder: Recorder | None = None
+    ) -> Iterator[Recorder]:
         """Redirect ``module.log`` to a recorder inside the block; None creates a new one."""
         recorder = Recorder() if recorder is None else recorder
         module.log = recorder.log  # type: ignore[method-assign]
@@ -123,7 +125,9 @@ class LogReplay:
         """
         calls, values, weights = recorder.merged(counts)
         metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
-        form = self._agree(key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more))
+        form = self._agree(
+            key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more)
+        )
         num_calls, weighted = len(form.calls), form.weighted
         end = num_calls + len(weighted)
         last = end + sum(call.has_value for call in form.metrics)
@@ -140,18 +144,26 @@ class LogReplay:
             value = vector[index] if call.is_double else vector[index].to(torch.float32)
             if options.get("prog_bar"):
                 by_step_only = is_training and call.times(is_training) == (True, False)
-                options["prog_bar"] = self._is_read_after_every_batch(module, call.name, value, by_step_only)
+                options["prog_bar"] = self._is_read_after_every_batch(
+                    module, call.name, value, by_step_only
+                )
             # A float, because the Trainer would round the mean of integer batch sizes down.
-            module.log(call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options)
+            module.log(
+                call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options
+            )
         self._log_metrics(module, form.metrics, iter(vector[end:last]))
         return Replayed(list(vector[last:]), form.is_counted, form.returns_more)
 
     def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
         if id(metric) not in self._paths:
-            self._paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
+            self._paths = {
+                id(part): path for path, part in module.named_modules() if isinstance(part, Metric)
+            }
         return self._paths.get(id(metric))
 
-    def _log_metrics(self, module: LightningModule, calls: Sequence[MetricCall], values: Iterator[Tensor]) -> None:
+    def _log_metrics(
+        self, module: LightningModule, calls: Sequence[MetricCall], values: Iterator[Tensor]
+    ) -> None:
         """Log metrics; their states are equal on all stages when the Trainer reads the results."""
         for call in calls:
             metric, options = module.get_submodule(call.path), dict(call.options)
@@ -181,7 +193,11 @@ class LogReplay:
         return broadcast_(vector, axis, axis.size - 1) if count else vector
 
     def _reduce_by_step(
-        self, calls: Sequence[LogCall], vector: Tensor, weights: Mapping[int, Tensor], is_training: bool
+        self,
+        calls: Sequence[LogCall],
+        vector: Tensor,
+        weights: Mapping[int, Tensor],
+        is_training: bool,
     ) -> set[int]:
         """Reduce values over the data axis, one message per kind; return the reduced indices.
 
@@ -191,7 +207,10 @@ class LogReplay:
         by_reduction: dict[str, list[int]] = {}
         for index, call in enumerate(calls):
             options, (on_step, on_epoch) = dict(call.options), call.times(is_training)
-            if not (on_step and options.get("sync_dist")) or options.get("sync_dist_group") is not None:
+            if (
+                not (on_step and options.get("sync_dist"))
+                or options.get("sync_dist_group") is not None
+            ):
                 continue
             if index in weights:
                 by_reduction.setdefault("weighted mean", []).append(index)
@@ -211,13 +230,18 @@ class LogReplay:
 
     def _average(self, values: list[Tensor], weights: list[Tensor]) -> None:
         """Replace values by weighted means over the data axis, and weights by sums, in place."""
-        pairs = [torch.stack([value * weight, weight]) for value, weight in zip(values, weights, strict=True)]
+        pairs = [
+            torch.stack([value * weight, weight])
+            for value, weight in zip(values, weights, strict=True)
+        ]
         sums = all_reduce_(torch.stack(pairs), self._mesh.data)
         for value, weight, (total, weight_of_all) in zip(values, weights, sums, strict=True):
             value.copy_(total / torch.where(weight_of_all > 0, weight_of_all, 1.0))
             weight.copy_(weight_of_all)
 
-    def _is_read_after_every_batch(self, module: LightningModule, name: str, value: Tensor, by_step_only: bool) -> bool:
+    def _is_read_after_every_batch(
+        self, module: LightningModule, name: str, value: Tensor, by_step_only: bool
+    ) -> bool:
         """Return whether the progress bar reads a value, which makes the host wait for the device.
 
         Only rank 0 has a progress bar. A :class:`DeferredReader` reads values that are logged by

@@ -26,12 +26,13 @@ def loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
         raise ValueError(
-            "training_step returned a mapping without the key 'loss'. Add it: its value is the loss to minimise."
+            "training_step returned a mapping without the key 'loss'. Add it: its value is the "
+            "loss to minimise."
         )
     if loss is not None and not isinstance(loss, Tensor):
         raise ValueError(
-            "training_step must return the loss as a tensor, a mapping with the key 'loss', or None: "
-            f"{type(loss).__name__}."
+            "training_step must return the loss as a tensor, a mapping with the key 'loss', or "
+            f"None: {type(loss).__name__}."
         )
     return loss
 
@@ -61,8 +62,9 @@ def token_count_in(output: Any) -> Weight | None:
     if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 <= count < math.inf:
         shown = tuple(count.shape) if isinstance(count, Tensor) else repr(count)
         raise ValueError(
-            f"num_tokens must be a number of tokens or a tensor with one element, 0 or more: {shown}. The loss of a "
-            "microbatch weighs by it. Return how many labels the mean was taken over, such as (labels != -100).sum()."
+            "num_tokens must be a number of tokens or a tensor with one element, 0 or more: "
+            f"{shown}. The loss of a microbatch weighs by it. Return how many labels the mean was "
+            "taken over, such as (labels != -100).sum()."
         )
     return count
 
@@ -77,21 +79,29 @@ def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
         ValueError: If some microbatches have a count and others do not.
     """
     counts = [token_count_in(output) for output in outputs]
-    missing = [number for number, count in enumerate(counts) if count is None and outputs[number] is not None]
+    missing = [
+        number
+        for number, count in enumerate(counts)
+        if count is None and outputs[number] is not None
+    ]
     if all(count is None for count in counts):
         return None
     if missing:
         raise ValueError(
-            f"a step must return num_tokens for every microbatch or for none: it is missing for {len(missing)} of "
-            f"{len(outputs)}, first for number {missing[0]}. A mean over tokens and one over samples cannot be "
-            "mixed. Return 0 for a microbatch without a valid token."
+            "a step must return num_tokens for every microbatch or for none: it is missing for "
+            f"{len(missing)} of {len(outputs)}, first for number {missing[0]}. A mean over tokens "
+            "and one over samples cannot be mixed. Return 0 for a microbatch without a valid token."
         )
     return [0 if count is None else count for count in counts]
 
 
 def total_weight(weights: Sequence[Weight]) -> Weight:
     """Sum weights to a number, or to a float64 scalar tensor without a host synchronisation."""
-    return stack_scalars(weights).sum() if any(isinstance(weight, Tensor) for weight in weights) else sum(weights)
+    return (
+        stack_scalars(weights).sum()
+        if any(isinstance(weight, Tensor) for weight in weights)
+        else sum(weights)
+    )
 
 
 def stack_scalars(values: Sequence[Weight]) -> Tensor:
@@ -99,7 +109,9 @@ def stack_scalars(values: Sequence[Weight]) -> Tensor:
 
     Shapes: ``(values,)``.
     """
-    devices = [value.device for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    devices = [
+        value.device for value in values if isinstance(value, Tensor) and value.device.type != "cpu"
+    ]
     device = devices[0] if devices else torch.device("cpu")
     return torch.stack([scalar_on(value, device) for value in values])
 
@@ -108,7 +120,9 @@ def scalar_on(value: Weight, device: torch.device) -> Tensor:
     """Return a float64 scalar on the device, without a host synchronisation."""
     if isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu"):
         return value.detach().to(device=device, dtype=torch.float64).reshape(())
-    return torch.full((), value.item() if isinstance(value, Tensor) else value, dtype=torch.float64, device=device)
+    return torch.full(
+        (), value.item() if isinstance(value, Tensor) else value, dtype=torch.float64, device=device
+    )
 
 
 def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
@@ -125,7 +139,9 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
     if any(isinstance(weight, Tensor) for weight in weights):
         vector = torch.stack([scalar_on(weight, values.device) for weight in weights])
         total = vector.sum()
-        return torch.where(vector > 0, values * vector, 0.0).sum() / torch.where(total > 0, total, 1.0)
+        return torch.where(vector > 0, values * vector, 0.0).sum() / torch.where(
+            total > 0, total, 1.0
+        )
     if len(set(weights)) == 1 and weights[0]:
         return values.mean()
     # A weight tensor would need a copy to the device, for which the host waits.

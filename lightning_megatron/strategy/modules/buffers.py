@@ -64,7 +64,11 @@ class SharedBuffers:
             return
         if look or (self._num_sends + 1).bit_count() == 1:
             self._look()
-        buffers = [owner._buffers[key] for index, (owner, key) in enumerate(self._owners) if self._is_sent(index)]
+        buffers = [
+            owner._buffers[key]
+            for index, (owner, key) in enumerate(self._owners)
+            if self._is_sent(index)
+        ]
         self._send(buffer for buffer in buffers if buffer is not None)
         if self._num_sends == 0:
             self._seen = self._marks()
@@ -74,7 +78,9 @@ class SharedBuffers:
     def _is_sent(self, index: int) -> bool:
         owner, key = self._owners[index]
         # Every rank computes non-persistent buffers itself, so they need no first broadcast.
-        return index in self._moving or (self._num_sends == 0 and key not in owner._non_persistent_buffers_set)
+        return index in self._moving or (
+            self._num_sends == 0 and key not in owner._non_persistent_buffers_set
+        )
 
     def _look(self) -> None:
         seen, self._seen = self._seen, self._marks()
@@ -87,7 +93,10 @@ class SharedBuffers:
         buffers = [owner._buffers[key] for owner, key in self._owners]
         if not buffers:
             return []
-        sums = [torch.zeros(()).double() if one is None else one.detach().double().sum().cpu() for one in buffers]
+        sums = [
+            torch.zeros(()).double() if one is None else one.detach().double().sum().cpu()
+            for one in buffers
+        ]
         return list(zip(map(id, buffers), torch.stack(sums).nan_to_num().tolist(), strict=True))
 
     @torch.no_grad()
@@ -137,7 +146,12 @@ def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
         for part in module.modules()
         if type(part).__module__.partition(".")[0] != package and not isinstance(part, Metric)
     ]
-    return [(part, key) for part in owners for key, buffer in part._buffers.items() if buffer is not None]
+    return [
+        (part, key)
+        for part in owners
+        for key, buffer in part._buffers.items()
+        if buffer is not None
+    ]
 
 
 class BatchStatistics:
@@ -149,7 +163,9 @@ class BatchStatistics:
 
     def __init__(self, module: nn.Module) -> None:
         named = module.named_modules()
-        self._norms = [(name, part) for name, part in named if isinstance(part, (_BatchNorm, _InstanceNorm))]
+        self._norms = [
+            (name, part) for name, part in named if isinstance(part, (_BatchNorm, _InstanceNorm))
+        ]
 
     def check(self, num_microbatches: int) -> None:
         """Refuse microbatches if a norm needs the whole batch.
@@ -165,11 +181,13 @@ class BatchStatistics:
         names = [name for name, norm in self._norms if _takes_statistics(norm)]
         if names:
             raise UnsupportedError(
-                f"batch statistics are those of a whole batch, which is cut into {num_microbatches} microbatches: "
-                f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} would normalise by, or keep, the "
-                "statistics of each microbatch. Use microbatch_size='batch', call eval() on these norms in the train() "
-                "of the module, use norms without batch statistics such as GroupNorm, or say by "
-                "check_microbatches=False that statistics of microbatches are meant."
+                "batch statistics are those of a whole batch, which is cut into "
+                f"{num_microbatches} microbatches: "
+                f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} would normalise "
+                "by, or keep, the statistics of each microbatch. Use microbatch_size='batch', call "
+                "eval() on these norms in the train() of the module, use norms without batch "
+                "statistics such as GroupNorm, or say by check_microbatches=False that statistics "
+                "of microbatches are meant."
             )
 
 
@@ -196,8 +214,9 @@ def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
             raise UnsupportedError(
-                f"a SyncBatchNorm sums its statistics over all {mesh.world.size} ranks: {name!r} would count the "
-                f"copies of tp ({mesh.tp.size}), and wait for stages of pp ({mesh.pp.size}) that do not have it. Use "
-                "BatchNorm, or convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
+                f"a SyncBatchNorm sums its statistics over all {mesh.world.size} ranks: {name!r} "
+                f"would count the copies of tp ({mesh.tp.size}), and wait for stages of pp "
+                f"({mesh.pp.size}) that do not have it. Use BatchNorm, or "
+                "convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
                 "configure_model."
             )

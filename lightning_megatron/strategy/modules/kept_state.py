@@ -27,7 +27,12 @@ log = logging.getLogger(__name__)
 #: Module hooks between a step and the next one, which may read attributes that the step has set.
 _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "training_step": (
-        *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"),
+        *(
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "configure_gradient_clipping",
+            "optimizer_step",
+        ),
         *("on_before_zero_grad", "lr_scheduler_step", "on_train_batch_end"),
     ),
     "validation_step": ("on_validation_batch_end",),
@@ -40,7 +45,15 @@ _Place = tuple[str, bool, str]
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
 _NOT_SENDABLE = (
-    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, RecursionError),
+    *(
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        RecursionError,
+    ),
     *(OSError, KeyError),
 )
 
@@ -124,7 +137,9 @@ class KeptState:
 
         Communication: that of :meth:`share`.
         """
-        if self._mesh.pp.size > 1 and any(is_overridden(hook, self._module) for hook in _HOOKS_AFTER.get(step, ())):
+        if self._mesh.pp.size > 1 and any(
+            is_overridden(hook, self._module) for hook in _HOOKS_AFTER.get(step, ())
+        ):
             self.share()
 
     def outputs_after(self, step: str, outputs: Any) -> Any:
@@ -136,10 +151,15 @@ class KeptState:
 
         Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
         """
-        axis, hook = self._mesh.pp_cpu, f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train")
+        axis, hook = (
+            self._mesh.pp_cpu,
+            f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train"),
+        )
         if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
             return outputs
-        data = broadcast_object(pack(outputs, self._module) if self._is_here else None, axis, axis.size - 1)
+        data = broadcast_object(
+            pack(outputs, self._module) if self._is_here else None, axis, axis.size - 1
+        )
         return outputs if self._is_here else unpack(data, self._module, self._mesh.device)
 
     @contextmanager
@@ -162,7 +182,9 @@ class KeptState:
             return None
         values, before = self._values(), self._before
         changed = {
-            place: _Change(value[kept:], kept) if (kept := num_kept(value, before.get(place))) else _Change(value)
+            place: _Change(value[kept:], kept)
+            if (kept := num_kept(value, before.get(place)))
+            else _Change(value)
             for place, value in values.items()
             if place not in before or digest(value) != before[place]
         }
@@ -173,7 +195,11 @@ class KeptState:
             return pack(_Changes(changed, removed), self._module)
         except _NOT_SENDABLE:
             # The error does not name the value, so each value is tried separately.
-            sendable = {place: change for place, change in changed.items() if self._is_sendable(place, change)}
+            sendable = {
+                place: change
+                for place, change in changed.items()
+                if self._is_sendable(place, change)
+            }
             return pack(_Changes(sendable, removed), self._module)
 
     def _is_sendable(self, place: _Place, change: _Change) -> bool:
@@ -183,8 +209,9 @@ class KeptState:
             if place not in self._warned:
                 self._warned.add(place)
                 log.warning(
-                    "%s has changed in the steps of the last pipeline stage and cannot be sent to the others: %s: %s. "
-                    "Hooks on other ranks see their own. Keep tensors, numbers and plain containers in the module.",
+                    "%s has changed in the steps of the last pipeline stage and cannot be sent to "
+                    "the others: %s: %s. Hooks on other ranks see their own. Keep tensors, numbers "
+                    "and plain containers in the module.",
                     ".".join(("self", *place[0].split(".")[bool(not place[0]) :], place[2])),
                     type(error).__name__,
                     error,
@@ -236,5 +263,7 @@ def _put(held: dict[str, Any], name: str, change: _Change) -> None:
 
 
 #: Attributes that every module has, which the strategy and the Trainer manage.
-_PART_ATTRIBUTES = frozenset({*vars(nn.Module()), "update", "compute", "_update_signature", "process_group"})
+_PART_ATTRIBUTES = frozenset(
+    {*vars(nn.Module()), "update", "compute", "_update_signature", "process_group"}
+)
 _MODULE_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh"})

@@ -18,7 +18,9 @@ from torchmetrics import Metric
 from lightning_megatron.models.absent import AbsentTensor
 
 #: Packages whose objects, other than modules, steps only read.
-_READ_ONLY = frozenset({"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"})
+_READ_ONLY = frozenset(
+    {"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"}
+)
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -70,7 +72,11 @@ class ModuleState:
         for one in self._held:
             now = one.now() if one.is_watched else one.kept
             for key in now.keys() | one.kept.keys():
-                if key not in one.kept or key not in now or not self._is_as_noted(one.kept[key], now[key], tolerance):
+                if (
+                    key not in one.kept
+                    or key not in now
+                    or not self._is_as_noted(one.kept[key], now[key], tolerance)
+                ):
                     found[f"{one.prefix}.{key}"] = _kind(now.get(key))
         for noted in self._noted.values():
             if noted.name and noted.name not in found and not _holds(noted, tolerance):
@@ -92,7 +98,9 @@ class ModuleState:
         if before is now:
             return True
         noted = self._noted.get(id(before))
-        return _alike(before if noted is None or noted.kind == "object" else noted.copy, now, tolerance)
+        return _alike(
+            before if noted is None or noted.kind == "object" else noted.copy, now, tolerance
+        )
 
     def _note(self, name: str, value: Any) -> None:
         if id(value) in self._noted:
@@ -140,7 +148,11 @@ def _dictionaries(module: nn.Module) -> Iterator[_Held]:
 
 def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
     """Return the entries of a dictionary that the snapshot covers."""
-    return {key: value for key, value in held.items() if key not in skipped and not isinstance(value, AbsentTensor)}
+    return {
+        key: value
+        for key, value in held.items()
+        if key not in skipped and not isinstance(value, AbsentTensor)
+    }
 
 
 def _kind(value: Any) -> str:
@@ -154,11 +166,17 @@ def _kind(value: Any) -> str:
 def _copy(value: Any) -> Any:
     """Return a copy of a mutable value for restoring; None if immutable or not covered."""
     if isinstance(value, Tensor):
-        is_plain = not isinstance(value, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
+        is_plain = (
+            not isinstance(value, nn.Parameter)
+            and value.layout == torch.strided
+            and value.device.type != "meta"
+        )
         return value.detach().clone() if is_plain else None
     if isinstance(value, (list, dict, set, deque)):
         return shallow_copy(value)
-    reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None)
+    reader = next(
+        (read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None
+    )
     if reader is not None:
         return reader(value)
     if isinstance(value, np.ndarray):
@@ -180,15 +198,21 @@ def _is_users(value: Any) -> bool:
         return False
     package = kind.__module__.partition(".")[0]
     # Router statistics are the only objects of this package that a forward pass accumulates in.
-    return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ == "RouterStatistics")
+    return package not in _READ_ONLY and (
+        package != _PACKAGE or kind.__name__ == "RouterStatistics"
+    )
 
 
 def _holds(noted: _Noted, tolerance: float = 0.0) -> bool:
     """Return whether a value still equals its recorded content."""
-    reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(noted.value, kind)), None)
+    reader = next(
+        (read for kind, (read, _) in _GENERATORS.items() if isinstance(noted.value, kind)), None
+    )
     if reader is not None:
         return _alike(noted.copy, reader(noted.value), tolerance)
-    return _alike(noted.copy, vars(noted.value) if noted.kind == "object" else noted.value, tolerance)
+    return _alike(
+        noted.copy, vars(noted.value) if noted.kind == "object" else noted.value, tolerance
+    )
 
 
 def _alike(before: Any, now: Any, tolerance: float) -> bool:
@@ -203,18 +227,26 @@ def _alike(before: Any, now: Any, tolerance: float) -> bool:
     if type(before) is not type(now):
         return False
     if _kind(now) == "number":
-        return bool(before == now or abs(before - now) <= tolerance * abs(before) or before != before)
+        return bool(
+            before == now or abs(before - now) <= tolerance * abs(before) or before != before
+        )
     if isinstance(now, (list, tuple, deque)):
         pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(_alike(one, other, tolerance) for one, other in pairs)
+        return len(before) == len(now) and all(
+            _alike(one, other, tolerance) for one, other in pairs
+        )
     if isinstance(now, dict):
-        return before.keys() == now.keys() and all(_alike(before[key], now[key], tolerance) for key in before)
+        return before.keys() == now.keys() and all(
+            _alike(before[key], now[key], tolerance) for key in before
+        )
     return bool(before == now) if isinstance(now, (set, str, bytes)) else False
 
 
 def _put_back(noted: _Noted) -> None:
     value, copy = noted.value, noted.copy
-    writer = next((write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None)
+    writer = next(
+        (write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None
+    )
     if isinstance(value, Tensor):
         value.copy_(copy)
     elif isinstance(value, np.ndarray):

@@ -78,7 +78,11 @@ class _Unpacker(pickle.Unpickler):
         if kind == "tensor":
             if name not in self._tensors:
                 data, dtype, shape, is_on_cpu = pid[2]
-                values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+                values = (
+                    torch.frombuffer(bytearray(data), dtype=dtype)
+                    if data
+                    else torch.empty(0, dtype=dtype)
+                )
                 self._tensors[name] = values.reshape(shape).to("cpu" if is_on_cpu else self._device)
             return self._tensors[name]
         if kind == "module":
@@ -89,4 +93,9 @@ class _Unpacker(pickle.Unpickler):
 def _values(tensor: Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...], bool]:
     # The values alone: pickling a view would serialise its whole storage.
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return values.view(torch.uint8).numpy().tobytes(), tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu"
+    return (
+        values.view(torch.uint8).numpy().tobytes(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.device.type == "cpu",
+    )

@@ -30,9 +30,9 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
             continue
         if found.layout != mesh.layout:
             raise UnsupportedError(
-                f"a module can only be used again with the layout that it was cut for: {name!r} was cut for "
-                f"{found.layout}, "
-                f"this run has {mesh.layout}. Build a new module, and pass ckpt_path to continue with its weights."
+                f"a module can only be used again with the layout that it was cut for: {name!r} "
+                f"was cut for {found.layout}, this run has {mesh.layout}. Build a new module, and "
+                "pass ckpt_path to continue with its weights."
             )
         same = found.sequence_parallel == mesh.sequence_parallel
         own = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
@@ -50,7 +50,11 @@ class MetricGroups:
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
-        metrics = [part for part in module.modules() if isinstance(part, Metric) and part.process_group is None]
+        metrics = [
+            part
+            for part in module.modules()
+            if isinstance(part, Metric) and part.process_group is None
+        ]
         self._before = [(metric, metric.distributed_available_fn) for metric in metrics]
         for metric in metrics:
             metric.process_group = mesh.data.group
@@ -81,9 +85,9 @@ def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]
     models = [model for _, model in pipelined_modules(module) if isinstance(model, LayeredModule)]
     if recompute not in (None, "none") and not models:
         raise UnsupportedError(
-            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has none. Plain "
-            "modules would ignore "
-            "it. Use a lightning_megatron.GPT, torch.utils.checkpoint in the module, or recompute=None."
+            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
+            "none. Plain modules would ignore it. Use a lightning_megatron.GPT, "
+            "torch.utils.checkpoint in the module, or recompute=None."
         )
     if recompute is not None:
         for model in models:

@@ -24,13 +24,32 @@ from torch.utils.data import DataLoader, Dataset
 #: only read.
 _OPAQUE = (
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
-    *(nn.Module, Trainer, Strategy, Callback, Logger, LightningDataModule, Dataset, DataLoader, Optimizer),
+    *(
+        nn.Module,
+        Trainer,
+        Strategy,
+        Callback,
+        Logger,
+        LightningDataModule,
+        Dataset,
+        DataLoader,
+        Optimizer,
+    ),
 )
 #: Packages of large objects that steps only read.
 _SLOW = ("tokenizers", "sentencepiece")
 #: Errors that properties and ``__reduce_ex__`` of unsupported objects raise.
 _UNREADABLE = (
-    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError, ArithmeticError, OSError),
+    *(
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        LookupError,
+        ArithmeticError,
+        OSError,
+    ),
     AssertionError,
 )
 _ATOMS = frozenset({int, float, str, bool, bytes, type(None), Tensor})
@@ -60,7 +79,11 @@ def digest(value: Any) -> bytes | ListDigest | None:
     them. Digests contain identities, so the value must live until they are compared. The values of
     tensors on a GPU are not read.
     """
-    if type(value) is list and set(map(type, value)) <= _ATOMS and not any(map(_is_untraced, value)):
+    if (
+        type(value) is list
+        and set(map(type, value)) <= _ATOMS
+        and not any(map(_is_untraced, value))
+    ):
         return ListDigest(id(value), tuple(map(id, value)), _versions(value))
     sink = _Sink()
     try:
@@ -76,7 +99,11 @@ def num_kept(value: Any, before: bytes | ListDigest | None) -> int:
     if type(value) is not list or not isinstance(before, ListDigest) or id(value) != before.owner:
         return 0
     kept = value[: len(before.items)]
-    return len(kept) if tuple(map(id, kept)) == before.items and _versions(kept) == before.versions else 0
+    return (
+        len(kept)
+        if tuple(map(id, kept)) == before.items and _versions(kept) == before.versions
+        else 0
+    )
 
 
 def _versions(values: list[Any]) -> int:
@@ -122,7 +149,11 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
         return (list(obj), dict(vars(obj)) if hasattr(obj, "__dict__") else None)
     slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
     if hasattr(obj, "__dict__") or slots:
-        held = {name: getattr(obj, name) for name in slots if isinstance(name, str) and hasattr(obj, name)}
+        held = {
+            name: getattr(obj, name)
+            for name in slots
+            if isinstance(name, str) and hasattr(obj, name)
+        }
         return (held, dict(vars(obj)) if hasattr(obj, "__dict__") else None)
     if type(obj).__module__.partition(".")[0] in _SLOW:
         return ()
@@ -136,7 +167,9 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
 def _parts_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     untraced = tensor.is_inference()
     form = (str(tensor.dtype), tuple(tensor.shape), None if untraced else tensor._version)
-    is_readable = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    is_readable = (
+        tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    )
     if is_readable and (untraced or tensor.numel() <= _COMPARED):
         values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return (*form, values.view(torch.uint8).numpy().tobytes())

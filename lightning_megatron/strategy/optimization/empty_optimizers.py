@@ -39,7 +39,9 @@ def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
         Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
-def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh, is_saved: bool) -> None:
+def check_trained_somewhere(
+    optimizers: Sequence[Optimizer], mesh: ParallelMesh, is_saved: bool
+) -> None:
     """Refuse optimizers that train nothing on any stage, and groups that cannot be saved.
 
     Args:
@@ -61,13 +63,16 @@ def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh,
         name = type(optimizers[number]).__name__
         if not any(map(sum, counts)):
             raise UnsupportedError(
-                f"an optimizer must have parameters on some pipeline stage: number {number} ({name}) has none on any "
-                f"of {len(stages)}. Nothing would be trained. Give it parameters of self in configure_optimizers."
+                f"an optimizer must have parameters on some pipeline stage: number {number} "
+                f"({name}) has none on any of {len(stages)}. Nothing would be trained. Give it "
+                "parameters of self in configure_optimizers."
             )
         if is_saved and len(set(map(len, counts))) > 1:
             raise UnsupportedError(
-                "the optimizers of all pipeline stages must have equally many parameter groups to be saved: number "
-                f"{number} ({name}) has {list(map(len, counts))}. A checkpoint merges groups by number. Build the same "
-                "groups on every stage in configure_optimizers, empty ones included (one for each layer of the "
-                "configuration, say), or save weights alone by ModelCheckpoint(save_weights_only=True)."
+                "the optimizers of all pipeline stages must have equally many parameter groups to "
+                f"be saved: number {number} ({name}) has {list(map(len, counts))}. A checkpoint "
+                "merges groups by number. Build the same groups on every stage in "
+                "configure_optimizers, empty ones included (one for each layer of the "
+                "configuration, say), or save weights alone by "
+                "ModelCheckpoint(save_weights_only=True)."
             )

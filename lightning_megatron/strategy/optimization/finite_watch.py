@@ -120,12 +120,20 @@ class FiniteWatch:
             tensors: Weights or gradients by parameter name; integer, empty and meta tensors are
                 skipped.
         """
-        found = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
-        found = {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
+        found = {
+            name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()
+        }
+        found = {
+            name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta
+        }
         if found:
             # The largest magnitude is not finite if any element is not.
             largest = torch._foreach_norm(list(found.values()), float("inf"))
-            self._seen.append(_Seen(self._step, kind, tuple(found), torch.stack([one.double() for one in largest])))
+            self._seen.append(
+                _Seen(
+                    self._step, kind, tuple(found), torch.stack([one.double() for one in largest])
+                )
+            )
 
     def check(self) -> None:
         """Check all values recorded since the last check.
@@ -156,7 +164,9 @@ class FiniteWatch:
 def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
     """Sum the values of each kind: a sum is not finite if one of its values is not."""
     kinds = dict.fromkeys(one.kind for one in seen if one.names == ("",))
-    groups = {kind: [one for one in seen if one.kind == kind and one.names == ("",)] for kind in kinds}
+    groups = {
+        kind: [one for one in seen if one.kind == kind and one.names == ("",)] for kind in kinds
+    }
     sums = [
         _Seen(same[0].step, kind, ("",), torch.stack([one.values.double() for one in same]).sum())
         for kind, same in groups.items()
@@ -181,15 +191,19 @@ def describe(found: Sequence[Finding]) -> str:
         spread = f" At batch {rest[-1].step} so {verb} {_listed(rest)}."
     return (
         f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
-        f"{'was' if len(began) == 1 else 'were'} not, before anything else was.{spread} Training would go on with "
-        f"numbers that mean nothing. Look at the batch that {_ranks(ranks)} had read, use a lower learning rate, a "
-        "longer warm-up or gradient_clip_val, or a precision with a wider range. check_gradients=True looks at every "
-        "step, check_gradients=False at none."
+        f"{'was' if len(began) == 1 else 'were'} not, before anything else was.{spread} Training "
+        f"would go on with numbers that mean nothing. Look at the batch that {_ranks(ranks)} had "
+        "read, use a lower learning rate, a longer warm-up or gradient_clip_val, or a precision "
+        "with a wider range. check_gradients=True looks at every step, check_gradients=False at "
+        "none."
     )
 
 
 def _listed(found: Sequence[Finding]) -> str:
-    shown = [f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})" for one in found]
+    shown = [
+        f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})"
+        for one in found
+    ]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more
 

@@ -30,7 +30,9 @@ def check_finite(gradients: Mapping[str, Tensor], mesh: ParallelMesh, step: int)
     bad = torch.zeros((), device=mesh.device)
     if gradients:
         # The largest magnitude is not finite if any element is not.
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients.values()), float("inf"))])
+        largest = torch.stack(
+            [norm.float() for norm in torch._foreach_norm(list(gradients.values()), float("inf"))]
+        )
         bad = (~torch.isfinite(largest)).any().float()
     if not all_reduce_(bad, mesh.world, "max").item():
         return

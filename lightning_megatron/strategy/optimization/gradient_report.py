@@ -15,17 +15,24 @@ def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) ->
             gradient. The message names the first few gradients.
         step: Index of the training batch (batches).
     """
-    places = [f"{name} on rank {rank} ({_counts(nans, infinities)})" for rank, name, nans, infinities in found[:_SHOWN]]
+    places = [
+        f"{name} on rank {rank} ({_counts(nans, infinities)})"
+        for rank, name, nans, infinities in found[:_SHOWN]
+    ]
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     ranks = sorted({rank for rank, *_ in found})
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return (
-        f"all gradients must be finite: training batch {step} gave {'; '.join(places)}{more}. The optimizer would "
-        "spread them over all weights, so they are caught before the sum over the ranks. Look at the batch that "
-        f"{where} had read, use a lower learning rate or a longer warm-up, or a precision with a wider range, such as "
-        "bf16-mixed."
+        f"all gradients must be finite: training batch {step} gave {'; '.join(places)}{more}. The "
+        "optimizer would spread them over all weights, so they are caught before the sum over the "
+        f"ranks. Look at the batch that {where} had read, use a lower learning rate or a longer "
+        "warm-up, or a precision with a wider range, such as bf16-mixed."
     )
 
 
 def _counts(num_nan: int, num_infinite: int) -> str:
-    return " and ".join(f"{count:,} {kind}" for count, kind in ((num_nan, "NaN"), (num_infinite, "infinite")) if count)
+    return " and ".join(
+        f"{count:,} {kind}"
+        for count, kind in ((num_nan, "NaN"), (num_infinite, "infinite"))
+        if count
+    )

@@ -9,7 +9,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.routing.attached_loss import LossWeight
-from lightning_megatron.experts.routing.statistics import StepStatistics, clear_statistics_, step_statistics
+from lightning_megatron.experts.routing.statistics import (
+    StepStatistics,
+    clear_statistics_,
+    step_statistics,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
@@ -26,7 +30,9 @@ class ExpertsOfRun:
         transport: Transport of tokens over the ranks of ep.
     """
 
-    def __init__(self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport) -> None:
+    def __init__(
+        self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport
+    ) -> None:
         self._mesh, self._transport = mesh, transport
         self._layers: dict[int, MixtureOfExperts] = {}
         first = 0
@@ -36,7 +42,9 @@ class ExpertsOfRun:
         #: Weight that is shared by all layers with router losses, the same on all stages; None if
         #: no model has router losses.
         self.loss_weight: LossWeight | None = None
-        if any(model.config.experts is not None and model.config.experts.has_losses for model in models):
+        if any(
+            model.config.experts is not None and model.config.experts.has_losses for model in models
+        ):
             self.loss_weight = LossWeight()
         for layer in self._layers.values():
             layer.transport = transport
@@ -47,12 +55,17 @@ class ExpertsOfRun:
 
     def warn_of_evaluation(self) -> None:
         """Warn before training that routers in evaluation mode are not balanced."""
-        idle = sorted(n for n, layer in self._layers.items() if not layer.training and _is_balanced(layer.config))
+        idle = sorted(
+            n
+            for n, layer in self._layers.items()
+            if not layer.training and _is_balanced(layer.config)
+        )
         if idle:
             rank_zero_warn(
-                f"layers with experts are in evaluation mode ({', '.join(map(str, idle[:5]))}"
-                f"{', ...' if len(idle) > 5 else ''}): their routers have no losses of their own, and count no "
-                "tokens to change biases by. Hugging Face's from_pretrained gives a model so; call its train() in "
+                "layers with experts are in evaluation mode "
+                f"({', '.join(map(str, idle[:5]))}{', ...' if len(idle) > 5 else ''}): their "
+                "routers have no losses of their own, and count no tokens to change biases by. "
+                "Hugging Face's from_pretrained gives a model so; call its train() in "
                 "configure_model."
             )
 
@@ -63,7 +76,9 @@ class ExpertsOfRun:
         """
         if not self._layers:
             return
-        self.statistics = step_statistics({n: layer.statistics for n, layer in self._layers.items()}, self._mesh)
+        self.statistics = step_statistics(
+            {n: layer.statistics for n, layer in self._layers.items()}, self._mesh
+        )
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(self.statistics[number].load)
@@ -84,7 +99,9 @@ def _is_balanced(config: ExpertsConfig) -> bool:
     return config.has_losses or bool(config.expert_bias_rate)
 
 
-def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None) -> None:
+def check_experts(
+    models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None
+) -> None:
     """Refuse expert options if no model has experts.
 
     Args:
@@ -101,6 +118,6 @@ def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recom
     check_expert_axes(layout, None)
     if recompute == "experts":
         raise UnsupportedError(
-            "recompute ('experts') needs a model with experts: this one has none. It is about what experts make of "
-            "their rows. Use 'selective', 'full' or 'none'."
+            "recompute ('experts') needs a model with experts: this one has none. It is about what "
+            "experts make of their rows. Use 'selective', 'full' or 'none'."
         )

@@ -15,14 +15,20 @@ from lightning_megatron.strategy.private.lightning import is_overridden
 _HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
-    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_model_eval"),
+    *(
+        "on_validation_start",
+        "on_validation_epoch_start",
+        "on_validation_batch_start",
+        "on_validation_model_eval",
+    ),
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 )
 #: Warning about a hook that reads gradients of a sharded model.
 SEES_PARTS = (
-    "finds in parameter.grad the gradients of what this rank holds of the model, which are parts with tp, pp or ep "
-    "above 1; norms and other numbers of a parameter are those of the whole one. "
-    "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
+    "finds in parameter.grad the gradients of what this rank holds of the model, which are parts "
+    "with tp, pp or ep above 1; norms and other numbers of a parameter are those of the whole one. "
+    "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips "
+    "by norm."
 )
 #: Hooks in which user code commonly reads gradients.
 _GRADIENT_HOOKS = (
@@ -32,7 +38,12 @@ _GRADIENT_HOOKS = (
     "on_before_zero_grad",
 )
 #: Hooks with mostly other purposes, which count only if their code names gradients.
-_OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+_OTHER_HOOKS = (
+    "optimizer_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+)
 #: Names that contain "grad" but only clear gradients or control the recording of graphs.
 _NO_READERS = frozenset(
     {
@@ -46,8 +57,20 @@ _DEPTH = 4
 _HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
 _HARMLESS_NAMES = frozenset(
     {
-        *("ModelCheckpoint", "OnExceptionCheckpoint", "EarlyStopping", "LearningRateMonitor", "Timer", "ModelSummary"),
-        *("RichModelSummary", "DeviceStatsMonitor", "GradientAccumulationScheduler", "ThroughputMonitor"),
+        *(
+            "ModelCheckpoint",
+            "OnExceptionCheckpoint",
+            "EarlyStopping",
+            "LearningRateMonitor",
+            "Timer",
+            "ModelSummary",
+        ),
+        *(
+            "RichModelSummary",
+            "DeviceStatsMonitor",
+            "GradientAccumulationScheduler",
+            "ThroughputMonitor",
+        ),
     }
 )
 
@@ -94,7 +117,11 @@ def first_overridden(
                 return f"{type(callback).__name__}.{hook}"
     module = trainer.lightning_module
     for hook in hooks:
-        is_own = hasattr(LightningModule, hook) and hook != "on_validation_model_eval" and is_overridden(hook, module)
+        is_own = (
+            hasattr(LightningModule, hook)
+            and hook != "on_validation_model_eval"
+            and is_overridden(hook, module)
+        )
         if is_own and counts(getattr(module, hook)):
             return f"{type(module).__name__}.{hook}"
     return None
@@ -116,7 +143,11 @@ def _names_gradients(hook: Any) -> bool:
     if getattr(function, "__code__", None) is None:
         # A callable without Python code cannot be inspected, so it may read gradients.
         return True
-    if any("grad" in name and name not in _NO_READERS for code in _codes(function) for name in code.co_names):
+    if any(
+        "grad" in name and name not in _NO_READERS
+        for code in _codes(function)
+        for name in code.co_names
+    ):
         return True
     return any("grad" in code.co_names for called in _called(hook) for code in _codes(called))
 
@@ -130,8 +161,15 @@ def _called(hook: Any) -> Iterator[FunctionType]:
     waiting, seen = [(hook, 0)], set[int]()
     while waiting:
         function, depth = waiting.pop()
-        owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-        if not isinstance(function, FunctionType) or id(function) in seen or function.__name__ == "zero_grad":
+        owner, function = (
+            getattr(function, "__self__", None),
+            getattr(function, "__func__", function),
+        )
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in seen
+            or function.__name__ == "zero_grad"
+        ):
             continue
         seen.add(id(function))
         yield function
@@ -149,7 +187,9 @@ def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
         if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
             yield from (vars(one)[name] for name in names if name in vars(one))
     own = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
-    yield from (method.__get__(owner) for method in own.values() if isinstance(method, FunctionType))
+    yield from (
+        method.__get__(owner) for method in own.values() if isinstance(method, FunctionType)
+    )
 
 
 def _content(cell: CellType) -> object:
@@ -170,4 +210,6 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 def _is_harmless(kind: type) -> bool:
     home = kind.__module__
-    return home.startswith(_HARMLESS) or (home.startswith("lightning.") and kind.__name__ in _HARMLESS_NAMES)
+    return home.startswith(_HARMLESS) or (
+        home.startswith("lightning.") and kind.__name__ in _HARMLESS_NAMES
+    )

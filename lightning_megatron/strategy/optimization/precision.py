@@ -69,11 +69,14 @@ class MegatronPrecision(Precision):
         loss_scale: Dynamic loss scale of ``16-mixed``; None means the default one.
     """
 
-    def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
+    def __init__(
+        self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None
+    ) -> None:
         if precision not in PRECISIONS:
             raise UnsupportedError(
-                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair of types for "
-                "parameters and main parameters. Pass one of them to Trainer(precision=...)."
+                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair "
+                "of types for parameters and main parameters. Pass one of them to "
+                "Trainer(precision=...)."
             )
         self.precision: Any = precision
         self.dtypes = PRECISIONS[precision]
@@ -102,8 +105,9 @@ class MegatronPrecision(Precision):
         if isinstance(plugin, (HalfPrecision, DoublePrecision, MixedPrecision)):
             return cls(str(plugin.precision))
         raise UnsupportedError(
-            f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This strategy keeps main "
-            f"parameters itself. Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}."
+            f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This "
+            "strategy keeps main parameters itself. Use Trainer(precision=...) with one of "
+            f"{', '.join(PRECISIONS)}."
         )
 
     def bind(self, state: TrainingState | None) -> None:
@@ -125,13 +129,21 @@ class MegatronPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if self.dtypes.parameters is torch.float32 else module.to(dtype=self.dtypes.parameters)
+        return (
+            module
+            if self.dtypes.parameters is torch.float32
+            else module.to(dtype=self.dtypes.parameters)
+        )
 
     @override
     def convert_input(self, data: Any) -> Any:
         if self.dtypes.parameters is torch.float32 or not self.converts_inputs:
             return data
-        if isinstance(data, Sequence) and data and all(isinstance(part, Microbatch) for part in data):
+        if (
+            isinstance(data, Sequence)
+            and data
+            and all(isinstance(part, Microbatch) for part in data)
+        ):
             return [replace(part, data=self.convert_input(part.data)) for part in data]
         return apply_to_collection(data, Tensor, self._converted)
 
@@ -197,7 +209,9 @@ class MegatronPrecision(Precision):
 
         try:
             if self.loss_scale is not None:
-                result, stored = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
+                result, stored = self._scaled_step(
+                    optimizer, with_gradients, self.loss_scale, kwargs
+                )
             elif is_fused:
                 result = with_gradients()
                 stored = self._step(optimizer, kwargs)
@@ -225,13 +239,17 @@ class MegatronPrecision(Precision):
         return stored
 
     def _scaled_step(
-        self, optimizer: Any, with_gradients: Callable[[], Any], loss_scale: DynamicLossScale, kwargs: dict[str, Any]
+        self,
+        optimizer: Any,
+        with_gradients: Callable[[], Any],
+        loss_scale: DynamicLossScale,
+        kwargs: dict[str, Any],
     ) -> tuple[Any, bool]:
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
-                "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss several times in a "
-                "step, and each "
-                f"could overflow. Use one of {', '.join(name for name in PRECISIONS if name != '16-mixed')}."
+                "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss "
+                "several times in a step, and each could overflow. Use one of "
+                f"{', '.join(name for name in PRECISIONS if name != '16-mixed')}."
             )
         result = with_gradients()
         assert self._state is not None, "with_gradients has used the state"
@@ -264,11 +282,15 @@ class MegatronPrecision(Precision):
     # ---- clipping
 
     @override
-    def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
         self.finish_gradients(optimizer)
         if self._state is not None:
             self._state.take_over()
-        super().clip_gradients(optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm)
+        super().clip_gradients(
+            optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm
+        )
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

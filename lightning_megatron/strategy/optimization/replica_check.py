@@ -39,7 +39,9 @@ class ReplicaCheck:
     Communication: one gather of names over tp at construction.
     """
 
-    def __init__(self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int) -> None:
+    def __init__(
+        self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int
+    ) -> None:
         self._main = main
         self._reducer = reducer
         self._interval = interval
@@ -73,8 +75,8 @@ class ReplicaCheck:
             self._reducer.used_on_parts |= found
             shown = ", ".join(sorted(found)[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
             rank_zero_info(
-                f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, which has a part of "
-                f"their gradients: these are summed over tp. {shown}."
+                f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, "
+                f"which has a part of their gradients: these are summed over tp. {shown}."
             )
         return True
 
@@ -99,4 +101,6 @@ class ReplicaCheck:
             check_tensor_replicas(self._main, self._whole, names)
 
     def _is_due(self, num_steps: int) -> bool:
-        return self._has_copies and (num_steps < _FIRST or (self._interval > 0 and num_steps % self._interval == 0))
+        return self._has_copies and (
+            num_steps < _FIRST or (self._interval > 0 and num_steps % self._interval == 0)
+        )

@@ -278,9 +278,13 @@ class TrainingState:
         self._unfinished = frozenset(self.main.trained)
         self._only_takes_part = not self._unfinished
         if num_tokens is not None:
-            self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+            self._num_tokens = (
+                num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+            )
 
-    def finish(self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None) -> None:
+    def finish(
+        self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None
+    ) -> None:
         """Reduce gradients, detect overflow and unscale, once after a backward pass.
 
         Args:
@@ -297,7 +301,9 @@ class TrainingState:
         one over the world with checks.
         """
         self._see_raw_backward(loss_scale)
-        names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
+        names = (
+            self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
+        )
         if not names and not self._only_takes_part:
             return
         self._only_takes_part = False
@@ -364,7 +370,9 @@ class TrainingState:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         self._num_tokens = None
 
-    def _watch_zero_grad(self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]) -> None:
+    def _watch_zero_grad(
+        self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]
+    ) -> None:
         """Clear gradient sums when ``zero_grad`` of an optimizer or the module is called."""
         original: Callable[..., None] = owner.zero_grad
         self._zero_grads.append((owner, vars(owner).get("zero_grad")))
@@ -392,7 +400,8 @@ class TrainingState:
 
 def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
     return UnsupportedError(
-        "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain loss.backward(), "
-        f"and the loss must be multiplied by the scale ({loss_scale.scale:g}) before. Without it small "
-        "gradients vanish. Call self.manual_backward(loss), or use precision bf16-mixed or 32-true."
+        "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain "
+        f"loss.backward(), and the loss must be multiplied by the scale ({loss_scale.scale:g}) "
+        "before. Without it small gradients vanish. Call self.manual_backward(loss), or use "
+        "precision bf16-mixed or 32-true."
     )

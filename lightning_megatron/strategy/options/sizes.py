@@ -16,7 +16,10 @@ from lightning_megatron.swap.families import find_family
 
 
 def check_sizes(
-    module: LightningModule, options: StrategyOptions, layout: ParallelLayout, arguments: Mapping[str, Any]
+    module: LightningModule,
+    options: StrategyOptions,
+    layout: ParallelLayout,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
 
@@ -38,7 +41,9 @@ def check_sizes(
     check_optimization(module, layout.pp)
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
-    batch_size, seq_length = getattr(data, "tokens_shape", (getattr(loader, "batch_size", None), None))
+    batch_size, seq_length = getattr(
+        data, "tokens_shape", (getattr(loader, "batch_size", None), None)
+    )
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
@@ -47,7 +52,11 @@ def check_sizes(
         if family is not None:
             # The replacement of the model pads sequences that are not divisible among its ranks.
             family.config(module.config.to_dict()).check_layout(layout, False, seq_length)
-    if "train_dataloaders" in arguments and module.automatic_optimization and isinstance(batch_size, int):
+    if (
+        "train_dataloaders" in arguments
+        and module.automatic_optimization
+        and isinstance(batch_size, int)
+    ):
         check_batch_size(batch_size, options, layout)
 
 
@@ -67,9 +76,10 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
     for ranks in layout.groups("tp"):
         if len({rank // ranks_per_host for rank in ranks}) > 1:
             raise ParallelPlanError(
-                f"with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with {ranks_per_host} "
-                f"ranks on a host, tp ({layout.tp}) and order {options.order!r}, ranks {ranks} are not. They read each "
-                f"other's memory. Use a tp that divides {ranks_per_host} and an order that begins with tp, or leave "
+                "with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with "
+                f"{ranks_per_host} ranks on a host, tp ({layout.tp}) and order {options.order!r}, "
+                f"ranks {ranks} are not. They read each other's memory. Use a tp that divides "
+                f"{ranks_per_host} and an order that begins with tp, or leave "
                 "overlap_tensor_parallel out."
             )
 
@@ -86,8 +96,9 @@ def check_optimization(module: LightningModule, pp: int) -> None:
     """
     if pp > 1 and not module.automatic_optimization:
         raise UnsupportedError(
-            f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs the backward "
-            "passes itself, while later forward passes are still to come. Use automatic optimization, or pp=1."
+            f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs "
+            "the backward passes itself, while later forward passes are still to come. Use "
+            "automatic optimization, or pp=1."
         )
 
 
@@ -107,9 +118,10 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
     if isinstance(size, int) and batch_size % size:
         legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ParallelPlanError(
-            f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size ({size}), "
-            "because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
-            f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
+            f"batch_size ({batch_size}) of the training dataloader must be a multiple of "
+            f"microbatch_size ({size}), because a step is cut into equal microbatches; only the "
+            "last batch of an epoch may be smaller. Use a microbatch_size of "
+            f"{', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
         )
     rule.check(batch_size)
 
@@ -133,6 +145,7 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
         rule.check(num_samples)
     except ParallelPlanError as error:
         raise ParallelPlanError(
-            f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, which are "
-            f"{rule.count_for(num_samples)} microbatches. Use drop_last=True in the training dataloader. {error}"
+            f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, "
+            f"which are {rule.count_for(num_samples)} microbatches. Use drop_last=True in the "
+            f"training dataloader. {error}"
         ) from error

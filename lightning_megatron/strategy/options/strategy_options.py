@@ -70,33 +70,37 @@ class StrategyOptions:
         self._check_schedule()
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
-                "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the tensor-parallel "
-                "ranks. Use tp of 2 or more, or leave sequence_parallel out."
+                "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the "
+                "tensor-parallel ranks. Use tp of 2 or more, or leave sequence_parallel out."
             )
         if self.overlap_tensor_parallel and not self.shards_sequence:
             raise ParallelPlanError(
-                f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {self.tp}, sequence_parallel "
-                f"{self.shards_sequence}. It cuts the products at the border of a sequence that is shared, which "
-                "there is none of. Use tp of 2 or more with sequence_parallel, or leave it out."
+                f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {self.tp}, "
+                f"sequence_parallel {self.shards_sequence}. It cuts the products at the border of "
+                "a sequence that is shared, which there is none of. Use tp of 2 or more with "
+                "sequence_parallel, or leave it out."
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
-                f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is cut into slices where "
-                "every rank has the whole state. Use zero=1, or leave optimizer_slices out."
+                f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is "
+                "cut into slices where every rank has the whole state. Use zero=1, or leave "
+                "optimizer_slices out."
             )
         # Ranks compare the content of the file, because its path may differ.
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":
             raise ParallelPlanError(
-                "nccl_options must be left out with process_group_backend 'gloo', which has no such settings. Use "
-                "'nccl'."
+                "nccl_options must be left out with process_group_backend 'gloo', which has no "
+                "such settings. Use 'nccl'."
             )
 
     def sizes(self) -> dict[str, Any]:
         """Return the arguments of the layout other than the world size."""
-        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
+        return {
+            name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")
+        }
 
     @property
     def shards_sequence(self) -> bool:
@@ -106,7 +110,12 @@ class StrategyOptions:
     @property
     def needs_tables(self) -> bool:
         """Return whether an argument needs a feature that only this package's models have."""
-        asked = self.ep > 1, bool(self.sequence_parallel), self.overlap_tensor_parallel, self.recompute is not None
+        asked = (
+            self.ep > 1,
+            bool(self.sequence_parallel),
+            self.overlap_tensor_parallel,
+            self.recompute is not None,
+        )
         return any(asked)
 
     @property
@@ -117,12 +126,18 @@ class StrategyOptions:
     def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
         """Return the rule that cuts batches into microbatches under a layout."""
         group = self.microbatch_group_size
-        return MicrobatchRule(self.microbatch_size, self.schedule_name, layout.pp, layout.vpp, group)
+        return MicrobatchRule(
+            self.microbatch_size, self.schedule_name, layout.pp, layout.vpp, group
+        )
 
     @property
     def timeout_delta(self) -> timedelta | None:
         """Return the timeout as a timedelta, as torch expects."""
-        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+        return (
+            timedelta(seconds=self.timeout)
+            if isinstance(self.timeout, (int, float))
+            else self.timeout
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""
@@ -132,38 +147,44 @@ class StrategyOptions:
         """Return log lines about defaults and about options without effect."""
         notes = []
         if self.sequence_parallel is None and self.tp > 1 and has_models:
-            notes.append("sequence_parallel is on, because tp is above 1; sequences must divide by tp.")
+            notes.append(
+                "sequence_parallel is on, because tp is above 1; sequences must divide by tp."
+            )
         if precision == "bf16-mixed":
             notes.append(
-                "precision bf16-mixed: bfloat16 parameters with float32 main parameters and gradients, no autocast. "
-                "(On CPU Lightning replaces 16-mixed by it.)"
+                "precision bf16-mixed: bfloat16 parameters with float32 main parameters and "
+                "gradients, no autocast. (On CPU Lightning replaces 16-mixed by it.)"
             )
         if self.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
             notes.append(
-                f"overlap_tensor_parallel has no effect with precision {precision} on {device_type}: products in half "
-                "types on GPUs are cut, others run after or before their communication."
+                f"overlap_tensor_parallel has no effect with precision {precision} on "
+                f"{device_type}: products in half types on GPUs are cut, others run after or "
+                "before their communication."
             )
         if self.nccl_options and device_type != "cuda":
             notes.append(
-                f"nccl_options have no effect on {device_type}: its groups are gloo's, which has no such settings."
+                f"nccl_options have no effect on {device_type}: its groups are gloo's, which has "
+                "no such settings."
             )
         return notes
 
     def _check_available(self) -> None:
         if self.cp > 1:
             raise UnsupportedError(
-                f"cp ({self.cp}) above 1 is not available in this version, because no attention here works on a part "
-                "of the sequence yet. Use cp=1, and sequence_parallel for long sequences."
+                f"cp ({self.cp}) above 1 is not available in this version, because no attention "
+                "here works on a part of the sequence yet. Use cp=1, and sequence_parallel for "
+                "long sequences."
             )
 
     def _check_schedule(self) -> None:
         if self.vpp > 1 and self.schedule_name != "interleaved":
             raise ParallelPlanError(
-                f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above 1, because only "
-                "that one runs several chunks on a stage. Use schedule='interleaved', or vpp=1."
+                f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above "
+                "1, because only that one runs several chunks on a stage. Use "
+                "schedule='interleaved', or vpp=1."
             )
         if self.vpp == 1 and self.schedule_name == "interleaved":
             raise ParallelPlanError(
-                "schedule 'interleaved' needs vpp above 1, because it alternates between the chunks of a stage. Use "
-                "vpp of 2 or more with pp above 1, or schedule='1f1b'."
+                "schedule 'interleaved' needs vpp above 1, because it alternates between the "
+                "chunks of a stage. Use vpp of 2 or more with pp above 1, or schedule='1f1b'."
             )

@@ -15,14 +15,18 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.distributed import (
+    _set_num_threads_if_needed as set_num_threads_if_needed,
+)
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_group
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import (
+    _AutomaticOptimization as AutomaticOptimization,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -197,7 +201,10 @@ def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
 
 
 def replace_signal_check(
-    trainer: Trainer, check: Callable[[], None], notify: Callable[..., None], notify_requeue: Callable[..., None]
+    trainer: Trainer,
+    check: Callable[[], None],
+    notify: Callable[..., None],
+    notify_requeue: Callable[..., None],
 ) -> None:
     """Call ``check`` before every training batch, in place of Lightning's signal handling.
 
@@ -246,7 +253,11 @@ def _epoch_ends(trainer: Trainer) -> list[tuple[Any, str]]:
     evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     return [
         (trainer.fit_loop, "on_advance_end"),
-        *((loop, name) for loop in evaluations for name in ("_store_dataloader_outputs", "_on_evaluation_epoch_end")),
+        *(
+            (loop, name)
+            for loop in evaluations
+            for name in ("_store_dataloader_outputs", "_on_evaluation_epoch_end")
+        ),
         (trainer.predict_loop, "_on_predict_epoch_end"),
     ]
 

@@ -55,7 +55,9 @@ def _unfreeze_and_add(
         optimizer.add_param_group({"params": [], "lr": rate / divisor})
 
 
-def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+def let_finetuning_know(
+    trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]
+) -> None:
     """Let finetuning callbacks work on the main parameters that optimizers train.
 
     Args:
@@ -76,10 +78,15 @@ def _apply_with_mains(
     mains = main_of()
     # Lightning maps parameters to names when it saves, and names to parameters when it restores.
     is_by_name = all(isinstance(key, str) for key in mapping)
-    return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
+    return apply(
+        groups,
+        {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})},
+    )
 
 
-def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+def restore_finetuning(
+    trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]
+) -> None:
     """Restore the groups of finetuning callbacks, after Lightning's own attempt was too early.
 
     Args:
@@ -90,21 +97,27 @@ def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Ma
             states those of all stages.
     """
     states, own = checkpoint.get("callbacks", {}), {name for name, _ in module.named_parameters()}
-    named = [[group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()]
+    named = [
+        [group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()
+    ]
     for callback in _finetuning(trainer):
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
             callback._internal_optimizer_metadata = {
                 index: [
                     {**group, "params": [name for name in names if name in own]}
-                    for group, names in zip(groups, _names_of(groups, named[index : index + 1]), strict=True)
+                    for group, names in zip(
+                        groups, _names_of(groups, named[index : index + 1]), strict=True
+                    )
                 ]
                 for index, groups in callback._internal_optimizer_metadata.items()
             }
             callback.on_fit_start(trainer, module)
 
 
-def _names_of(groups: Sequence[Mapping[str, Any]], named: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
+def _names_of(
+    groups: Sequence[Mapping[str, Any]], named: Sequence[Sequence[Sequence[str]]]
+) -> Sequence[Sequence[str]]:
     """Return the parameter names of groups, over all stages if they are known."""
     known = named and len(named[0]) == len(groups)
     return named[0] if known else [group["params"] for group in groups]
@@ -114,7 +127,9 @@ def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
     return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
-def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]) -> None:
+def foresee_saves(
+    trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
+) -> None:
     """Let checkpoint callbacks treat checkpoints being written as existing.
 
     Args:
@@ -130,7 +145,9 @@ def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link
 
 
 def _foresee(
-    callback: ModelCheckpoint, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
+    callback: ModelCheckpoint,
+    foresees: Callable[[str], bool | None],
+    link: Callable[[str, str], bool],
 ) -> None:
     kind = type(callback)
 
@@ -153,7 +170,9 @@ def foresee_no_saves(trainer: Trainer) -> None:
             vars(callback).pop(name, None)
 
 
-def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]) -> None:
+def average_by(
+    callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]
+) -> None:
     """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
 
     Args:
@@ -181,7 +200,9 @@ class _Copies(nn.Module):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         for number, parameter in enumerate(parameters):
-            self.register_parameter(str(number), nn.Parameter(parameter.detach().clone(), requires_grad=False))
+            self.register_parameter(
+                str(number), nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            )
 
 
 def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
@@ -210,7 +231,11 @@ def resets_weights(callback: Callback) -> bool:
 
 def pruned_modules(callback: Callback) -> list[nn.Module]:
     """Return the modules that a callback will prune; known after its ``setup``."""
-    return [module for module, _ in callback._parameters_to_prune] if isinstance(callback, ModelPruning) else []
+    return (
+        [module for module, _ in callback._parameters_to_prune]
+        if isinstance(callback, ModelPruning)
+        else []
+    )
 
 
 def record_module_names_again(trainer: Trainer) -> None:

@@ -35,7 +35,9 @@ class Children:
         end: Function that exits this process with an exit code.
     """
 
-    def __init__(self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]) -> None:
+    def __init__(
+        self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]
+    ) -> None:
         self._processes = list(processes)
         self._first_rank = first_rank
         self._end = end
@@ -97,7 +99,9 @@ class Children:
             if code is not None and code < 0 and number not in self._said:
                 self._said.add(number)
                 name, rank = signal.Signals(-code).name, self._first_rank + number
-                sys.stderr.write(f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n")
+                sys.stderr.write(
+                    f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n"
+                )
 
     def _finish(self, code: int) -> None:
         """Kill the running processes and exit.

@@ -51,14 +51,22 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
     if not isinstance(dataloader, DataLoader):
         return dataloader
     sampler = dataloader.sampler
-    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) and sampler.generator is None:
+    if (
+        isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+        and sampler.generator is None
+    ):
         # Equal on all data ranks: each rank reads its part of one common order.
         sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
     if dataloader.generator is None:
-        dataloader.generator = torch.Generator().manual_seed(derive_seed(seed, "dataloader", data_rank))
+        dataloader.generator = torch.Generator().manual_seed(
+            derive_seed(seed, "dataloader", data_rank)
+        )
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         dataloader.worker_init_fn = partial(seed_worker, rank=data_rank)
-    if dataloader.num_workers > 0 and getattr(dataloader.worker_init_fn, "func", None) is not _start_worker:
+    if (
+        dataloader.num_workers > 0
+        and getattr(dataloader.worker_init_fn, "func", None) is not _start_worker
+    ):
         dataloader.worker_init_fn = partial(_start_worker, dataloader.worker_init_fn)
     return dataloader
 

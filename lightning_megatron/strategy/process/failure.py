@@ -99,7 +99,9 @@ class FailureWatch:
         if not self._watches_launcher:
             self._watches_launcher = True
             watch_launcher(self._end_after_launcher)
-        threading.Thread(target=self._look, args=(self._stop,), daemon=True, name="failure-watch").start()
+        threading.Thread(
+            target=self._look, args=(self._stop,), daemon=True, name="failure-watch"
+        ).start()
         try:
             yield
         except _ORDERLY:
@@ -148,7 +150,8 @@ class FailureWatch:
             self._wait_for_first()
             summary = str(error).strip().partition("\n")[0][:200]
             self._say(
-                f"stops after {self._first_name()} failed, whose report is above: {type(error).__name__}: {summary}"
+                f"stops after {self._first_name()} failed, whose report is above: "
+                f"{type(error).__name__}: {summary}"
             )
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
@@ -206,7 +209,11 @@ class FailureWatch:
     def _wait_for_first(self) -> None:
         """Wait for the first failed rank to print its traceback."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
-        while self._folder is not None and not (self._folder / "told").exists() and time.monotonic() < deadline:
+        while (
+            self._folder is not None
+            and not (self._folder / "told").exists()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
 
     def _first_report(self) -> Path | None:
@@ -221,7 +228,9 @@ class FailureWatch:
         """Install an excepthook that does not print a reported exception again."""
         before, failed = sys.excepthook, self._failed
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
             if error is not failed:
                 before(kind, error, trace)
             # Clean-up at exit may wait for ranks that no longer exist.
@@ -239,7 +248,10 @@ class FailureWatch:
         while not stop.wait(_POLL_SECONDS):
             if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
-                    self._say(f"waits for other ranks and is stopped, because {self._first_name()} failed.")
+                    self._say(
+                        f"waits for other ranks and is stopped, because {self._first_name()} "
+                        "failed."
+                    )
                 self.end(1)
             if time.monotonic() - asked >= _POLL_NOTICES_SECONDS:
                 asked = time.monotonic()
@@ -276,6 +288,10 @@ def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Time
 
 def _kill(position: Position) -> None:
     """Kill a stopped process of this machine, which cannot exit by itself."""
-    if position.host == socket.gethostname() and position.birth and birth_of(position.pid) == position.birth:
+    if (
+        position.host == socket.gethostname()
+        and position.birth
+        and birth_of(position.pid) == position.birth
+    ):
         with suppress(OSError):
             os.kill(position.pid, signal.SIGKILL)

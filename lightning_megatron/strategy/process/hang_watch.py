@@ -14,7 +14,12 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
-from lightning_megatron.strategy.process.positions import Position, hang_report, is_ahead, missing_ranks
+from lightning_megatron.strategy.process.positions import (
+    Position,
+    hang_report,
+    is_ahead,
+    missing_ranks,
+)
 
 #: Fractions of the timeout after which a waiting rank reads the positions of the others, and after
 #: which it reports a hang. Both precede torch's own timeout error, which names no rank.
@@ -150,7 +155,8 @@ class HangWatch:
         }
         missing = missing_ranks(positions, ages, self._num_ranks)
         self._fail(
-            f"has waited for {time.monotonic() - since:.0f} s of a timeout of {timeout:.0f} s; the job is stopped.\n"
+            f"has waited for {time.monotonic() - since:.0f} s of a timeout of {timeout:.0f} s; "
+            "the job is stopped.\n"
             f"{hang_report(positions, missing, ages)}\n",
             [positions[rank] for rank in ages],
         )

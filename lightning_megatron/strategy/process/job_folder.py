@@ -38,7 +38,9 @@ class JobFolder:
         _remove_forgotten(self.path.parent, prefix)
         self.path.mkdir(exist_ok=True)
         self._own = self.path / f"process_{rank}"
-        self._own.write_text(f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8")
+        self._own.write_text(
+            f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
+        )
 
     def leave(self) -> None:
         """Remove this rank's file, and the folder if no other rank is left."""

@@ -32,8 +32,9 @@ def check_backend(backend: str | None, device: torch.device) -> None:
     """
     if backend == "nccl" and device.type != "cuda":
         raise UnsupportedError(
-            f"process_group_backend 'nccl' needs GPUs, because NCCL sends their memory alone: the Trainer's device is "
-            f"{device.type}. Use Trainer(accelerator='gpu'), or leave process_group_backend out."
+            "process_group_backend 'nccl' needs GPUs, because NCCL sends their memory alone: the "
+            f"Trainer's device is {device.type}. Use Trainer(accelerator='gpu'), or leave "
+            "process_group_backend out."
         )
 
 
@@ -69,8 +70,12 @@ def join_processes(
     patience = max(timeout or patience, patience)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     of_agent = os.environ.get(AGENT_STORE) == "True"
-    store = open_store(environment.main_address, environment.main_port, rank, size, patience, of_agent)
+    store = open_store(
+        environment.main_address, environment.main_port, rank, size, patience, of_agent
+    )
     # Ranks with different configurations might create groups with different backends and hang, so
     # that the comparison comes first.
     check_same_in_store(store, rank, range(size), configuration, patience)
-    init_process_group(environment, backend or default_backend(device), store=store, timeout=patience, **options)
+    init_process_group(
+        environment, backend or default_backend(device), store=store, timeout=patience, **options
+    )

@@ -11,7 +11,10 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_megatron.strategy.private.lightning import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_megatron.strategy.private.lightning import (
+    SubprocessScriptLauncher,
+    set_num_threads_if_needed,
+)
 from lightning_megatron.strategy.process.children import Children
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_mark
@@ -43,7 +46,9 @@ class MegatronLauncher(SubprocessScriptLauncher):
         self._children: Children | None = None
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
         # Check before other processes start, so that an error prints only one traceback.
         arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         self._check({**arguments, "trainer": trainer})

@@ -58,7 +58,9 @@ class MeshCommunication(ParallelStrategy):
         if self._mesh is None:
             return obj
         if self.is_in_stage:
-            return broadcast_object(obj, self._mesh.data_cpu, self._mesh.layout.coordinates(src)["dp"])
+            return broadcast_object(
+                obj, self._mesh.data_cpu, self._mesh.layout.coordinates(src)["dp"]
+            )
         return broadcast_object(obj, self._mesh.world_cpu, src)
 
     def _axis_of(self, group: Any | None) -> MeshAxis | None:
@@ -95,11 +97,16 @@ class MeshCommunication(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._mesh is None:
             return decision
-        vote, axis = torch.tensor(int(decision)), self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu
+        vote, axis = (
+            torch.tensor(int(decision)),
+            self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu,
+        )
         return bool(all_reduce_(vote, axis, "min" if all else "max"))
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
         """Stack a tensor over the ranks that read different data, along a new first dimension.
 
         The result equals that of ``ddp`` on the data ranks alone, even if only the last stage of a

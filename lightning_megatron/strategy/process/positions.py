@@ -17,7 +17,12 @@ from types import FrameType
 from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
-_NOT_THE_USERS = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_NOT_THE_USERS = (
+    _PACKAGE,
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)
 #: Files of the innermost frame of a main thread that waits for other ranks.
 _WAITING = (
     str(Path("torch", "distributed", "distributed_c10d.py")),
@@ -106,9 +111,13 @@ def _main_frames() -> Iterator[FrameType]:
 
 def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
     frames = list(frames)
-    users = [frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))]
+    users = [
+        frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+    ]
     chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
-    return tuple(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen)
+    return tuple(
+        f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen
+    )
 
 
 def birth_of(pid: int) -> str:
@@ -123,7 +132,9 @@ def birth_of(pid: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
-def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:
+def missing_ranks(
+    positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int
+) -> list[int]:
     """Return the ranks that the others wait for.
 
     A rank blocks the collectives of its groups if it is silent or is not inside a collective.
@@ -136,7 +147,9 @@ def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_
         num_ranks: Number of ranks in the job.
     """
     silent = set(silent) | (set(range(num_ranks)) - positions.keys())
-    waiting = {rank for rank, position in positions.items() if position.waits and rank not in silent}
+    waiting = {
+        rank for rank, position in positions.items() if position.waits and rank not in silent
+    }
     wanted: set[int] = set()
     for rank in waiting:
         wanted.update(_absent(positions[rank], positions, silent))
@@ -146,7 +159,9 @@ def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_
     return sorted(wanted - waiting or wanted)
 
 
-def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[int]) -> Iterator[int]:
+def _absent(
+    waiting: Position, positions: Mapping[int, Position], silent: set[int]
+) -> Iterator[int]:
     """Return the ranks that have not arrived at the point where one rank waits."""
     call = waiting.call
     if call is None:
@@ -159,7 +174,11 @@ def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[in
 def _has_arrived(position: Position, call: Call) -> bool:
     # Counts of exchanges cannot be compared: ranks may exchange with their neighbours at different
     # rates.
-    return position.waits if call.kind == "exchange" else position.counts.get(call.axis, 0) >= call.number
+    return (
+        position.waits
+        if call.kind == "exchange"
+        else position.counts.get(call.axis, 0) >= call.number
+    )
 
 
 def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
@@ -170,7 +189,9 @@ def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
     return any(not _has_arrived(positions[rank], call) for rank in call.ranks if rank in positions)
 
 
-def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]) -> str:
+def hang_report(
+    positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]
+) -> str:
     """Return the message that describes a hanging job.
 
     Args:
@@ -186,9 +207,17 @@ def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages:
             continue
         position = positions[rank]
         life = f", no sign of life for {ages[rank]:.0f} s" if rank in ages else ""
-        called = "no collective yet" if position.call is None else f"last collective: {_name(position)}"
-        lines.append(f"  rank {rank} ({position.host}, process {position.pid}): {position.place}{life}; {called}")
-        lines += [f"      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(position.lines)]
+        called = (
+            "no collective yet" if position.call is None else f"last collective: {_name(position)}"
+        )
+        lines.append(
+            f"  rank {rank} ({position.host}, process {position.pid}): {position.place}{life}; "
+            f"{called}"
+        )
+        lines += [
+            f"      {'at' if index == 0 else 'from'} {line}"
+            for index, line in enumerate(position.lines)
+        ]
     lines.append("wait for them:")
     lines += [
         f"  rank {rank}: {position.place}; in {_name(position)}"

@@ -30,7 +30,11 @@ def random_states(device: torch.device) -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),
         },
-        "python": {"version": version, "internal": torch.tensor(internal), "next_gauss": next_gauss},
+        "python": {
+            "version": version,
+            "internal": torch.tensor(internal),
+            "next_gauss": next_gauss,
+        },
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

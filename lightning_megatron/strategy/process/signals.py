@@ -63,7 +63,11 @@ class SignalAgreement:
     """
 
     def __init__(
-        self, trainer: Trainer, mesh: ParallelMesh, interval: int, finish_saves: Callable[[], None] = lambda: None
+        self,
+        trainer: Trainer,
+        mesh: ParallelMesh,
+        interval: int,
+        finish_saves: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer = trainer
         self._mesh = mesh
@@ -122,7 +126,9 @@ class SignalAgreement:
 
     def _save(self) -> None:
         path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)
-        rank_zero_info(f"The job was told to end: saving step {self._trainer.global_step} to {path}.")
+        rank_zero_info(
+            f"The job was told to end: saving step {self._trainer.global_step} to {path}."
+        )
         self._trainer.save_checkpoint(path)
         self._finish_saves()
         if self._mesh.rank == 0 and requeues_itself(self._trainer):
@@ -138,12 +144,21 @@ class SignalAgreement:
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         try:
-            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-            problem = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+            done = subprocess.run(
+                ["scontrol", "requeue", job], capture_output=True, text=True, check=False
+            )
+            problem = (
+                ""
+                if done.returncode == 0
+                else done.stderr.strip() or f"exit code {done.returncode}"
+            )
         except OSError as error:
             problem = str(error)
         if problem:
-            rank_zero_warn(f"SLURM job {job!r} could not be submitted again: {problem}. Its checkpoint is saved.")
+            rank_zero_warn(
+                f"SLURM job {job!r} could not be submitted again: {problem}. Its checkpoint is "
+                "saved."
+            )
         else:
             rank_zero_info(f"Submitted SLURM job {job} again.")
 
@@ -167,7 +182,10 @@ def link_for_slurm(path: str, slurm_path: str) -> None:
         slurm_path: Path at which Lightning looks for the checkpoint.
     """
     if "://" in path or "://" in slurm_path:
-        rank_zero_warn(f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds the latter.")
+        rank_zero_warn(
+            f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds the "
+            "latter."
+        )
         return
     link = Path(slurm_path)
     for old in link.parent.glob("hpc_ckpt_*.ckpt"):

@@ -28,8 +28,8 @@ def unit_of(microbatches: Sequence[Microbatch]) -> int:
     Token counts are divided by this unit before they multiply a loss. Gradients then have about the
     magnitude of those of a mean over the batch, which half precision can represent, and division by
     a power of two is exact. The count of a microbatch is that of
-    :func:`~lightning_megatron.strategy.logs.token_count.count_tokens`, which includes padded and ignored
-    tokens, or the number of samples if it finds no tokens.
+    :func:`~lightning_megatron.strategy.logs.token_count.count_tokens`, which includes padded and
+    ignored tokens, or the number of samples if it finds no tokens.
 
     Args:
         microbatches: Microbatches of the batch.
@@ -55,7 +55,9 @@ class MicrobatchLosses:
         unit: Divisor of token counts, the same on all ranks and for all batches (tokens).
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int) -> None:
+    def __init__(
+        self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int
+    ) -> None:
         self._num_samples = [part.num_samples for part in microbatches]
         self._factor = factor
         self._divisor = divisor
@@ -90,7 +92,9 @@ class MicrobatchLosses:
             return None
         self._losses.append(loss.detach())
         if count is None:
-            weight: Weight = self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
+            weight: Weight = (
+                self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
+            )
             self._weights[number] = weight
             return loss * weight if weight != 1.0 else loss
         if not isinstance(count, Tensor) and count == 0:
@@ -118,7 +122,11 @@ class MicrobatchLosses:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the reported loss: that of the step, at least float32."""
-        found = torch.float32 if self._losses else torch.promote_types(torch.get_default_dtype(), torch.float32)
+        found = (
+            torch.float32
+            if self._losses
+            else torch.promote_types(torch.get_default_dtype(), torch.float32)
+        )
         for loss in self._losses:
             found = torch.promote_types(found, loss.dtype)
         return found

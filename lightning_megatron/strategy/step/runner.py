@@ -23,7 +23,12 @@ from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.log_replay import LogReplay
-from lightning_megatron.strategy.logs.merge import Weight, merge_outputs, token_counts_in, total_weight
+from lightning_megatron.strategy.logs.merge import (
+    Weight,
+    merge_outputs,
+    token_counts_in,
+    total_weight,
+)
 from lightning_megatron.strategy.modules.kept_state import KeptState
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
@@ -148,7 +153,9 @@ class StepRunner:
         self._check_losses(losses)
         extra, counts = [losses.report(), losses.num_tokens(self._mesh.device)], losses.counts
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
-        replayed = self._replay.replay(module, recorder, ("training_step",), extra, counts, returns_more)
+        replayed = self._replay.replay(
+            module, recorder, ("training_step",), extra, counts, returns_more
+        )
         self._kept.share_after("training_step")
         has_loss = not (self._mesh.pp.is_last and losses.is_empty)
         if has_loss:
@@ -165,7 +172,14 @@ class StepRunner:
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
     def evaluate(
-        self, module: LightningModule, name: str, batch: Any, args: tuple[Any, ...], *, step: int, key: tuple[Any, ...]
+        self,
+        module: LightningModule,
+        name: str,
+        batch: Any,
+        args: tuple[Any, ...],
+        *,
+        step: int,
+        key: tuple[Any, ...],
     ) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` on every microbatch.
 
@@ -186,7 +200,15 @@ class StepRunner:
             self._try(module, key, batch, microbatches, args, step)
         self._kept.begin()
         with self._replay.record(module) as recorder:
-            outputs = self._run(module, name, microbatches, args, recorder, step, guard=self.reads.guard(module, name))
+            outputs = self._run(
+                module,
+                name,
+                microbatches,
+                args,
+                recorder,
+                step,
+                guard=self.reads.guard(module, name),
+            )
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
@@ -196,7 +218,9 @@ class StepRunner:
         self._kept.share_after(name)
         pp_cpu = self._mesh.pp_cpu
         return (
-            broadcast_object(apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1)
+            broadcast_object(
+                apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1
+            )
             if pp_cpu.size > 1
             else merged
         )
@@ -218,10 +242,14 @@ class StepRunner:
             return
         of_samples, of_features = self._trials
 
-        def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:
+        def run(
+            parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]
+        ) -> list[Any]:
             guard = self.reads.guard(module, key[0])
             with self._replay.record(module, recorder):
-                return self._run(module, key[0], list(parts), args, recorder, step, guard=guard, begin=begin)
+                return self._run(
+                    module, key[0], list(parts), args, recorder, step, guard=guard, begin=begin
+                )
 
         if is_cut(batch) or not self._rule.is_whole:
             of_samples.check(key, batch, microbatches, run)
@@ -234,8 +262,9 @@ class StepRunner:
         self._has_said_size = True
         count, size = len(microbatches), microbatches[0].num_samples
         rank_zero_info(
-            f"microbatch_size is {size}: a batch of {sum(part.num_samples for part in microbatches)} samples is cut "
-            f"into {count} microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
+            f"microbatch_size is {size}: a batch of "
+            f"{sum(part.num_samples for part in microbatches)} samples is cut into {count} "
+            f"microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
             f"{self._rule.idle_share(count):.0%} of a step."
         )
 
@@ -288,38 +317,48 @@ class StepRunner:
             trial=trial,
         )
 
-    def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:
+    def _merged(
+        self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None
+    ) -> Any:
         detached = apply_to_collection(outputs, Tensor, Tensor.detach)
         if counts is None:
             return merge_outputs(detached, [part.num_samples for part in microbatches])
         merged = merge_outputs(detached, counts)
-        return {**merged, "num_tokens": total_weight(counts)} if isinstance(merged, Mapping) else merged
+        return (
+            {**merged, "num_tokens": total_weight(counts)}
+            if isinstance(merged, Mapping)
+            else merged
+        )
 
     def _check_losses(self, losses: MicrobatchLosses) -> None:
         if self._mesh.pp.is_last and losses.num_missing and self._mesh.world.size > 1:
             raise RuntimeError(
-                "training_step must return a loss on every rank and for every microbatch: it returned None. The "
-                "other ranks wait "
-                "for its gradients. Return a loss that is zero, such as 0.0 * output.sum(), to skip a batch."
+                "training_step must return a loss on every rank and for every microbatch: it "
+                "returned None. The other ranks wait for its gradients. Return a loss that is "
+                "zero, such as 0.0 * output.sum(), to skip a batch."
             )
 
     def _unit_of_tokens(self, microbatches: list[Microbatch]) -> int:
         """Return the divisor of token counts, chosen from the first batches of all ranks."""
         if self._unit is None:
-            self._unit = int(all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max"))
+            self._unit = int(
+                all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max")
+            )
         return self._unit
 
     def _agree_on_counting(self, is_counted: bool) -> None:
         """Refuse steps that return token counts on some ranks or in some batches only."""
         if self._is_counted is None:
-            check_same_everywhere(self._mesh.world_cpu, {"training_step returns num_tokens": is_counted})
+            check_same_everywhere(
+                self._mesh.world_cpu, {"training_step returns num_tokens": is_counted}
+            )
             self._is_counted = is_counted
         elif is_counted != self._is_counted:
             raise ValueError(
-                f"training_step must return num_tokens for every batch of a fit or for none: it "
-                f"{'does now and did not' if is_counted else 'does not now and did'} before. Gradients of several "
-                "ranks and batches are averaged over tokens or over samples, never both. Return 0 for a batch "
-                "without a valid token."
+                "training_step must return num_tokens for every batch of a fit or for none: it "
+                f"{'does now and did not' if is_counted else 'does not now and did'} before. "
+                "Gradients of several ranks and batches are averaged over tokens or over samples, "
+                "never both. Return 0 for a batch without a valid token."
             )
 
 

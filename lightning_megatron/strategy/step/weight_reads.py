@@ -25,12 +25,48 @@ from lightning_megatron.strategy.optimization.parameter_data import is_accessor
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 #: Functions that return metadata of a tensor or register hooks, and read no values.
 _METADATA = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"}
-    | {"is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "requires_grad_", "__len__"}
-    | {"register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "__repr__", "__format__", "__set__"}
-    | {"__hash__", "__deepcopy__", "__reduce_ex__", "has_names", "is_inference", "is_same_size", "is_shared"}
+    {
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "data_ptr",
+        "type",
+    }
+    | {
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_signed",
+        "get_device",
+        "requires_grad_",
+        "__len__",
+    }
+    | {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "untyped_storage",
+        "__repr__",
+        "__format__",
+        "__set__",
+    }
+    | {
+        "__hash__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "has_names",
+        "is_inference",
+        "is_same_size",
+        "is_shared",
+    }
 )
-_TORCH, _OURS = (os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lightning_megatron))
+_TORCH, _OURS = (
+    os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lightning_megatron)
+)
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -60,7 +96,10 @@ class WeightReads:
             return nullcontext()
         self._seen.add(step)
         # torch.compile would trace the guard's mode into the compiled code.
-        if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)):
+        if any(
+            part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+            for _, part in named_layers(module)
+        ):
             return nullcontext()
         return _Guard(module, step, dict(self._incomplete(module)))
 
@@ -69,10 +108,18 @@ class WeightReads:
         staged = [model for _, model in pipelined_modules(module)]
         inside = {id(parameter) for part in staged for parameter in part.parameters()}
         for name, parameter in module.named_parameters():
-            if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(parameter.shape):
+            if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(
+                parameter.shape
+            ):
                 yield id(parameter), (name, f"cut over tp ({self._mesh.tp.size})")
             elif self._mesh.pp.size > 1 and id(parameter) in inside:
-                yield id(parameter), (name, f"in a model of which each stage has its layers (pp {self._mesh.pp.size})")
+                yield (
+                    id(parameter),
+                    (
+                        name,
+                        f"in a model of which each stage has its layers (pp {self._mesh.pp.size})",
+                    ),
+                )
 
 
 class _Guard(TorchFunctionMode):
@@ -91,7 +138,11 @@ class _Guard(TorchFunctionMode):
         self._watched = watched
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a torch function, unless it reads a watched parameter outside its layer."""
         kwargs = kwargs or {}
@@ -107,21 +158,33 @@ class _Guard(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and is_accessor(frame.f_code):
             frame = frame.f_back
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and frame.f_code is not _CALL:
+        while (
+            frame is not None
+            and frame.f_code.co_filename.startswith(_TORCH)
+            and frame.f_code is not _CALL
+        ):
             frame = frame.f_back
         reader = frame
         while reader is not None and reader.f_code.co_filename.startswith(_TORCH):
             reader = reader.f_back
-        if reader is None or reader.f_code.co_filename.startswith(_OURS) or self._is_by_owner(parameter, frame):
+        if (
+            reader is None
+            or reader.f_code.co_filename.startswith(_OURS)
+            or self._is_by_owner(parameter, frame)
+        ):
             return
         name, reason = self._watched[id(parameter)]
         file, line = reader.f_code.co_filename, reader.f_lineno
         raise UnsupportedError(
-            f"{self._step} must not read a weight of which this rank has a part: {name!r} is {reason}, and "
-            f"{file}:{line} reads it: {linecache.getline(file, line).strip()!r}. What is computed of it (a penalty, "
-            "a norm) would be that of a part. Use the optimizer's weight_decay for a penalty, the strategy's "
-            "checkpoints for values"
-            + (", or give its layer the kind 'replicate' in tensor_parallel_plan." if "tp" in reason else ", or pp=1.")
+            f"{self._step} must not read a weight of which this rank has a part: {name!r} is "
+            f"{reason}, and {file}:{line} reads it: {linecache.getline(file, line).strip()!r}. "
+            "What is computed of it (a penalty, a norm) would be that of a part. Use the "
+            "optimizer's weight_decay for a penalty, the strategy's checkpoints for values"
+            + (
+                ", or give its layer the kind 'replicate' in tensor_parallel_plan."
+                if "tp" in reason
+                else ", or pp=1."
+            )
         )
 
     def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:

@@ -16,7 +16,9 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.swap.whole_features import cut_layers
 
 _CALL = nn.Module._call_impl.__code__
-_OF_SHAPES = re.compile(r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE)
+_OF_SHAPES = re.compile(
+    r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE
+)
 #: Largest number of layers that a note names.
 _SHOWN = 6
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -58,10 +60,11 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
         return None
     (part, whole, key), kind = found, type(module).__name__
     return (
-        f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's part of the "
-        f"features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all of them, because the plan cuts "
-        f"a layer before it and leaves it whole. {_way_out(module, name)} Or give the layer before it the kind "
-        "'column_gather' in tensor_parallel_plan."
+        f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
+        f"part of the features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all "
+        "of them, because the plan cuts a layer before it and leaves it whole. "
+        f"{_way_out(module, name)} Or give the layer before it the kind 'column_gather' in "
+        "tensor_parallel_plan."
     )
 
 
@@ -72,29 +75,35 @@ def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp:
     rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
     if isinstance(module, RowParallelLinear) and not module.split_input and given == whole:
         return (
-            f"{rule}: {name!r} ('row') gets all of its {whole} features, and takes this rank's {whole // tp}. Use "
-            f"{{{name!r}: 'row_split'}} in tensor_parallel_plan, or the kind 'column' for the layer before it. "
-            "If that has it, let code between the two take sizes from its tensors."
+            f"{rule}: {name!r} ('row') gets all of its {whole} features, and takes this rank's "
+            f"{whole // tp}. Use {{{name!r}: 'row_split'}} in tensor_parallel_plan, or the kind "
+            "'column' for the layer before it. If that has it, let code between the two take sizes "
+            "from its tensors."
         )
     if isinstance(module, ColumnParallelLinear) and given * tp == whole:
         return (
-            f"{rule}: {name!r} ('column') gets this rank's {given} features, and takes all {whole}. Give the layer "
-            f"before it the kind 'column_gather' in tensor_parallel_plan, or {name!r} the kind 'row'."
+            f"{rule}: {name!r} ('column') gets this rank's {given} features, and takes all "
+            f"{whole}. Give the layer before it the kind 'column_gather' in tensor_parallel_plan, "
+            f"or {name!r} the kind 'row'."
         )
     return None
 
 
 def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
     """Add the names of layers with sharded features to an error that may concern them."""
-    layers = [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
+    layers = (
+        [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
+    )
     if not layers or not _OF_SHAPES.search(str(error)):
         return
     shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_SHOWN])
     error.add_note(
-        f"The plan cuts features over tp ({tp}): between a 'column' and the next 'row' layer code sees one part of "
-        f"{tp} of them. These are cut: {shown}{', ...' if len(layers) > _SHOWN else ''}. If that is what does not fit, "
-        "take sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the layers around the code "
-        "the kinds 'column_gather' and 'row_split', or 'replicate', in tensor_parallel_plan."
+        f"The plan cuts features over tp ({tp}): between a 'column' and the next 'row' layer code "
+        f"sees one part of {tp} of them. These are cut: "
+        f"{shown}{', ...' if len(layers) > _SHOWN else ''}. If that is what does not fit, take "
+        "sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the layers "
+        "around the code the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        "tensor_parallel_plan."
     )
 
 
@@ -102,7 +111,10 @@ def _way_out(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Linear):
         return f"Use {{{name!r}: 'row'}}, which sums over the parts."
     if isinstance(module, _NORMS):
-        return "It computes over all features, so that it cannot be cut itself: move it behind the 'row' layer."
+        return (
+            "It computes over all features, so that it cannot be cut itself: move it behind the "
+            "'row' layer."
+        )
     return f"Use {{{name!r}: 'features'}}, which cuts parameters that have a row for every feature."
 
 
@@ -116,13 +128,19 @@ def _innermost_call(trace: TracebackType | None) -> FrameType | None:
     return found
 
 
-def _part_and_whole(module: nn.Module, args: tuple[object, ...], tp: int) -> tuple[int, int, str] | None:
+def _part_and_whole(
+    module: nn.Module, args: tuple[object, ...], tp: int
+) -> tuple[int, int, str] | None:
     """Return sharded and full feature size, and the parameter's name, if an input is a shard."""
     # Features are usually the last dimension, so sizes are tried from the last to the first.
     inputs = [size for value in args if isinstance(value, Tensor) for size in reversed(value.shape)]
     for part in inputs:
         for key, parameter in module.named_parameters(recurse=False):
             whole = part * tp
-            if shard_spec_of(parameter).is_whole and whole in parameter.shape and whole not in inputs:
+            if (
+                shard_spec_of(parameter).is_whole
+                and whole in parameter.shape
+                and whole not in inputs
+            ):
                 return part, whole, key
     return None

@@ -25,7 +25,15 @@ log = logging.getLogger(__name__)
 #: Largest relative distance between the inputs of a layer in both runs, by the tolerance of the
 #: logged values. Kernels over more features may round differently even if the code is correct.
 _DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
-_OF_USERS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_OF_USERS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 _SHOWN = 4
 
 
@@ -155,18 +163,30 @@ class _Trial:
         tolerance = self._step_tried.tolerance()
         errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
         if errors:
-            self._warn(f"code between cut layers takes this rank's part of the features alone ({errors[0]})")
+            self._warn(
+                "code between cut layers takes this rank's part of the features alone "
+                f"({errors[0]})"
+            )
             return
-        values, place = _differences(cut, whole, tolerance), _first_difference(cut.seen, whole.seen, tolerance)
+        values, place = (
+            _differences(cut, whole, tolerance),
+            _first_difference(cut.seen, whole.seen, tolerance),
+        )
         if not self._any(bool(values) or place is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
         # make equal for a shard and for all features. A second sharded run with another seed
         # changes them: if its values differ from the first, the comparison is not valid.
-        again = self._run(part, is_whole=False, seed=int(self._any(self._step_tried.has_other_draws)))
-        unsteady = bool(_differences(cut, again, tolerance)) or _first_difference(cut.seen, again.seen, tolerance)
+        again = self._run(
+            part, is_whole=False, seed=int(self._any(self._step_tried.has_other_draws))
+        )
+        unsteady = bool(_differences(cut, again, tolerance)) or _first_difference(
+            cut.seen, again.seen, tolerance
+        )
         if self._any(bool(unsteady)):
-            self._warn("it gives other values when Python and NumPy draw other numbers, or at another time")
+            self._warn(
+                "it gives other values when Python and NumPy draw other numbers, or at another time"
+            )
             return
         self._judge(values, place)
 
@@ -176,13 +196,18 @@ class _Trial:
             try:
                 with writes:
                     readings = self._step_tried.read([part], seed)
-                result.values = {name: value for one in readings for name, (value, _) in one.values.items()}
+                result.values = {
+                    name: value for one in readings for name, (value, _) in one.values.items()
+                }
             except _OF_USERS as error:
                 if not is_whole:
                     raise
                 if self._mesh.pp.size > 1:
                     # Other stages wait for this one, so that the trial cannot end with a warning.
-                    error.add_note(f"{self._step} was tried with all features on every rank of tp. {_TO_MEAN_IT}")
+                    error.add_note(
+                        f"{self._step} was tried with all features on every rank of tp. "
+                        f"{_TO_MEAN_IT}"
+                    )
                     raise
                 result.error = f"{type(error).__name__}: {error}"
             finally:
@@ -204,35 +229,49 @@ class _Trial:
         if not found and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size
-        listed = [f"{name} is {cut:.9g}, and {whole:.9g} with all features" for name, (cut, whole) in found.items()]
+        listed = [
+            f"{name} is {cut:.9g}, and {whole:.9g} with all features"
+            for name, (cut, whole) in found.items()
+        ]
         if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
         raise ParallelPlanError(
-            f"{self._step} must give the same whether a rank of tp ({tp}) has its part of the features or all of them: "
-            f"{'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give these layers the kinds 'column_gather' and "
-            "'row_split', or 'replicate', in tensor_parallel_plan (which takes the place of a plan that a Hugging Face "
-            "model brings), or compute over heads, or behind the 'row' layer. "
-            f"{_TO_MEAN_IT}"
+            f"{self._step} must give the same whether a rank of tp ({tp}) has its part of the "
+            f"features or all of them: {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give "
+            "these layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
+            "tensor_parallel_plan (which takes the place of a plan that a Hugging Face model "
+            f"brings), or compute over heads, or behind the 'row' layer. {_TO_MEAN_IT}"
         )
 
     def _text_of(self, place: _Place | None) -> str:
         """Name the layers between which user code mixes features."""
-        rule = "works across features, of which each rank has a part (a sum, a mean, chunk, a size that is divided by)"
+        rule = (
+            "works across features, of which each rank has a part (a sum, a mean, chunk, a size "
+            "that is divided by)"
+        )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if place is None or (place.kind == "column" and not place.before):
-            near = ", ".join(map(repr, columns[:_SHOWN])) + (", ..." if len(columns) > _SHOWN else "")
+            near = ", ".join(map(repr, columns[:_SHOWN])) + (
+                ", ..." if len(columns) > _SHOWN else ""
+            )
             return f"Code behind a 'column' layer ({near}) {rule}."
         before = ", ".join(map(repr, place.before[:_SHOWN]))
         if place.kind == "column":
             return f"Code between {before or 'the input'} and {place.layer!r} {rule}."
-        return f"Code between {before or 'the input'} ('column') and {place.layer!r} ('row') {rule}."
+        return (
+            f"Code between {before or 'the input'} ('column') and {place.layer!r} ('row') {rule}."
+        )
 
     def _warn(self, reason: str) -> None:
         if self._mesh.world_cpu.rank == 0:
-            log.warning("%s cannot be compared with itself on all features: %s.", self._step, reason)
+            log.warning(
+                "%s cannot be compared with itself on all features: %s.", self._step, reason
+            )
 
 
-def _differences(first: _Result, second: _Result, tolerance: float) -> dict[str, tuple[float, float]]:
+def _differences(
+    first: _Result, second: _Result, tolerance: float
+) -> dict[str, tuple[float, float]]:
     return {
         name: (value, second.values[name])
         for name, value in first.values.items()
@@ -240,13 +279,17 @@ def _differences(first: _Result, second: _Result, tolerance: float) -> dict[str,
     }
 
 
-def _first_difference(cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float) -> _Place | None:
+def _first_difference(
+    cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float
+) -> _Place | None:
     """Return the first module call whose input differs, or None."""
     before: list[str] = []
     for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
         distance = mine.distance(theirs)
         if distance is None or distance > _DISTANCES[tolerance]:
-            return _Place(number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance)
+            return _Place(
+                number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance
+            )
         before = [] if mine.layer.kind == "row" else [*before, mine.layer.name]
     return None
 
@@ -255,9 +298,12 @@ def _first_difference(cut: Sequence[Seen], whole: Sequence[Seen], tolerance: flo
 def _uncompiled(module: LightningModule) -> Iterator[None]:
     """Disable compilation inside the block, to avoid recompiling for the trial."""
     is_compiled = any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+        for _, part in named_layers(module)
     )
-    mode: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    mode: AbstractContextManager[object] = (
+        torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    )
     with mode:
         yield
 

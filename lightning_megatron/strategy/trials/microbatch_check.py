@@ -15,7 +15,14 @@ from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cu
 from lightning_megatron.strategy.modules.buffers import BatchStatistics
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.modules.rebind import find_models
-from lightning_megatron.strategy.trials.tried_step import Reading, Run, TriedStep, is_close, joined, undone
+from lightning_megatron.strategy.trials.tried_step import (
+    Reading,
+    Run,
+    TriedStep,
+    is_close,
+    joined,
+    undone,
+)
 from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
 
 log = logging.getLogger(__name__)
@@ -25,9 +32,9 @@ _MOST = 16
 #: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
 _COARSE = 1e-4
 _WAYS_OUT = (
-    "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by microbatch_size='batch', "
-    "cut it yourself by a collate function that returns a list of Microbatch, or say by check_microbatches=False that "
-    "microbatches are meant."
+    "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by "
+    "microbatch_size='batch', cut it yourself by a collate function that returns a list of "
+    "Microbatch, or say by check_microbatches=False that microbatches are meant."
 )
 
 
@@ -51,9 +58,13 @@ class MicrobatchTrials:
         self._tried: set[tuple[Any, ...]] = set()
         layers = [part for model in find_models(module, None) for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
-        self._drops = any(getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers)
+        self._drops = any(
+            getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers
+        )
 
-    def check(self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run) -> None:
+    def check(
+        self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run
+    ) -> None:
         """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
 
         Args:
@@ -93,10 +104,10 @@ class MicrobatchTrials:
             except Exception as error:
                 if trial.runs_whole():
                     raise UnsupportedError(
-                        f"{key[0]} must run on microbatches, because its batch is cut into {len(microbatches)}: it "
-                        f"runs on {whole.num_samples} samples, and not on {parts[0].num_samples} "
-                        f"({type(error).__name__}: {error}). "
-                        f"A tensor of the batch may count something else than its samples. {_WAYS_OUT}"
+                        f"{key[0]} must run on microbatches, because its batch is cut into "
+                        f"{len(microbatches)}: it runs on {whole.num_samples} samples, and not on "
+                        f"{parts[0].num_samples} ({type(error).__name__}: {error}). A tensor of "
+                        f"the batch may count something else than its samples. {_WAYS_OUT}"
                     ) from error
                 raise
 
@@ -105,7 +116,13 @@ class _Trial:
     """One trial: runs of a step on parts of a batch, and their comparison."""
 
     def __init__(
-        self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
+        self,
+        mesh: ParallelMesh,
+        module: LightningModule,
+        step: str,
+        run: Run,
+        state: ModuleState,
+        whole: Microbatch,
     ) -> None:
         self._mesh = mesh
         self._module = module
@@ -113,7 +130,9 @@ class _Trial:
         self._state, self._whole = state, whole
         self._tried = TriedStep(mesh, step, run, state)
 
-    def compare(self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
+    def compare(
+        self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
+    ) -> None:
         """Run the step on single parts and on several joined ones.
 
         Args:
@@ -137,7 +156,8 @@ class _Trial:
                 name
                 for before, after in zip(together, again, strict=True)
                 for name in before.values
-                if name in after.values and not is_close(before.values[name][0], after.values[name][0], tolerance)
+                if name in after.values
+                and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
             self._warn_of_unsteady(sorted(unsteady & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unsteady}
@@ -153,7 +173,15 @@ class _Trial:
         self._state.restore()
         try:
             self._run([self._whole], seed=0)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError):
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            AssertionError,
+        ):
             return False
         return True
 
@@ -173,7 +201,9 @@ class _Trial:
             error.add_note(note)
         return error
 
-    def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
+    def _left_behind(
+        self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float
+    ) -> dict[str, str]:
         """Return attributes that differ after two microbatches and their joined batch, by kind.
 
         A repeated call separates attributes that count calls from those that hold results of the
@@ -190,12 +220,17 @@ class _Trial:
         once = ModuleState(self._module)
         self._run(parts[:1], seed=0)
         repeated = once.changes(tolerance)
-        return {name: kind if name in repeated else "left by the last call" for name, kind in different.items()}
+        return {
+            name: kind if name in repeated else "left by the last call"
+            for name, kind in different.items()
+        }
 
     def _gathered(self, is_so: bool) -> bool:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
-    def _judge(self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int) -> None:
+    def _judge(
+        self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int
+    ) -> None:
         texts = [_text_of_values(self._step, found, size)] if found else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
         if counted and self._tried.is_training:
@@ -207,8 +242,8 @@ class _Trial:
         kept = sorted(changed)
         if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
             log.warning(
-                "%s keeps something in the module, and is called once for each microbatch: %s will hold an entry for "
-                "each, or what the last one left.",
+                "%s keeps something in the module, and is called once for each microbatch: %s will "
+                "hold an entry for each, or what the last one left.",
                 self._step,
                 ", ".join(kept[:5]),
             )
@@ -218,17 +253,18 @@ class _Trial:
         counts = [ignored_in(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
-                "Labels of -100 are unequally many in the microbatches of the first batch. In half precision a mean "
-                "over the others cannot be told from rounding: if the loss of %s is one, return num_tokens beside it, "
-                "or microbatches of few labels will weigh too much.",
+                "Labels of -100 are unequally many in the microbatches of the first batch. In half "
+                "precision a mean over the others cannot be told from rounding: if the loss of %s "
+                "is one, return num_tokens beside it, or microbatches of few labels will weigh too "
+                "much.",
                 self._step,
             )
 
     def _warn_of_unsteady(self, names: Sequence[str]) -> None:
         if names:
             log.warning(
-                "check_microbatches cannot compare %s of %s: the same samples give another value when Python and "
-                "NumPy draw other numbers, or at another time.",
+                "check_microbatches cannot compare %s of %s: the same samples give another value "
+                "when Python and NumPy draw other numbers, or at another time.",
                 ", ".join(names),
                 self._step,
             )
@@ -247,31 +283,41 @@ def _differences(
     found: dict[str, tuple[float, float, int]] = {}
     for reading, group in zip(together, groups, strict=False):
         for name, (value, weight) in reading.values.items():
-            single = [alone[number].values[name] for number in group if name in alone[number].values]
-            if len(single) < len(group) or weight == 0.0 or len(group) > found.get(name, (0.0, 0.0, 3))[2]:
+            single = [
+                alone[number].values[name] for number in group if name in alone[number].values
+            ]
+            if (
+                len(single) < len(group)
+                or weight == 0.0
+                or len(group) > found.get(name, (0.0, 0.0, 3))[2]
+            ):
                 continue
             average = joined(single)[0]
             worst = found.get(name, (0.0, 0.0, 0))
             # "not >=" also reports NaN, which "<" would hide.
-            if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - average):
+            if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(
+                value - average
+            ):
                 found[name] = value, average, len(group)
     return found
 
 
 def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
     listed = "; ".join(
-        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} at once and {parts:.7g} one after "
-        "the other"
+        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} at once and "
+        f"{parts:.7g} one after the other"
         for name, (whole, parts, count) in found.items()
     )
     return (
-        f"{step} must give the same for microbatches and for their batch, because it is called on {size} samples at a "
-        f"time and the results are averaged: {listed}. The step couples its samples, or is not their mean."
+        f"{step} must give the same for microbatches and for their batch, because it is called on "
+        f"{size} samples at a time and the results are averaged: {listed}. The step couples its "
+        "samples, or is not their mean."
     )
 
 
 def _text_of_state(step: str, names: Sequence[str]) -> str:
     return (
-        f"{step} must not depend on the number of its calls, because it is called once for each microbatch: "
-        f"{', '.join(names[:5])} changes at every call. Use self.global_step, or a hook such as on_train_batch_end."
+        f"{step} must not depend on the number of its calls, because it is called once for each "
+        f"microbatch: {', '.join(names[:5])} changes at every call. Use self.global_step, or a "
+        "hook such as on_train_batch_end."
     )

@@ -29,7 +29,9 @@ class SteadyDraws(TorchDispatchMode):
         #: Machine epsilon of the least precise floating-point result; 0 before the first one.
         self.spacing = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         given = dict(kwargs or {})
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         result = _drawn(func, args, given) if is_drawn else func(*args, **given)
@@ -42,12 +44,18 @@ class SteadyDraws(TorchDispatchMode):
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     # The dispatcher omits arguments that equal their defaults.
-    defaults = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+    defaults = {
+        one.name: one.default_value for one in func._schema.arguments if one.has_default_value()
+    }
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     off = {name: value for name, value in _OFF.items() if name in names}
     if off:
         positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
-        return func(*positional, **kwargs, **{name: off[name] for name in off if name not in names[: len(args)]})
+        return func(
+            *positional,
+            **kwargs,
+            **{name: off[name] for name in off if name not in names[: len(args)]},
+        )
     steady = _STEADY.get(func._schema.name.removeprefix("aten::").rstrip("_"))
     value = None if steady is None else steady(bound)
     result = func(*args, **kwargs)

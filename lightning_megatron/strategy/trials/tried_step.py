@@ -79,7 +79,9 @@ class TriedStep:
         """
         recorder = Recorder()
         try:
-            outputs = self._outputs(parts, recorder, seed, torch.no_grad() if self.is_training else nullcontext())
+            outputs = self._outputs(
+                parts, recorder, seed, torch.no_grad() if self.is_training else nullcontext()
+            )
         except RuntimeError as error:
             if self._mesh.pp.size > 1 or not self.is_training or "grad" not in str(error):
                 raise
@@ -98,7 +100,11 @@ class TriedStep:
         return next(size for limit, size in _TOLERANCES if spacing <= limit)
 
     def _outputs(
-        self, parts: Sequence[Microbatch], recorder: Recorder, seed: int, gradients: AbstractContextManager[Any]
+        self,
+        parts: Sequence[Microbatch],
+        recorder: Recorder,
+        seed: int,
+        gradients: AbstractContextManager[Any],
     ) -> list[Any]:
         steady, seeded = SteadyDraws(), SeededDraws(seed)
         try:
@@ -149,7 +155,9 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
-def _readings(outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder) -> list[Reading]:
+def _readings(
+    outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder
+) -> list[Reading]:
     if not outputs:
         return []
     counts = token_counts_in(outputs)
@@ -177,6 +185,10 @@ def _readings(outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Rec
 def _scalar_loss(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.numel() == 1 else None
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and output["loss"].numel() == 1:
+    if (
+        isinstance(output, Mapping)
+        and isinstance(output.get("loss"), Tensor)
+        and output["loss"].numel() == 1
+    ):
         return loss_in(output)
     return None

@@ -36,12 +36,15 @@ def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
 
 def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:
     now = _norms_of(module)
-    changed = [name for name, norm in before.items() if name in now and not torch.equal(norm, now[name])]
+    changed = [
+        name for name, norm in before.items() if name in now and not torch.equal(norm, now[name])
+    ]
     if changed:
         raise UnsupportedError(
-            f"{step} must not write weights where batches are cut or pp is above 1, because it runs more than once for "
-            f"a batch: {', '.join(repr(name) for name in changed[:5])} has changed. Write them in a hook such as "
-            "on_train_batch_end, or use pp=1 with microbatch_size='batch', or with check_microbatches=False to mean it."
+            f"{step} must not write weights where batches are cut or pp is above 1, because it "
+            f"runs more than once for a batch: {', '.join(repr(name) for name in changed[:5])} has "
+            "changed. Write them in a hook such as on_train_batch_end, or use pp=1 with "
+            "microbatch_size='batch', or with check_microbatches=False to mean it."
         )
 
 
@@ -64,15 +67,22 @@ class WeightWrites(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._storages = {p.untyped_storage().data_ptr() for p in module.parameters() if not p.is_meta}
+        self._storages = {
+            p.untyped_storage().data_ptr() for p in module.parameters() if not p.is_meta
+        }
         self._before: list[tuple[Tensor, Tensor]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator after copying the weights that it writes."""
         given = dict(kwargs or {})
         if func._schema.is_mutable:
             arguments = func._schema.arguments
-            named = [*zip(arguments, args, strict=False), *((one, given.get(one.name)) for one in arguments)]
+            named = [
+                *zip(arguments, args, strict=False),
+                *((one, given.get(one.name)) for one in arguments),
+            ]
             for argument, value in named:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._keep(value if isinstance(value, (list, tuple)) else [value])

@@ -63,7 +63,9 @@ class HeadParallelAttention(nn.Module):
         self.batch_first = batch_first
         self.layer = layer
         ranges = attention_ranges(num_heads, num_heads, self.head_dim, mesh.tp.size, mesh.tp.rank)
-        self.in_proj_weight = sharded_parameter((3 * embed_dim, embed_dim), ranges, Initializer.normal())
+        self.in_proj_weight = sharded_parameter(
+            (3 * embed_dim, embed_dim), ranges, Initializer.normal()
+        )
         self.in_proj_bias = sharded_parameter((3 * embed_dim,), ranges, ZEROS) if bias else None
         self.out_proj = RowParallelLinear(embed_dim, embed_dim, mesh, bias=bias)
 
@@ -96,14 +98,14 @@ class HeadParallelAttention(nn.Module):
         """
         if query.is_nested or key.is_nested or value.is_nested:
             raise UnsupportedError(
-                "attention cut over tp takes no nested tensors, because their rows have no common length. "
-                "Pass padded tensors and a padding mask."
+                "attention cut over tp takes no nested tensors, because their rows have no common "
+                "length. Pass padded tensors and a padding mask."
             )
         if is_causal and attn_mask is None:
             raise UnsupportedError(
-                "is_causal=True needs attn_mask, because torch.nn.MultiheadAttention takes it as a promise about that "
-                "mask. "
-                "Pass nn.Transformer.generate_square_subsequent_mask(seq_length) too."
+                "is_causal=True needs attn_mask, because torch.nn.MultiheadAttention takes it as a "
+                "promise about that mask. Pass "
+                "nn.Transformer.generate_square_subsequent_mask(seq_length) too."
             )
         if self.layer is not None and self.training and self.dropout > 0.0:
             self.mesh.random.seek(self.layer)
@@ -113,7 +115,9 @@ class HeadParallelAttention(nn.Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         if need_weights:
-            mixed, weights = self._explicit(q, k, v, self._mask(attn_mask, key_padding_mask, query.dtype))
+            mixed, weights = self._explicit(
+                q, k, v, self._mask(attn_mask, key_padding_mask, query.dtype)
+            )
         else:
             causal = is_causal and key_padding_mask is None
             mask = None if causal else self._mask(attn_mask, key_padding_mask, query.dtype)
@@ -130,7 +134,9 @@ class HeadParallelAttention(nn.Module):
     def _projections(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         tp = self.mesh.tp
         if query is key and key is value:
-            return F.linear(copy_to_axis(query, tp), self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+            return F.linear(copy_to_axis(query, tp), self.in_proj_weight, self.in_proj_bias).chunk(
+                3, dim=-1
+            )
         weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(
@@ -146,7 +152,9 @@ class HeadParallelAttention(nn.Module):
             part = part.transpose(0, 1)
         return part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
         """Return the sum of both masks for this rank's heads; None without masks.
 
         Shapes: broadcastable to ``(B, H/tp, L, S)``.
@@ -156,7 +164,9 @@ class HeadParallelAttention(nn.Module):
             mask = _additive(attn_mask, dtype)
             if mask.dim() == 3:
                 num_local = self.num_heads // self.mesh.tp.size
-                mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.mesh.tp.rank * num_local, num_local)
+                mask = mask.unflatten(0, (-1, self.num_heads)).narrow(
+                    1, self.mesh.tp.rank * num_local, num_local
+                )
             masks.append(mask)
         if key_padding_mask is not None:
             masks.append(_additive(key_padding_mask, dtype)[:, None, None, :])
@@ -164,12 +174,16 @@ class HeadParallelAttention(nn.Module):
             return None
         return masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
             return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal)
 
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _explicit(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         scores = query * (1.0 / math.sqrt(self.head_dim)) @ key.transpose(-2, -1)
         weights = (scores if mask is None else scores + mask).softmax(dim=-1)
         with tensor_region_stream(self.dropout, self.training, self.mesh):
@@ -184,7 +198,9 @@ class HeadParallelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Show full and local sizes."""
-        return f"{self.embed_dim}, {self.num_heads} heads ({self.num_heads // self.mesh.tp.size} here)"
+        return (
+            f"{self.embed_dim}, {self.num_heads} heads ({self.num_heads // self.mesh.tp.size} here)"
+        )
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -63,7 +63,9 @@ class LatentLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs."""
-        return _LastEnter.apply(F.linear(input, self.weight, self.bias), self.num_shared, self.mesh.tp)
+        return _LastEnter.apply(
+            F.linear(input, self.weight, self.bias), self.num_shared, self.mesh.tp
+        )
 
 
 class _LastEnter(torch.autograd.Function):

@@ -69,30 +69,43 @@ def row_split(site: Site) -> nn.Module:
     return _row(site, site.module, split_input=True)
 
 
-def _column(site: Site, source: nn.Module, *, gather_output: bool, what: str = "out_features") -> ColumnParallelLinear:
+def _column(
+    site: Site, source: nn.Module, *, gather_output: bool, what: str = "out_features"
+) -> ColumnParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
     _check_divides(site, what, source.out_features, pads)
     has_bias = source.bias is not None
     kind = SequenceColumnLinear if site.cuts_sequence else ColumnParallelLinear
-    return kind(source.in_features, source.out_features, site.mesh, bias=has_bias, gather_output=gather_output)
+    return kind(
+        source.in_features,
+        source.out_features,
+        site.mesh,
+        bias=has_bias,
+        gather_output=gather_output,
+    )
 
 
-def _row(site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False) -> RowParallelLinear:
+def _row(
+    site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False
+) -> RowParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     _check_divides(site, what, source.in_features)
     kind = SequenceRowLinear if site.cuts_sequence else RowParallelLinear
     has_bias = source.bias is not None
     mesh = replace(site.mesh, sequence_parallel=True) if site.cuts_sequence else site.mesh
-    return kind(source.in_features, source.out_features, mesh, bias=has_bias, split_input=split_input)
+    return kind(
+        source.in_features, source.out_features, mesh, bias=has_bias, split_input=split_input
+    )
 
 
 def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> None:
     tp = site.mesh.tp.size
     if size % tp:
         raise ParallelPlanError(
-            f"{what} ({size}) of {site.name!r} must be a multiple of tp ({tp}), because each rank holds an equal part. "
-            f"Use tp of {one_of(divisors(size))}{otherwise}, or the kind 'replicate'."
+            f"{what} ({size}) of {site.name!r} must be a multiple of tp ({tp}), because each rank "
+            f"holds an equal part. Use tp of {one_of(divisors(size))}{otherwise}, or the kind "
+            "'replicate'."
         )
 
 
@@ -100,7 +113,9 @@ def linear_over_vocabulary(site: Site) -> nn.Module:
     """Cut the outputs of a torch.nn.Linear of any size, and gather them."""
     source = site.module
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
-    return LinearOverVocabulary(source.in_features, source.out_features, site.mesh, bias=source.bias is not None)
+    return LinearOverVocabulary(
+        source.in_features, source.out_features, site.mesh, bias=source.bias is not None
+    )
 
 
 def embedding_over_vocabulary(site: Site) -> nn.Module:
@@ -115,9 +130,9 @@ def embedding_over_vocabulary(site: Site) -> nn.Module:
     for setting, is_set in settings.items():
         if is_set:
             raise UnsupportedError(
-                f"{setting} of the embedding {site.name!r} is not supported where its rows are cut over tp: it needs "
-                "all rows "
-                f"or dense all-reduces cannot carry it. Leave {setting} out or give it the kind 'replicate'."
+                f"{setting} of the embedding {site.name!r} is not supported where its rows are cut "
+                f"over tp: it needs all rows or dense all-reduces cannot carry it. Leave {setting} "
+                "out or give it the kind 'replicate'."
             )
     return EmbeddingOverVocabulary(
         source.num_embeddings, source.embedding_dim, site.mesh, padding_idx=source.padding_idx
@@ -163,7 +178,11 @@ _Norm = TypeVar("_Norm", nn.LayerNorm, nn.RMSNorm)
 
 
 def _of_features(site: Site, source: _Norm) -> _Norm:
-    _refuse(site, "norm", {"normalized_shape of more than the features": len(source.normalized_shape) > 1})
+    _refuse(
+        site,
+        "norm",
+        {"normalized_shape of more than the features": len(source.normalized_shape) > 1},
+    )
     return source
 
 
@@ -209,10 +228,15 @@ def encoder_layer(site: Site) -> nn.Module:
         "encoder layer",
         {
             **{
-                f"{name} of type {type(getattr(source, name)).__name__}": type(getattr(source, name)) is not expected
+                f"{name} of type {type(getattr(source, name)).__name__}": type(
+                    getattr(source, name)
+                )
+                is not expected
                 for name, expected in parts.items()
             },
-            "an activation that mixes features or has weights": not _is_elementwise(source.activation),
+            "an activation that mixes features or has weights": not _is_elementwise(
+                source.activation
+            ),
         },
     )
     return ParallelEncoderLayer(
@@ -238,7 +262,11 @@ def decoder_layer(site: Site) -> nn.Module:
     _refuse(
         site,
         "decoder layer",
-        {"an activation that mixes features or has weights": not _is_elementwise(source.activation)},
+        {
+            "an activation that mixes features or has weights": not _is_elementwise(
+                source.activation
+            )
+        },
     )
     return ParallelDecoderLayer(
         _attention(site, source.self_attn, None),
@@ -265,9 +293,9 @@ def _refuse(site: Site, what: str, settings: dict[str, bool]) -> None:
     for setting, is_set in settings.items():
         if is_set:
             raise UnsupportedError(
-                f"the {what} {site.name!r} cannot be cut over tp: {setting} is not supported, because heads and "
-                "features are "
-                f"cut by the layout of torch's own layer. Change it, or give {site.name!r} the kind 'replicate'."
+                f"the {what} {site.name!r} cannot be cut over tp: {setting} is not supported, "
+                "because heads and features are cut by the layout of torch's own layer. Change it, "
+                f"or give {site.name!r} the kind 'replicate'."
             )
 
 

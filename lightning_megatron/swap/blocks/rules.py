@@ -120,11 +120,15 @@ def _fill(target: nn.Module, site: build.Site, rule: TensorRule) -> None:
     present = [source for source in sources if source is not None]
     if parameter is None and not present:
         return
-    if parameter is None or len(present) != len(sources) or len({p.requires_grad for p in present}) != 1:
+    if (
+        parameter is None
+        or len(present) != len(sources)
+        or len({p.requires_grad for p in present}) != 1
+    ):
         raise UnsupportedError(
-            f"the tensors {', '.join(rule.sources)} of {site.name!r} must all exist and all be trained or none, "
-            "because they "
-            f"become {rule.target}. Build the block without changing its biases, or give it the kind 'replicate'."
+            f"the tensors {', '.join(rule.sources)} of {site.name!r} must all exist and all be "
+            f"trained or none, because they become {rule.target}. Build the block without changing "
+            "its biases, or give it the kind 'replicate'."
         )
     full = torch.cat([p.detach() for p in present]) if len(present) > 1 else present[0].detach()
     spec = shard_spec_of(parameter)

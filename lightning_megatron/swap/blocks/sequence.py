@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_reduce_, broadcast_, gather_from_axis, split_to_axis
+from lightning_megatron.groups.collectives import (
+    all_reduce_,
+    broadcast_,
+    gather_from_axis,
+    split_to_axis,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, whole_spec
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -52,9 +57,10 @@ class _Entry:
         apart = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
         if float(all_reduce_(apart, mesh.tp, "max")):
             raise UnsupportedError(
-                f"{self.name!r} of the kind 'sequence' must get the same on all tensor-parallel ranks, as it does "
-                "outside of 'column' and 'row': here each rank has another part of the features. Use the kind "
-                "'dropout' or 'partial' between those, or 'replicate'."
+                f"{self.name!r} of the kind 'sequence' must get the same on all tensor-parallel "
+                "ranks, as it does outside of 'column' and 'row': here each rank has another part "
+                "of the features. Use the kind 'dropout' or 'partial' between those, or "
+                "'replicate'."
             )
 
 
@@ -69,7 +75,9 @@ class SequenceLayerNorm(nn.LayerNorm):
 
     def __init__(self, name: str, source: nn.LayerNorm, mesh: ParallelMesh) -> None:
         affine = source.elementwise_affine
-        super().__init__(source.normalized_shape, source.eps, affine, bias=affine and source.bias is not None)
+        super().__init__(
+            source.normalized_shape, source.eps, affine, bias=affine and source.bias is not None
+        )
         self.mesh = mesh
         self._entry = _Entry(name)
         _gather_parts_of_gradients(self, mesh)
@@ -131,7 +139,9 @@ class SequenceColumnLinear(ColumnParallelLinear):
             return super().forward(hidden, add_bias)
         shares = replace(self.mesh, sequence_parallel=True)
         rows = hidden.part.movedim(CUT, 0)
-        output = column_linear(rows, self.weight, self.bias if add_bias else None, shares).movedim(0, CUT)
+        output = column_linear(rows, self.weight, self.bias if add_bias else None, shares).movedim(
+            0, CUT
+        )
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
 
@@ -157,8 +167,12 @@ def take_whole_inputs(module: nn.Module) -> None:
     module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
 
 
-def _whole_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return tuple(whole_of(one) for one in args), {name: whole_of(one) for name, one in kwargs.items()}
+def _whole_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return tuple(whole_of(one) for one in args), {
+        name: whole_of(one) for name, one in kwargs.items()
+    }
 
 
 def _gather_parts_of_gradients(module: nn.Module, mesh: ParallelMesh) -> None:

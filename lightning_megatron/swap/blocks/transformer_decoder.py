@@ -66,7 +66,9 @@ class ParallelDecoderLayer(nn.Module):
         self.mesh = mesh
         self.layer = layer
         self.norm_first = norm_first
-        self.draws = any(p > 0.0 for p in (self_attn.dropout, multihead_attn.dropout, dropout, *dropouts))
+        self.draws = any(
+            p > 0.0 for p in (self_attn.dropout, multihead_attn.dropout, dropout, *dropouts)
+        )
 
     def forward(
         self,
@@ -96,8 +98,16 @@ class ParallelDecoderLayer(nn.Module):
             # same masks.
             self.mesh.random.seek(self.layer)
         parts: tuple[tuple[nn.Module, Callable[[Tensor], Tensor]], ...] = (
-            (self.norm1, lambda x: self._to_itself(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)),
-            (self.norm2, lambda x: self._to(memory, x, memory_mask, memory_key_padding_mask, memory_is_causal)),
+            (
+                self.norm1,
+                lambda x: self._to_itself(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            ),
+            (
+                self.norm2,
+                lambda x: self._to(
+                    memory, x, memory_mask, memory_key_padding_mask, memory_is_causal
+                ),
+            ),
             (self.norm3, lambda x: self.linear2(self.dropout(self.activation(self.linear1(x))))),
         )
         hidden = tgt
@@ -107,14 +117,35 @@ class ParallelDecoderLayer(nn.Module):
             hidden = hidden if self.norm_first else norm(hidden)
         return hidden
 
-    def _to_itself(self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
+    def _to_itself(
+        self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    ) -> Tensor:
         attended, _ = self.self_attn(
-            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+            x,
+            x,
+            x,
+            attn_mask=mask,
+            key_padding_mask=padding,
+            need_weights=False,
+            is_causal=is_causal,
         )
         return attended
 
-    def _to(self, memory: Tensor, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
+    def _to(
+        self,
+        memory: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
         attended, _ = self.multihead_attn(
-            x, memory, memory, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+            x,
+            memory,
+            memory,
+            attn_mask=mask,
+            key_padding_mask=padding,
+            need_weights=False,
+            is_causal=is_causal,
         )
         return attended

@@ -96,9 +96,17 @@ class ParallelEncoderLayer(nn.Module):
         hidden = self.norm1(src + self._attend(src, src_mask, src_key_padding_mask, is_causal))
         return self.norm2(hidden + self._feed(hidden))
 
-    def _attend(self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
+    def _attend(
+        self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    ) -> Tensor:
         attended, _ = self.self_attn(
-            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+            x,
+            x,
+            x,
+            attn_mask=mask,
+            key_padding_mask=padding,
+            need_weights=False,
+            is_causal=is_causal,
         )
         return hidden_dropout(attended, self.dropout1, self.training, self.mesh)
 
@@ -144,7 +152,9 @@ class ParallelEncoder(nn.Module):
         padding = src_key_padding_mask
         output = src
         for layer in self.layers:
-            output = layer(output, src_mask=mask, src_key_padding_mask=padding, is_causal=bool(is_causal))
+            output = layer(
+                output, src_mask=mask, src_key_padding_mask=padding, is_causal=bool(is_causal)
+            )
         if padding is not None and self._would_pack(src, mask, padding):
             output = output.masked_fill(_is_padding(padding).unsqueeze(-1), 0.0)
         return output if self.norm is None else self.norm(output)
@@ -152,13 +162,21 @@ class ParallelEncoder(nn.Module):
     def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
         """Return whether torch.nn.TransformerEncoder would use nested tensors for this input."""
         first = self.layers[0]
-        possible = self.packs_padding and torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+        possible = (
+            self.packs_padding
+            and torch.backends.mha.get_fastpath_enabled()
+            and not torch.is_autocast_enabled()
+        )
         if not possible or first.training or src.dim() != 3 or mask is not None:
             return False
-        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters())):
+        if torch.is_grad_enabled() and (
+            src.requires_grad or any(p.requires_grad for p in first.parameters())
+        ):
             return False
         # True before False along a row means that padding comes first.
-        return not self.mask_check or bool((_is_padding(padding).to(torch.int8).diff(dim=1) >= 0).all())
+        return not self.mask_check or bool(
+            (_is_padding(padding).to(torch.int8).diff(dim=1) >= 0).all()
+        )
 
 
 def _is_padding(padding: Tensor) -> Tensor:

@@ -36,14 +36,21 @@ class EmbeddingOverVocabulary(nn.Module):
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, mesh: ParallelMesh, *, padding_idx: int | None = None
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mesh: ParallelMesh,
+        *,
+        padding_idx: int | None = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         self.mesh = mesh
-        self.weight = _vocabulary_parameter((num_embeddings, embedding_dim), Initializer.normal(), mesh)
+        self.weight = _vocabulary_parameter(
+            (num_embeddings, embedding_dim), Initializer.normal(), mesh
+        )
         self.first = mesh.tp.rank * self.weight.shape[0]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -87,7 +94,9 @@ class LinearOverVocabulary(nn.Module):
     Communication: an all-gather over tp forward, an all-reduce backward.
     """
 
-    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, *, bias: bool = True) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, mesh: ParallelMesh, *, bias: bool = True
+    ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -104,10 +113,15 @@ class LinearOverVocabulary(nn.Module):
 
     def extra_repr(self) -> str:
         """Show full and local sizes."""
-        return f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), bias={self.bias is not None}"
+        return (
+            f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), "
+            f"bias={self.bias is not None}"
+        )
 
 
-def _vocabulary_parameter(full_shape: tuple[int, ...], initializer: Initializer, mesh: ParallelMesh) -> nn.Parameter:
+def _vocabulary_parameter(
+    full_shape: tuple[int, ...], initializer: Initializer, mesh: ParallelMesh
+) -> nn.Parameter:
     num_rows = full_shape[0]
     tp = mesh.tp
     return sharded_parameter(

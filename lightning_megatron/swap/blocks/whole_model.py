@@ -18,9 +18,8 @@ _Whole: TypeAlias = GPT | Encoder
 
 #: Log text for a model that was built whole.
 NOTE = (
-    "Every rank held the full model first; GPT(config, mesh=self.device_mesh) in configure_model never builds more "
-    "than "
-    "this rank's part."
+    "Every rank held the full model first; GPT(config, mesh=self.device_mesh) in configure_model "
+    "never builds more than this rank's part."
 )
 
 
@@ -52,9 +51,9 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """
     if not _is_ours(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
-            f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT or an Encoder built without "
-            "one, because only the latter can be cut afterwards. Build it with mesh=self.device_mesh in "
-            "configure_model."
+            f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT or an "
+            "Encoder built without one, because only the latter can be cut afterwards. Build it "
+            "with mesh=self.device_mesh in configure_model."
         )
     with torch.device("meta"):
         kind: Any = type(source)
@@ -86,9 +85,9 @@ def _check_names(name: str, source: _Whole, expected: _Whole) -> None:
     found = {key for key, _ in source.named_parameters()}
     if wanted != found:
         raise UnsupportedError(
-            f"the model {name!r} has other parameters than its config says ({sorted(wanted ^ found)[0]!r}), so it "
-            "cannot be cut "
-            "after building. Build it with mesh=self.device_mesh in configure_model and change it there."
+            f"the model {name!r} has other parameters than its config says "
+            f"({sorted(wanted ^ found)[0]!r}), so it cannot be cut after building. Build it with "
+            "mesh=self.device_mesh in configure_model and change it there."
         )
 
 
@@ -100,6 +99,8 @@ def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) ->
     # another size in the target.
     full = whole.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
     local = spec.shard(full, local_size=parameter.shape[spec.dim])
-    result = nn.Parameter(local if local.is_meta else local.to(device), requires_grad=whole.requires_grad)
+    result = nn.Parameter(
+        local if local.is_meta else local.to(device), requires_grad=whole.requires_grad
+    )
     result.__dict__.update(parameter.__dict__)
     return result

@@ -29,26 +29,38 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
     if _COMPILED in place.name.split("."):
         around = place.name.split(f".{_COMPILED}")[0]
         raise UnsupportedError(
-            f"{around!r} was compiled, but {place.name!r} in it must be replaced: what was compiled would go on with "
+            f"{around!r} was compiled, but {place.name!r} in it must be replaced: what was "
+            "compiled would go on with "
             "the module that is gone. " + _remedy(target)
         )
     kept = set(target.modules())
     staying = {id(parameter) for parameter in target.parameters()}
     for path, gone in place.module.named_modules():
         name = f"{place.name}.{path}".rstrip(".")
-        hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
-        inside_encoder = isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
+        hooks = (
+            gone._forward_hooks,
+            gone._forward_pre_hooks,
+            gone._backward_hooks,
+            gone._backward_pre_hooks,
+        )
+        inside_encoder = (
+            isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
+        )
         keeps_hooks = stays and gone is place.module
         if gone not in kept and not inside_encoder and not keeps_hooks and any(hooks):
             raise UnsupportedError(
-                f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
-                f"after the strategy has set the module up, or give {place.name!r} the kind 'replicate'."
+                f"{name!r} has hooks, which a swap would lose, because another module takes its "
+                "place. Register them after the strategy has set the module up, or give "
+                f"{place.name!r} the kind 'replicate'."
             )
         if gone not in kept:
             _check_parameters(name, gone, staying)
         if gone not in kept and gone._compiled_call_impl is not None:
             raise UnsupportedError(
-                f"{name!r} was compiled, which a swap would lose, because another module takes its place. "
+                (
+                    f"{name!r} was compiled, which a swap would lose, because another module takes "
+                    "its place. "
+                )
                 + _remedy(target)
             )
 
@@ -60,11 +72,14 @@ def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
             continue
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(
-                f"the parameter '{name}.{key}' has hooks for its gradient, which would be lost, because this rank's "
-                "part takes its place. Register them in on_fit_start; they are then given the gradient of that part."
+                f"the parameter '{name}.{key}' has hooks for its gradient, which would be lost, "
+                "because this rank's part takes its place. Register them in on_fit_start; they are "
+                "then given the gradient of that part."
             )
 
 
 def _remedy(target: nn.Module) -> str:
-    such_as = ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
+    such_as = (
+        ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
+    )
     return f"Compile in on_fit_start: there the new modules are{such_as}."

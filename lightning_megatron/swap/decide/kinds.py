@@ -8,9 +8,11 @@ Kinds of the plan:
   separately, and then a ``row`` layer, may follow; the first batch checks this.
 * ``column_gather``: nn.Linear whose outputs are gathered.
 * ``row``: nn.Linear that takes cut inputs and sums over the ranks.
-* ``row_split``: nn.Linear that takes complete inputs. Each rank multiplies its part of them, and the
+* ``row_split``: nn.Linear that takes complete inputs. Each rank multiplies its part of them, and
+the
   results are summed.
-* ``vocab``: nn.Embedding cut over its vocabulary, or nn.Linear with any number of outputs, which are
+* ``vocab``: nn.Embedding cut over its vocabulary, or nn.Linear with any number of outputs, which
+are
   gathered. The two may share their weight.
 * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
 * ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on
@@ -40,7 +42,8 @@ from lightning_megatron.plan.legal_values import one_of
 
 #: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
-    "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or inside the "
+    "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, "
+    "alone or inside the "
     "named module",
     "column": "nn.Linear whose outputs stay cut",
     "column_gather": "nn.Linear whose outputs are gathered",
@@ -49,8 +52,12 @@ KINDS: Mapping[str, str] = {
     "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
     "dropout": "nn.Dropout between a column and a row layer",
     "sequence": "nn.LayerNorm, nn.RMSNorm and nn.Dropout outside of column and row layers",
-    "features": "any module between a column and a row layer whose parameters have a row for every feature or head",
-    "partial": "any module between a column and a row layer that is used with all of its weights on a part of the "
+    "features": (
+        "any module between a column and a row layer whose parameters have a row for every feature "
+        "or head"
+    ),
+    "partial": "any module between a column and a row layer that is used with all of its weights "
+    "on a part of the "
     "heads",
     "replicate": "any module, which then stays as it is",
 }
@@ -125,7 +132,9 @@ def choose_kinds(
     for pattern, kind in plan.items():
         check_kind(pattern, kind, KINDS, "the plan")
         matching = [place for place in places if _matches(pattern, kind, place.name)]
-        fitting = [place for place in matching if place.closed_by is None and fits(kind, place.module)]
+        fitting = [
+            place for place in matching if place.closed_by is None and fits(kind, place.module)
+        ]
         if not fitting:
             raise ParallelPlanError(_nothing_fits(pattern, kind, places, matching, fits))
         kinds.update((place.name, kind) for place in fitting)
@@ -156,30 +165,46 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     """
     if kind not in kinds:
         raise ParallelPlanError(
-            f"a kind of {plan} must be one of those that exist: {pattern!r} is given {kind!r}. "
-            f"Use {one_of([repr(known) for known in kinds])}."
+            f"a kind of {plan} must be one of those that exist: {pattern!r} is given {kind!r}. Use "
+            f"{one_of([repr(known) for known in kinds])}."
         )
 
 
 def _nothing_fits(
-    pattern: str, kind: str, places: Sequence[Place], matching: Sequence[Place], fits: Callable[[str, nn.Module], bool]
+    pattern: str,
+    kind: str,
+    places: Sequence[Place],
+    matching: Sequence[Place],
+    fits: Callable[[str, nn.Module], bool],
 ) -> str:
-    head = f"every pattern of the plan must match a module that {kind!r} is for: {pattern!r} matches "
+    head = (
+        f"every pattern of the plan must match a module that {kind!r} is for: {pattern!r} matches "
+    )
     if matching and matching[0].closed_by is not None:
         outer = next(place for place in places if place.name == matching[0].closed_by)
-        remedy = f"Use {{{outer.name!r}: 'auto'}}." if fits("auto", outer.module) else "Leave it out."
+        remedy = (
+            f"Use {{{outer.name!r}: 'auto'}}." if fits("auto", outer.module) else "Leave it out."
+        )
         return (
-            f"{head}{matching[0].name!r} inside {outer.name!r}, which reads the weights of its parts directly and is "
-            f"swapped whole or not at all. {remedy}"
+            f"{head}{matching[0].name!r} inside {outer.name!r}, which reads the weights of its "
+            f"parts directly and is swapped whole or not at all. {remedy}"
         )
     if matching:
         found = type(matching[0].module).__name__
         what = f"{head}{matching[0].name!r} of type {found}. {kind!r} is for {KINDS[kind]}. "
     else:
         what = f"{head}nothing. A misspelt name would leave a layer whole. "
-    names = list(dict.fromkeys(place.name for place in places if place.closed_by is None and fits(kind, place.module)))
+    names = list(
+        dict.fromkeys(
+            place.name for place in places if place.closed_by is None and fits(kind, place.module)
+        )
+    )
     near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-    remedy = f"Did you mean {one_of([repr(name) for name in near])}?" if near else "The module has no such layer."
+    remedy = (
+        f"Did you mean {one_of([repr(name) for name in near])}?"
+        if near
+        else "The module has no such layer."
+    )
     return what + remedy
 
 
@@ -190,6 +215,7 @@ def _check_shared(places: Sequence[Place], kinds: Mapping[str, str]) -> None:
         mine, theirs = kinds.get(place.name, "replicate"), kinds.get(other, "replicate")
         if mine != theirs:
             raise ParallelPlanError(
-                f"a module with two names must have one kind: {other!r} is {theirs!r}, {place.name!r} is {mine!r}. "
-                "Both are the same module. Give both names the same kind."
+                f"a module with two names must have one kind: {other!r} is {theirs!r}, "
+                f"{place.name!r} is {mine!r}. Both are the same module. Give both names the same "
+                "kind."
             )

@@ -49,7 +49,10 @@ class OwnPlan:
     def __str__(self) -> str:
         """Describe the supported part of the plan."""
         if not self.kinds:
-            return f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can give one"
+            return (
+                f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can "
+                "give one"
+            )
         left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
         return f"its own plan{left}{', ...' if len(self.left) > _SHOWN else ''}"
 
@@ -123,7 +126,8 @@ def _reason_to_leave(
         return "has a latent layer of another form"
     config = getattr(module, "config", config)
     if any(
-        hasattr(module, known) for known in ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
+        hasattr(module, known)
+        for known in ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
     ):
         for field in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(config, field, None)
@@ -131,8 +135,8 @@ def _reason_to_leave(
                 if heads == 1:
                     return f"has one head ({field}), which cannot be cut"
                 raise ParallelPlanError(
-                    f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because each rank holds whole "
-                    f"heads. Use tp of {one_of(divisors(heads))}."
+                    f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because "
+                    f"each rank holds whole heads. Use tp of {one_of(divisors(heads))}."
                 )
     for key, owner, parameter in _strangers(module, name, block):
         if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
@@ -140,17 +144,23 @@ def _reason_to_leave(
         if re.search(r"(^|\.)\d+(\.|$)", key):
             return f"has a list of modules ({key!r}) that its plan does not name"
         widths = {
-            m.out_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+            m.out_features
+            for n, m in module.named_modules(prefix=name)
+            if n in block and isinstance(m, nn.Linear)
         }
         inputs = {
-            m.in_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+            m.in_features
+            for n, m in module.named_modules(prefix=name)
+            if n in block and isinstance(m, nn.Linear)
         }
         if parameter.dim() == 1 and parameter.shape[0] in widths - inputs:
             return f"has a parameter of all features ({key!r}) that its plan does not name"
     return None
 
 
-def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _strangers(
+    module: nn.Module, name: str, block: Mapping[str, str]
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """List a block's parameters outside its plan: name in the block, owner, parameter."""
     for path, owner in module.named_modules():
         full = f"{name}.{path}" if path else name
@@ -159,11 +169,18 @@ def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterat
                 yield (f"{path}.{key}" if path else key), owner, parameter
 
 
-def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: Any) -> dict[str, str]:
+def _of_heads(
+    module: nn.Module, name: str, block: Mapping[str, str], config: Any
+) -> dict[str, str]:
     """Shard parameters with one row per head, such as norms of queries and keys."""
     config = getattr(module, "config", config)
-    heads = {getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
-    owners = {id(owner): (key.rpartition(".")[0], owner) for key, owner, _ in _strangers(module, name, block)}
+    heads = {
+        getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")
+    }
+    owners = {
+        id(owner): (key.rpartition(".")[0], owner)
+        for key, owner, _ in _strangers(module, name, block)
+    }
     return {
         f"{name}.{key}": "features"
         for key, owner in owners.values()
@@ -182,12 +199,19 @@ def _share_vocabularies(
         if head is not None and module is head and name in kinds:
             kinds[name] = "vocab"
     for name in [name for name, kind in kinds.items() if kind == "vocab"]:
-        shared = [other for other, module in modules.items() if _holds(module, modules[name].weight)]
+        shared = [
+            other for other, module in modules.items() if _holds(module, modules[name].weight)
+        ]
         if all(rule_for("vocab", modules[other]) is not None for other in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
         odd = next(other for other in shared if rule_for("vocab", modules[other]) is None)
-        left[f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which is not cut"] = ""
+        left[
+            (
+                f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "
+                "is not cut"
+            )
+        ] = ""
         for other in shared:
             kinds.pop(other, None)
 

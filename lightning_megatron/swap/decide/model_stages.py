@@ -48,20 +48,27 @@ def find_stages(
     if mesh.pp.size == 1:
         return None
     models = [place for place in places if is_hugging_face(place.module)]
-    models = [one for one in models if not any(one.name.startswith(f"{other.name}.") for other in models)]
+    models = [
+        one for one in models if not any(one.name.startswith(f"{other.name}.") for other in models)
+    ]
     if plan is None:
         found = {one.name: own_stages(one.module) for one in models}
         known = [name for name, own in found.items() if own]
-        if replaced or len(known) != 1 or any(isinstance(place.module, PipelinedModule) for place in places):
+        if (
+            replaced
+            or len(known) != 1
+            or any(isinstance(place.module, PipelinedModule) for place in places)
+        ):
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in found[known[0]].items()}
     stages = plan_stages(root, places, plan, kinds, mesh)
     for name in replaced:
         if stages.blocks.name.startswith(f"{name}."):
             raise ParallelPlanError(
-                f"pipeline_plan is for models that stay as they are: {stages.blocks.name!r} is in {name!r}, which "
-                "becomes one of this package and has stages of its own. Leave pipeline_plan out, or give the model "
-                f"a tensor_parallel_plan such as {{'*': 'replicate'}}."
+                f"pipeline_plan is for models that stay as they are: {stages.blocks.name!r} is in "
+                f"{name!r}, which becomes one of this package and has stages of its own. Leave "
+                "pipeline_plan out, or give the model a tensor_parallel_plan such as {'*': "
+                "'replicate'}."
             )
     for one in models:
         if stages.blocks.name.startswith(f"{one.name}."):
@@ -86,10 +93,16 @@ def own_stages(model: Any) -> dict[str, str]:
 
 def prepare_call(places: Sequence[Place], stages: Stages) -> None:
     """Turn off caches of a Hugging Face model on a stage, and refuse outputs of all blocks."""
-    around = [p for p in places if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")]
+    around = [
+        p
+        for p in places
+        if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")
+    ]
     for place in around[:1]:
         takes_cache = "use_cache" in signature(type(place.module).forward).parameters
-        place.module.register_forward_pre_hook(_without_cache if takes_cache else _checked, with_kwargs=True)
+        place.module.register_forward_pre_hook(
+            _without_cache if takes_cache else _checked, with_kwargs=True
+        )
 
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,7 +111,9 @@ def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             _refuse(name, "the call")
 
 
-def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     _checked(module, args, kwargs)
     return args, {**kwargs, "use_cache": False}
 
@@ -111,6 +126,6 @@ def _check_configuration(model: Any) -> None:
 
 def _refuse(name: str, where: str) -> None:
     raise UnsupportedError(
-        f"{name} cannot be given with pp above 1: {where} asks for it. Each stage knows its own blocks alone. Leave "
-        f"{name} out, or use pp=1."
+        f"{name} cannot be given with pp above 1: {where} asks for it. Each stage knows its own "
+        f"blocks alone. Leave {name} out, or use pp=1."
     )

@@ -76,7 +76,9 @@ class Stages:
         if name.startswith(prefix):
             index = int(name.removeprefix(prefix).partition(".")[0])
             return any(index in layers for layers in self.layers[self.mesh.pp.rank])
-        return not any(f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end))
+        return not any(
+            f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end)
+        )
 
     def _holds(self, end: End) -> bool:
         return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
@@ -109,19 +111,31 @@ class Stages:
         return self._record(before, sum(p.numel() for p in staged.parameters()))
 
     def _record(self, before: int, now: int) -> SwapRecord:
-        held = ", ".join(f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank])
+        held = ", ".join(
+            f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank]
+        )
         first, last = (
-            ", ".join(end.place.name for end in self.ends if end.is_before == is_before) or "nothing else"
+            ", ".join(end.place.name for end in self.ends if end.is_before == is_before)
+            or "nothing else"
             for is_before in (True, False)
         )
         num_blocks = len(self.blocks.module)  # type: ignore[arg-type]
-        note = f"Blocks {held} of {num_blocks} here; on the first stage alone: {first}; on the last: {last}."
+        note = (
+            f"Blocks {held} of {num_blocks} here; on the first stage alone: {first}; on the last: "
+            f"{last}."
+        )
         source = type(self.blocks.module).__name__
-        return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note)
+        return SwapRecord(
+            self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note
+        )
 
 
 def plan_stages(
-    root: nn.Module, places: Sequence[Place], plan: Mapping[str, str], kinds: Mapping[str, str], mesh: ParallelMesh
+    root: nn.Module,
+    places: Sequence[Place],
+    plan: Mapping[str, str],
+    kinds: Mapping[str, str],
+    mesh: ParallelMesh,
 ) -> Stages:
     """Assign the parts of a model with a list of blocks to stages.
 
@@ -172,7 +186,11 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
     """
     found: dict[str, int] = {}
     for name, part in root.named_modules():
-        kinds = {type(block) for block in part.children()} if type(part) in (nn.ModuleList, nn.Sequential) else set()
+        kinds = (
+            {type(block) for block in part.children()}
+            if type(part) in (nn.ModuleList, nn.Sequential)
+            else set()
+        )
         within = any(name.startswith(f"{other}.") for other in found)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
             found[name] = sum(parameter.numel() for parameter in part.parameters())
@@ -200,16 +218,21 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
         if not matching:
             near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
             raise ParallelPlanError(
-                f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. A misspelt name "
-                f"would leave a module on the wrong stage. Did you mean {one_of([repr(name) for name in near])}?"
+                f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. "
+                "A misspelt name would leave a module on the wrong stage. Did you mean "
+                f"{one_of([repr(name) for name in near])}?"
             )
         found += matching if kind == "blocks" else []
     lists = [place.name for place in places if type(place.module) in (nn.ModuleList, nn.Sequential)]
     if len(found) != 1 or found[0].name not in lists:
-        named = ", ".join(f"{place.name!r} ({type(place.module).__name__})" for place in found) or "nothing"
+        named = (
+            ", ".join(f"{place.name!r} ({type(place.module).__name__})" for place in found)
+            or "nothing"
+        )
         raise ParallelPlanError(
-            f"pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': {named} has it. Its blocks "
-            f"are what the stages share. Use {one_of([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+            "pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': "
+            f"{named} has it. Its blocks are what the stages share. Use "
+            f"{one_of([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
         )
     return found[0]
 
@@ -217,10 +240,15 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
 def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """List the modules around the blocks, from the root inwards."""
     parts = name.split(".")
-    return [(name, root.get_submodule(name)) for name in (".".join(parts[:count]) for count in range(len(parts)))]
+    return [
+        (name, root.get_submodule(name))
+        for name in (".".join(parts[:count]) for count in range(len(parts)))
+    ]
 
 
-def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]) -> Iterator[End]:
+def _ends(
+    around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]
+) -> Iterator[End]:
     for prefix, module in around:
         is_before = True
         for key, child in module._modules.items():
@@ -231,10 +259,16 @@ def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[
                 is_before = False
             elif next(child.parameters(), None) is not None:
                 said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
-                yield End(Place(name, module, key, child), said[-1] == "first" if said else is_before, bool(said))
+                yield End(
+                    Place(name, module, key, child),
+                    said[-1] == "first" if said else is_before,
+                    bool(said),
+                )
 
 
-def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]) -> None:
+def _check_sides(
+    places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]
+) -> None:
     known = [end.place.name for end in ends]
     bare = {place.name for place in places if next(place.module.parameters(), None) is None}
     for pattern, kind in plan.items():
@@ -242,8 +276,9 @@ def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], pl
         # A module without parameters runs on every stage, so a plan cannot assign it.
         if kind != "blocks" and not any(name in known or name in bare for name in matching):
             raise ParallelPlanError(
-                f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is not beside "
-                f"{blocks.name!r}. Stages share whole modules. Use {one_of([repr(name) for name in known])}."
+                f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is "
+                f"not beside {blocks.name!r}. Stages share whole modules. Use "
+                f"{one_of([repr(name) for name in known])}."
             )
 
 
@@ -268,7 +303,11 @@ class _Owners:
         """Return the stage of a module's own parameters; None outside the model."""
         if path.startswith(f"{self.blocks}."):
             index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
-            return next(s for s, chunks in enumerate(self.layers) if any(index in layers for layers in chunks))
+            return next(
+                s
+                for s, chunks in enumerate(self.layers)
+                if any(index in layers for layers in chunks)
+            )
         end = self.end_of(path)
         if end is not None:
             return 0 if end.is_before else len(self.layers) - 1
@@ -284,7 +323,9 @@ def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[st
     for path, owner in root.named_modules(remove_duplicate=False):
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                uses.setdefault(id(parameter), []).append((f"{path}.{key}", path, owners.stage_of(path, owner)))
+                uses.setdefault(id(parameter), []).append(
+                    (f"{path}.{key}", path, owners.stage_of(path, owner))
+                )
     ties: dict[str, str] = {}
     last = len(owners.layers) - 1
     for shared in uses.values():
@@ -294,8 +335,9 @@ def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[st
         at_ends = stages == {0, last} and all(owners.end_of(path) for _, path, _ in shared)
         if not at_ends or len({kinds.get(path, "replicate") for _, path, _ in shared}) > 1:
             raise UnsupportedError(
-                f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across pipeline stages. Only an "
-                "embedding and an output layer that are cut alike over tp can. Use separate weights, or pp=1."
+                f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across "
+                "pipeline stages. Only an embedding and an output layer that are cut alike over tp "
+                "can. Use separate weights, or pp=1."
             )
         original = next(name for name, _, stage in shared if stage == 0)
         ties[next(name for name, _, stage in shared if stage == last)] = original

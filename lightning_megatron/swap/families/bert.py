@@ -24,10 +24,19 @@ CLASSIFIER = "head.output.weight"
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 #: Of the first releases of BERT, and of what no model of these classes has.
 _IRRELEVANT = frozenset(
-    {"directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"}
+    {
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+    }
     | {"pooler_type", "tie_word_embeddings"}
 )
-_EARLIER_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
+_EARLIER_NORMS = (
+    (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+    (r"LayerNorm\.beta$", "LayerNorm.bias"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +55,21 @@ class EncoderNames:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         start = f"{self.prefix}embeddings"
-        tables = {"word": config.vocab_size, "position": config.num_positions, "token_type": config.num_token_types}
+        tables = {
+            "word": config.vocab_size,
+            "position": config.num_positions,
+            "token_type": config.num_token_types,
+        }
         found = [
-            _joined(f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",))
+            _joined(
+                f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",)
+            )
             for name, rows in tables.items()
         ]
         found += _norm("embedding.norm", f"{start}.LayerNorm", config)
-        found += [tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)]
+        found += [
+            tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
+        ]
         return (*found, *self._head(config))
 
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
@@ -83,16 +100,27 @@ class EncoderNames:
 
 
 def _joined(target: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> TensorMap:
-    return TensorMap(target, shape, tuple(Source(name, shape[0] // len(sources)) for name in sources))
+    return TensorMap(
+        target, shape, tuple(Source(name, shape[0] // len(sources)) for name in sources)
+    )
 
 
 def _linear(target: str, shape: tuple[int, int], *sources: str) -> list[TensorMap]:
-    weights, biases = tuple(f"{name}.weight" for name in sources), tuple(f"{name}.bias" for name in sources)
-    return [_joined(f"{target}.weight", shape, weights), _joined(f"{target}.bias", shape[:1], biases)]
+    weights, biases = (
+        tuple(f"{name}.weight" for name in sources),
+        tuple(f"{name}.bias" for name in sources),
+    )
+    return [
+        _joined(f"{target}.weight", shape, weights),
+        _joined(f"{target}.bias", shape[:1], biases),
+    ]
 
 
 def _norm(target: str, source: str, config: EncoderConfig) -> list[TensorMap]:
-    return [_joined(f"{target}.{kind}", (config.hidden_size,), (f"{source}.{kind}",)) for kind in ("weight", "bias")]
+    return [
+        _joined(f"{target}.{kind}", (config.hidden_size,), (f"{source}.{kind}",))
+        for kind in ("weight", "bias")
+    ]
 
 
 def _labels(values: Values) -> Mapping[str, Any]:
@@ -100,8 +128,8 @@ def _labels(values: Values) -> Mapping[str, Any]:
     counted = values["num_labels"]
     if named is not None and counted is not None and len(named) != counted:
         raise UnsupportedError(
-            f"num_labels must be the number of id2label: they are {counted} and {len(named)}. The classifier has one "
-            "output for each. Correct the configuration."
+            f"num_labels must be the number of id2label: they are {counted} and {len(named)}. The "
+            "classifier has one output for each. Correct the configuration."
         )
     return {"num_labels": len(named) if named is not None else counted or 2}
 
@@ -109,7 +137,9 @@ def _labels(values: Values) -> Mapping[str, Any]:
 def _padding(values: Values) -> Mapping[str, Any]:
     padding = values["pad_token_id"]
     # As torch.nn.Embedding reads it.
-    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
+    return {
+        "padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding
+    }
 
 
 def _head_dropout(values: Values) -> Mapping[str, Any]:
@@ -138,7 +168,14 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
     )
 
 
-_MASKED = (Field("tie_word_embeddings", True, only=(True,), why="the output layer has the weight of the embedding"),)
+_MASKED = (
+    Field(
+        "tie_word_embeddings",
+        True,
+        only=(True,),
+        why="the output layer has the weight of the embedding",
+    ),
+)
 _CLASSES = (
     Field("id2label", None, _labels),
     Field("num_labels", None),
@@ -215,7 +252,9 @@ ROBERTA_MASKED = Family(
     "RobertaForMaskedLM",
     # Its head has the exact GELU whatever hidden_act says.
     _table("RoBERTa", (*_ROBERTA, *_MASKED), head="masked_lm", head_activation="gelu", **_COUNTED),
-    EncoderNames("roberta.", {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"}),
+    EncoderNames(
+        "roberta.", {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"}
+    ),
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
     copies=(("lm_head.decoder.bias", "lm_head.bias"),),

@@ -61,7 +61,9 @@ class ExpertNames:
             up = tuple(name.format(layer) for name in self.shared_up)
             found += _mlp(f"{ours}.shared", up, self.shared_down.format(layer), config, shared)
             if experts.shared_gate:
-                found.append(_joined(f"{ours}.shared.gate.weight", (1, size), self.shared_gate.format(layer)))
+                found.append(
+                    _joined(f"{ours}.shared.gate.weight", (1, size), self.shared_gate.format(layer))
+                )
         return found
 
     def _router(self, experts: ExpertsConfig, size: int, ours: str, layer: int) -> list[TensorMap]:
@@ -70,7 +72,9 @@ class ExpertNames:
         if experts.expert_bias:
             name = self.bias.format(layer)
             # Its steps would be rounded away in a half type.
-            bias = TensorMap(f"{ours}.router.expert_bias", (count,), (Source(name, count),), torch.float32)
+            bias = TensorMap(
+                f"{ours}.router.expert_bias", (count,), (Source(name, count),), torch.float32
+            )
             found.append(bias)
         return found
 
@@ -80,7 +84,9 @@ def is_of_training(name: str) -> bool:
     return name.endswith(".step_shares")
 
 
-def _mlp(target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int) -> list[TensorMap]:
+def _mlp(
+    target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int
+) -> list[TensorMap]:
     kind, num_rows = ("gate_up", 2 * inner) if config.is_gated else ("up", inner)
     return [
         _joined(f"{target}.{kind}.weight", (num_rows, config.hidden_size), *up),

@@ -26,7 +26,14 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed
 
 #: Training settings that Hugging Face has no fields for.
-OF_TRAINING = ("aux_loss", "aux_loss_scope", "z_loss", "jitter", "capacity_factor", "expert_bias_rate")
+OF_TRAINING = (
+    "aux_loss",
+    "aux_loss_scope",
+    "z_loss",
+    "jitter",
+    "capacity_factor",
+    "expert_bias_rate",
+)
 
 _MLP, _MOE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _GATE_UP, _DOWN = f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj"
@@ -45,7 +52,11 @@ def _sparse_layers(values: Values) -> Mapping[str, Any]:
     num_layers = values["num_hidden_layers"]
     if not dense:
         return {"layers": step}
-    return {"layers": tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))}
+    return {
+        "layers": tuple(
+            (layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)
+        )
+    }
 
 
 def _all_layers(values: Values) -> Mapping[str, Any]:
@@ -67,10 +78,11 @@ def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...
         num_layers = sum(where) if isinstance(where, tuple) else count // where
         weight = values["router_aux_loss_coef"] * values["num_experts_per_tok"] / max(num_layers, 1)
         raise UnsupportedError(
-            "output_router_logits must be False: it is True. It adds a loss over the tokens of all layers at once, "
-            "which pipeline stages do not see together; here every layer has a loss of its own. Set it to False, and "
-            f"{SETTINGS} of the configuration to {{'aux_loss': {weight:.6g}}}, which weighs as much where layers are "
-            "loaded alike (router_aux_loss_coef times num_experts_per_tok, for each layer with experts)."
+            "output_router_logits must be False: it is True. It adds a loss over the tokens of all "
+            "layers at once, which pipeline stages do not see together; here every layer has a "
+            f"loss of its own. Set it to False, and {SETTINGS} of the configuration to "
+            f"{{'aux_loss': {weight:.6g}}}, which weighs as much where layers are loaded alike "
+            "(router_aux_loss_coef times num_experts_per_tok, for each layer with experts)."
         )
 
     # The coefficient counts where output_router_logits is on.
@@ -81,9 +93,10 @@ def _own_settings(values: Values) -> Mapping[str, Any]:
     given = values[SETTINGS] or {}
     if not isinstance(given, Mapping) or not given.keys() <= set(OF_TRAINING):
         raise UnsupportedError(
-            f"{SETTINGS} of a configuration must be a mapping with some of {', '.join(OF_TRAINING)}: it is "
-            f"{shown(given)}. They are fields of ExpertsConfig that no weights depend on; Hugging Face's fields say "
-            "the others. Leave out what is not among them."
+            f"{SETTINGS} of a configuration must be a mapping with some of "
+            f"{', '.join(OF_TRAINING)}: it is {shown(given)}. They are fields of ExpertsConfig "
+            "that no weights depend on; Hugging Face's fields say the others. Leave out what is "
+            "not among them."
         )
     return given
 
@@ -201,7 +214,9 @@ QWEN3_MOE = Family(
     packed=_PACKED,
 )
 
-_NO_LATENTS = "every head has queries, keys and values of its own, none of them made of one latent vector"
+_NO_LATENTS = (
+    "every head has queries, keys and values of its own, none of them made of one latent vector"
+)
 _NO_CODE = "the family's router is this one"
 
 #: Its attention is refused whatever the sizes are, so that the tensors are those of routers and
@@ -216,7 +231,11 @@ DEEPSEEK_V3 = Family(
             Field("q_lora_rank", 1536, only=(None,), why=_NO_LATENTS),
             *(
                 Field(name, size, only=(None,), why=_NO_LATENTS)
-                for name, size in (("qk_rope_head_dim", 64), ("qk_nope_head_dim", 128), ("v_head_dim", 128))
+                for name, size in (
+                    ("qk_rope_head_dim", 64),
+                    ("qk_nope_head_dim", 128),
+                    ("v_head_dim", 128),
+                )
             ),
             Field("qk_head_dim", None, only=(None,), why=_NO_LATENTS),
             *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
@@ -224,12 +243,24 @@ DEEPSEEK_V3 = Family(
             ACTIVATION,
             HEAD_DIM,
             ATTENTION_BIAS,
-            Field("rope_interleave", True, only=(False, None), why="halves of heads are rotated, not neighbours"),
-            Field("output_router_logits", False, only=(False, None), why="the model returns loss and logits alone"),
+            Field(
+                "rope_interleave",
+                True,
+                only=(False, None),
+                why="halves of heads are rotated, not neighbours",
+            ),
+            Field(
+                "output_router_logits",
+                False,
+                only=(False, None),
+                why="the model returns loss and logits alone",
+            ),
         ),
         FIXED,
         # Layers that predict later tokens are left out of training; the others are of other code.
-        frozenset({"num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"}),
+        frozenset(
+            {"num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"}
+        ),
         parts={
             "experts": ConfigTable(
                 "DeepSeek-V3",
@@ -240,7 +271,12 @@ DEEPSEEK_V3 = Family(
                     Field("moe_intermediate_size", 2048, "ffn_hidden_size"),
                     Field("n_shared_experts", 1, _shared),
                     Field("first_k_dense_replace", 3, _later_layers),
-                    Field("moe_layer_freq", 1, only=(1, None), why="all layers after the first ones have experts"),
+                    Field(
+                        "moe_layer_freq",
+                        1,
+                        only=(1, None),
+                        why="all layers after the first ones have experts",
+                    ),
                     Field("norm_topk_prob", True, "normalize_top_k"),
                     Field("routed_scaling_factor", 2.5, "score_scale"),
                     Field("n_group", 8, "num_groups"),

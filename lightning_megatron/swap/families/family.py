@@ -147,7 +147,9 @@ class Names:
         if self.position is not None:
             shape = (config.max_seq_length, size)
             found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
-        found += [tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)]
+        found += [
+            tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
+        ]
         found += self._norm("final_norm", self.final_norm, config)
         if not config.tie_embeddings:
             found.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
@@ -162,9 +164,19 @@ class Names:
         found += self._norm(f"{ours}.mlp_norm", self.mlp_norm.format(layer), config)
         if config.qk_norm:
             found.append(
-                _one(f"{ours}.attention.query_norm.weight", (head,), f"{self.query_norm.format(layer)}.weight")
+                _one(
+                    f"{ours}.attention.query_norm.weight",
+                    (head,),
+                    f"{self.query_norm.format(layer)}.weight",
+                )
             )
-            found.append(_one(f"{ours}.attention.key_norm.weight", (head,), f"{self.key_norm.format(layer)}.weight"))
+            found.append(
+                _one(
+                    f"{ours}.attention.key_norm.weight",
+                    (head,),
+                    f"{self.key_norm.format(layer)}.weight",
+                )
+            )
         output = (Source(self.output, size),)
         found += self._linear(layer, "attention.qkv", self._qkv(config), size, config.has_qkv_bias)
         found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
@@ -182,7 +194,11 @@ class Names:
         for kind in ("weight", "bias") if has_bias else ("weight",):
             is_weight = kind == "weight"
             parts = tuple(
-                replace(s, name=f"{s.name.format(layer)}.{kind}", is_transposed=self.is_transposed and is_weight)
+                replace(
+                    s,
+                    name=f"{s.name.format(layer)}.{kind}",
+                    is_transposed=self.is_transposed and is_weight,
+                )
                 for s in sources
             )
             shape = (num_rows, num_columns) if is_weight else (num_rows,)
@@ -193,10 +209,15 @@ class Names:
         head = config.head_size
         query, key = config.num_heads * head, config.kv_heads * head
         if self.by_heads:
-            return tuple(Source(self.qkv[0], query, first=n * head, strip=head, step=3 * head) for n in range(3))
+            return tuple(
+                Source(self.qkv[0], query, first=n * head, strip=head, step=3 * head)
+                for n in range(3)
+            )
         if len(self.qkv) == 1:
             return (Source(self.qkv[0], query + 2 * key),)
-        return tuple(Source(name, rows) for name, rows in zip(self.qkv, (query, key, key), strict=True))
+        return tuple(
+            Source(name, rows) for name, rows in zip(self.qkv, (query, key, key), strict=True)
+        )
 
     def _up(self, config: GPTConfig) -> tuple[Source, ...]:
         num_rows = (2 if config.is_gated else 1) * config.ffn_size
@@ -205,7 +226,9 @@ class Names:
     @staticmethod
     def _norm(target: str, source: str, config: GPTConfig) -> list[TensorMap]:
         kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
-        return [_one(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds]
+        return [
+            _one(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds
+        ]
 
 
 def _one(target: str, shape: tuple[int, ...], source: str) -> TensorMap:

@@ -33,19 +33,31 @@ _ROTARY: Mapping[str, Any] = {
 
 #: Legal values of each field, by name; for a mapping by the names of its entries.
 KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size),
-    **dict.fromkeys(("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"), Size),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size),
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"), Size
+    ),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size
+    ),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "decoder_sparse_step"), Layers),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), Count),
     **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), Count | None),
-    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "max_window_layers"), Number | None),
-    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), Probability),
+    **dict.fromkeys(
+        ("n_shared_experts", "first_k_dense_replace", "max_window_layers"), Number | None
+    ),
+    **dict.fromkeys(
+        ("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), Probability
+    ),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), Probability),
     **dict.fromkeys(("attention_dropout", "classifier_dropout"), Probability | None),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), Small),
-    **dict.fromkeys(("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool
+    ),
     "scale_attn_weights": bool,
     **dict.fromkeys(("attention_bias", "use_sliding_window", "output_router_logits"), bool | None),
     **dict.fromkeys(("hidden_act", "activation_function"), str),
@@ -86,8 +98,8 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
         return
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointMismatchError(
-            f"{name} of a {family} configuration must be a mapping of names or None: it is {shown(value)}. It says how "
-            "positions are rotated. Correct the configuration."
+            f"{name} of a {family} configuration must be a mapping of names or None: it is "
+            f"{shown(value)}. It says how positions are rotated. Correct the configuration."
         )
     for key, one in value.items():
         if key in kind:

@@ -16,25 +16,102 @@ from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.unknown_fields import HARMLESS, passed_over, warn_of
 
 Values: TypeAlias = Mapping[str, Any]
-"""Fields of a foreign configuration by name, with the family's defaults where they are not given."""
+"""Fields of a foreign configuration by name, with the family's defaults where none are given."""
 
 #: Fields of every Hugging Face configuration that change nothing in a training: names, files,
 #: tokens, and how text is generated.
 IRRELEVANT = frozenset(
     {
-        *("model_type", "architectures", "auto_map", "transformers_version", "transformers.js_config", "name_or_path"),
-        *("dtype", "torch_dtype", "torchscript", "attn_implementation", "gradient_checkpointing", "use_cache"),
-        *("return_dict", "use_return_dict", "chunk_size_feed_forward", "is_decoder", "tokenizer_class", "prefix"),
-        *("num_labels", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id"),
-        *("classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-        *("summary_first_dropout", "pretraining_tp", "use_bfloat16", "tf_legacy_loss", "n_ctx", "is_llama_config"),
+        *(
+            "model_type",
+            "architectures",
+            "auto_map",
+            "transformers_version",
+            "transformers.js_config",
+            "name_or_path",
+        ),
+        *(
+            "dtype",
+            "torch_dtype",
+            "torchscript",
+            "attn_implementation",
+            "gradient_checkpointing",
+            "use_cache",
+        ),
+        *(
+            "return_dict",
+            "use_return_dict",
+            "chunk_size_feed_forward",
+            "is_decoder",
+            "tokenizer_class",
+            "prefix",
+        ),
+        *(
+            "num_labels",
+            "id2label",
+            "label2id",
+            "problem_type",
+            "finetuning_task",
+            "task_specific_params",
+        ),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "sep_token_id",
+            "decoder_start_token_id",
+            "unk_token_id",
+        ),
+        *(
+            "classifier_dropout",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+        ),
+        *(
+            "summary_first_dropout",
+            "pretraining_tp",
+            "use_bfloat16",
+            "tf_legacy_loss",
+            "n_ctx",
+            "is_llama_config",
+        ),
         # How text is generated.
-        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
-        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
-        *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
-        *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
-        *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
+        *(
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "diversity_penalty",
+            "do_sample",
+            "early_stopping",
+        ),
+        *(
+            "encoder_no_repeat_ngram_size",
+            "exponential_decay_length_penalty",
+            "forced_bos_token_id",
+        ),
+        *(
+            "forced_eos_token_id",
+            "length_penalty",
+            "max_length",
+            "min_length",
+            "no_repeat_ngram_size",
+        ),
+        *(
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "output_scores",
+            "remove_invalid_values",
+        ),
+        *(
+            "repetition_penalty",
+            "return_dict_in_generate",
+            "suppress_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+        ),
         *("typical_p", "encoder_repetition_penalty", "max_new_tokens", "min_new_tokens"),
     }
 )
@@ -71,7 +148,9 @@ class Field:
         Raises:
             UnsupportedError: If it gives two under different names.
         """
-        given = {name: config[name] for name in (self.name, *self.also) if config.get(name) is not None}
+        given = {
+            name: config[name] for name in (self.name, *self.also) if config.get(name) is not None
+        }
         first = next(iter(given), self.name)
         for name, value in given.items():
             if name != first and value != given[first]:
@@ -138,8 +217,9 @@ class ConfigTable:
         """
         if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
             raise CheckpointMismatchError(
-                f"a {self.family} configuration must be a mapping of fields: it is {shown(config)}. Without names the "
-                "values have no meaning. Give what config.to_dict() returns, or what config.json holds."
+                f"a {self.family} configuration must be a mapping of fields: it is "
+                f"{shown(config)}. Without names the values have no meaning. Give what "
+                "config.to_dict() returns, or what config.json holds."
             )
         self._values(config, GENERAL)
         found: ModelConfig = self.record(config)
@@ -165,7 +245,9 @@ class ConfigTable:
                 found |= rule.becomes(values)
             elif rule.becomes is not None:
                 found[rule.becomes] = values[rule.name]
-        return self.builds(**found, **{name: part.record(config) for name, part in self.parts.items()})
+        return self.builds(
+            **found, **{name: part.record(config) for name, part in self.parts.items()}
+        )
 
     def _values(self, config: Values, rules: Iterable[Field]) -> dict[str, Any]:
         values = {}
@@ -173,7 +255,10 @@ class ConfigTable:
             value = values[rule.name] = rule.value_in(config, self.family)
             if rule.only is None:
                 self._check_value(rule, value)
-            elif not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in rule.only):
+            elif not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool)
+                for one in rule.only
+            ):
                 raise refusal(self.family, rule.name, value, rule.why, rule.only)
         return values
 
@@ -188,35 +273,45 @@ class ConfigTable:
     def _check_known(self, config: Values) -> None:
         known = self.names | IRRELEVANT
         unknown = {name for name in config if name not in known and not name.startswith("_")}
-        on = sorted(name for name in unknown if config[name] is not None and config[name] is not False)
+        on = sorted(
+            name for name in unknown if config[name] is not None and config[name] is not False
+        )
         # Settings of ours are meant, though Hugging Face passes over them.
         overlooked = passed_over(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:
                 raise refusal(
-                    self.family, name, config[name], "nothing is known of this field, which may change the model"
+                    self.family,
+                    name,
+                    config[name],
+                    "nothing is known of this field, which may change the model",
                 )
         if overlooked - HARMLESS:
             warn_of(self.family, tuple(sorted(overlooked - HARMLESS)))
 
 
-def refusal(family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)) -> UnsupportedError:
+def refusal(
+    family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)
+) -> UnsupportedError:
     """Return the error for a field that asks for an unsupported computation."""
     legal = one_of(only)
     return UnsupportedError(
         f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {why}. "
-        f"Set {name} to {one_of(only[:1])} if the model allows it, or keep Hugging Face's own module."
+        f"Set {name} to {one_of(only[:1])} if the model allows it, or keep Hugging Face's own "
+        "module."
     )
 
 
-def one_from(name: str, target: str, choices: Mapping[Any, Any]) -> Callable[[Values], Mapping[str, Any]]:
+def one_from(
+    name: str, target: str, choices: Mapping[Any, Any]
+) -> Callable[[Values], Mapping[str, Any]]:
     """Return a rule that translates a field's values and refuses all others."""
 
     def rule(values: Values) -> Mapping[str, Any]:
         if values[name] not in list(choices):
             raise UnsupportedError(
-                f"{name} must be {one_of(list(choices))}: it is {shown(values[name])}. No other is computed here. "
-                "Keep Hugging Face's own module."
+                f"{name} must be {one_of(list(choices))}: it is {shown(values[name])}. No other is "
+                "computed here. Keep Hugging Face's own module."
             )
         return {target: choices[values[name]]}
 

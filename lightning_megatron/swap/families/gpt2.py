@@ -24,8 +24,8 @@ def _dropout(values: Values) -> Mapping[str, Any]:
     residual = values["resid_pdrop"]
     if embedding != residual:
         raise UnsupportedError(
-            f"embd_pdrop must be that of resid_pdrop: they are {embedding} and {residual}. One probability is for both "
-            f"here. Set embd_pdrop to {residual}."
+            f"embd_pdrop must be that of resid_pdrop: they are {embedding} and {residual}. One "
+            f"probability is for both here. Set embd_pdrop to {residual}."
         )
     return {"hidden_dropout": residual}
 
@@ -46,16 +46,34 @@ GPT2 = Family(
             Field("n_layer", 12, "num_layers"),
             Field("n_head", 12, "num_heads"),
             Field("n_inner", None, "ffn_hidden_size"),
-            Field("activation_function", "gelu_new", one_from("activation_function", "activation", _ACTIVATIONS)),
+            Field(
+                "activation_function",
+                "gelu_new",
+                one_from("activation_function", "activation", _ACTIVATIONS),
+            ),
             Field("layer_norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
             Field("embd_pdrop", 0.1),
             Field("resid_pdrop", 0.1, _dropout),
             Field("attn_pdrop", 0.1, "attention_dropout"),
             Field("tie_word_embeddings", True, "tie_embeddings"),
-            Field("scale_attn_weights", True, lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0}),
-            Field("scale_attn_by_inverse_layer_idx", False, only=(False,), why="all layers scale their scores alike"),
-            Field("reorder_and_upcast_attn", False, only=(False,), why="kernels choose the precision of scores"),
+            Field(
+                "scale_attn_weights",
+                True,
+                lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0},
+            ),
+            Field(
+                "scale_attn_by_inverse_layer_idx",
+                False,
+                only=(False,),
+                why="all layers scale their scores alike",
+            ),
+            Field(
+                "reorder_and_upcast_attn",
+                False,
+                only=(False,),
+                why="kernels choose the precision of scores",
+            ),
         ),
         {"norm": "layernorm", "position": "learned", "bias": True},
     ),

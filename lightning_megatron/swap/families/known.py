@@ -53,8 +53,9 @@ def _offered() -> tuple[Family, ...]:
         family = point.load()
         if not isinstance(family, Family):
             raise UnsupportedError(
-                f"an entry point of {ENTRY_POINTS} must be a Family: {point.name} ({point.value}) is a "
-                f"{type(family).__name__}. Nothing can be read with it. Correct or remove the package that has it."
+                f"an entry point of {ENTRY_POINTS} must be a Family: {point.name} ({point.value}) "
+                f"is a {type(family).__name__}. Nothing can be read with it. Correct or remove the "
+                "package that has it."
             )
         offered.append(family)
     return tuple(offered)
@@ -67,7 +68,14 @@ def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
         name: Name such as ``llama`` or ``LlamaForCausalLM``.
         further: Families in addition to the others.
     """
-    return next((family for family in families(further) if name in (family.model_type, family.architecture)), None)
+    return next(
+        (
+            family
+            for family in families(further)
+            if name in (family.model_type, family.architecture)
+        ),
+        None,
+    )
 
 
 def family_of(name: str, further: Iterable[Family] = ()) -> Family:
@@ -82,9 +90,11 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
     """
     found = find_family(name, further)
     if found is None:
-        known = ", ".join(f"{family.model_type} ({family.architecture})" for family in families(further))
+        known = ", ".join(
+            f"{family.model_type} ({family.architecture})" for family in families(further)
+        )
         raise UnsupportedError(
-            f"a model that is swapped as a whole must be of a known family: {name!r} is of none. Nothing says what its "
-            f"tensors mean. Use one of {known}, or give a Family of your own."
+            f"a model that is swapped as a whole must be of a known family: {name!r} is of none. "
+            f"Nothing says what its tensors mean. Use one of {known}, or give a Family of your own."
         )
     return found

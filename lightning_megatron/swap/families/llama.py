@@ -36,7 +36,9 @@ LLAMA_NAMES = Names(
     key_norm="model.layers.{}.self_attn.k_norm",
 )
 _FUSED_NAMES = replace(
-    LLAMA_NAMES, qkv=("model.layers.{}.self_attn.qkv_proj",), up=("model.layers.{}.mlp.gate_up_proj",)
+    LLAMA_NAMES,
+    qkv=("model.layers.{}.self_attn.qkv_proj",),
+    up=("model.layers.{}.mlp.gate_up_proj",),
 )
 
 
@@ -46,22 +48,32 @@ def _windowed_layers(values: Values) -> Mapping[str, Any]:
     width = values["sliding_window"] if values["use_sliding_window"] else None
     if types is None:
         first = values["max_window_layers"]
-        types = ["full_attention" if width is None or i < first else "sliding_attention" for i in range(num_layers)]
+        types = [
+            "full_attention" if width is None or i < first else "sliding_attention"
+            for i in range(num_layers)
+        ]
     for layer, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
             why = "attention looks at all positions before, or at a window of them"
-            raise refusal("Qwen", f"layer_types[{layer}]", kind, why, ("full_attention", "sliding_attention"))
+            raise refusal(
+                "Qwen", f"layer_types[{layer}]", kind, why, ("full_attention", "sliding_attention")
+            )
     windowed = tuple(kind == "sliding_attention" for kind in types)
     if len(windowed) != num_layers or (any(windowed) and width is None):
         raise UnsupportedError(
-            f"layer_types must name one kind for each of num_hidden_layers ({num_layers}), and sliding_attention only "
-            f"with use_sliding_window and sliding_window: it has {len(windowed)}, {sum(windowed)} of them sliding, and "
-            f"the window is {width}. The layers would not be those that it says. Correct the configuration."
+            f"layer_types must name one kind for each of num_hidden_layers ({num_layers}), and "
+            "sliding_attention only with use_sliding_window and sliding_window: it has "
+            f"{len(windowed)}, {sum(windowed)} of them sliding, and the window is {width}. The "
+            "layers would not be those that it says. Correct the configuration."
         )
     if not any(windowed):
         return {}
     found = window({**values, "sliding_window": width})
-    return found if found["sliding_window"] is None or all(windowed) else {**found, "window_layers": windowed}
+    return (
+        found
+        if found["sliding_window"] is None or all(windowed)
+        else {**found, "window_layers": windowed}
+    )
 
 
 def _gemma_activation(values: Values) -> Mapping[str, Any]:
@@ -70,7 +82,10 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     meant = "gelu_pytorch_tanh" if given == "gelu" else given
     other = values["hidden_activation"]
     if other is not None and other != meant:
-        why = f"hidden_act ({given}) says otherwise, and versions of transformers differ in which counts"
+        why = (
+            f"hidden_act ({given}) says otherwise, and versions of transformers differ in which "
+            "counts"
+        )
         raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
     return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
 
@@ -95,7 +110,12 @@ LLAMA = Family(
             HEAD_DIM,
             ATTENTION_BIAS,
             Field("mlp_bias", False, "mlp_bias"),
-            Field("rope_interleaved", False, only=(False, None), why="halves of heads are rotated, not neighbours"),
+            Field(
+                "rope_interleaved",
+                False,
+                only=(False, None),
+                why="halves of heads are rotated, not neighbours",
+            ),
         ),
         FIXED,
     ),
@@ -126,7 +146,13 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     ConfigTable(
         "Qwen2",
-        (*sizes(151936, 4096, 22016, 32, 32, 32768, 32), *rotary_fields(), ACTIVATION, HEAD_DIM, *_QWEN_WINDOWS),
+        (
+            *sizes(151936, 4096, 22016, 32, 32, 32768, 32),
+            *rotary_fields(),
+            ACTIVATION,
+            HEAD_DIM,
+            *_QWEN_WINDOWS,
+        ),
         {**FIXED, "qkv_bias": True},
     ),
     LLAMA_NAMES,
@@ -164,8 +190,17 @@ GEMMA = Family(
             Field("hidden_activation", None),
             Field("head_dim", 256, head_dim),
             ATTENTION_BIAS,
-            Field("use_bidirectional_attention", None, only=(None, False), why="no position sees a later one"),
-            Field("hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}),
+            Field(
+                "use_bidirectional_attention",
+                None,
+                only=(None, False),
+                why="no position sees a later one",
+            ),
+            Field(
+                "hidden_size",
+                3072,
+                lambda values: {"embedding_scale": values["hidden_size"] ** 0.5},
+            ),
         ),
         {**FIXED, "norm_offset": 1.0},
     ),
@@ -183,7 +218,12 @@ PHI3 = Family(
             *rotary_fields(part="partial_rotary_factor", earlier={"yarn": "longrope"}),
             ACTIVATION,
             Field("sliding_window", None, window),
-            Field("resid_pdrop", 0.0, only=(0.0,), why="dropout would come after the embedding as well"),
+            Field(
+                "resid_pdrop",
+                0.0,
+                only=(0.0,),
+                why="dropout would come after the embedding as well",
+            ),
             Field("attention_bias", False, only=(False, None), why=_NO_BIAS),
             Field("mlp_bias", False, only=(False, None), why=_NO_BIAS),
             Field("lm_head_bias", False, only=(False, None), why=_NO_BIAS),

@@ -62,13 +62,19 @@ def sizes(
         Field("tie_word_embeddings", tied, "tie_embeddings"),
         # The embedding of these families does not train this row, where the lookup reads it.
         Field("pad_token_id", padding, _padding),
-        Field("attention_dropout", 0.0, lambda values: {"attention_dropout": values["attention_dropout"] or 0.0}),
+        Field(
+            "attention_dropout",
+            0.0,
+            lambda values: {"attention_dropout": values["attention_dropout"] or 0.0},
+        ),
     )
 
 
 def _padding(values: Values) -> Mapping[str, Any]:
     padding = values["pad_token_id"]
-    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
+    return {
+        "padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding
+    }
 
 
 def _kv_heads(values: Values) -> Mapping[str, Any]:
@@ -91,7 +97,11 @@ def window(values: Values) -> Mapping[str, Any]:
     """Return the attention window, if it is shorter than a sequence can be."""
     given = values["sliding_window"]
     # No window is faster.
-    return {"sliding_window": None if given is None or given >= values["max_position_embeddings"] else given}
+    return {
+        "sliding_window": None
+        if given is None or given >= values["max_position_embeddings"]
+        else given
+    }
 
 
 ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", GATED))

@@ -18,13 +18,28 @@ _EARLIER = {"su": "longrope"}
 _READ: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
     "yarn": frozenset(
-        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"}
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+        }
         | {"mscale_all_dim", "truncate"}
     ),
     "longrope": frozenset(
-        {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
     ),
 }
 _ALWAYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
@@ -48,35 +63,61 @@ def rotary_fields(
         default_base: Base if the field is missing.
     """
     rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}), default_base)
-    names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | ({part} - {None})
+    names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | (
+        {part} - {None}
+    )
     others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
     return (Field("rope_parameters", becomes=rule), Field("rope_scaling"), *others)
 
 
 def _rule(
-    theta: str, part: str | None, default_part: float, earlier: Mapping[str, str], default_base: float
+    theta: str,
+    part: str | None,
+    default_part: float,
+    earlier: Mapping[str, str],
+    default_base: float,
 ) -> Callable[[Values], Mapping[str, Any]]:
     def rule(values: Values) -> Mapping[str, Any]:
         given = values["rope_scaling"] or values["rope_parameters"] or {}
-        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-            raise _refusal("rope_parameters", given, "one mapping for all layers", "all layers rotate alike")
+        if not isinstance(given, Mapping) or any(
+            isinstance(value, Mapping) for value in given.values()
+        ):
+            raise _refusal(
+                "rope_parameters", given, "one mapping for all layers", "all layers rotate alike"
+            )
         kind = given.get("rope_type") or given.get("type") or "default"
         kind = earlier.get(kind, kind)
         if kind not in _READ:
-            raise _refusal("rope_type", kind, one_of(list(_READ)), "angles of no other kind are computed")
+            raise _refusal(
+                "rope_type", kind, one_of(list(_READ)), "angles of no other kind are computed"
+            )
         unknown = sorted(given.keys() - _READ[kind] - _ALWAYS)
         for name in unknown:
             if given[name] is not None and given[name] is not False:
-                raise _refusal(f"rope_parameters.{name}", given[name], "left out", f"{kind} positions do not use it")
+                raise _refusal(
+                    f"rope_parameters.{name}",
+                    given[name],
+                    "left out",
+                    f"{kind} positions do not use it",
+                )
         base = given.get("rope_theta") or _agreed(values, theta, "rope_theta") or default_base
-        share = given.get("partial_rotary_factor") or _agreed(values, part, "partial_rotary_factor") or default_part
+        share = (
+            given.get("partial_rotary_factor")
+            or _agreed(values, part, "partial_rotary_factor")
+            or default_part
+        )
         if part is None and share != 1.0:
             raise _refusal("partial_rotary_factor", share, "1.0", "this family rotates whole heads")
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
         size = int(head_dim * share)
         if size % 2 or not size:
-            why = f"that part of a head of {head_dim} is {size} elements, and pairs of them are rotated"
-            raise _refusal("partial_rotary_factor", share, "that of an even number of elements", why)
+            why = (
+                f"that part of a head of {head_dim} is {size} elements, and pairs of them are "
+                "rotated"
+            )
+            raise _refusal(
+                "partial_rotary_factor", share, "that of an even number of elements", why
+            )
         rotary_base = float(base)
         rotary_dim = size if size < head_dim else None
         scaling = None if kind == "default" else _scaling(kind, given, values)
@@ -96,12 +137,24 @@ def _agreed(values: Values, name: str | None, other: str) -> Any:
 def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScaling:
     longest = values["max_position_embeddings"]
     # A field of the configuration itself goes before one inside the mapping.
-    length = values["original_max_position_embeddings"] or given.get("original_max_position_embeddings") or longest
-    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",)}.get(kind, ())
+    length = (
+        values["original_max_position_embeddings"]
+        or given.get("original_max_position_embeddings")
+        or longest
+    )
+    needed = {
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "linear": ("factor",),
+    }.get(kind, ())
     needed = ("short_factor", "long_factor") if kind == "longrope" else needed
     for name in needed:
         if given.get(name) is None:
-            raise _refusal(f"rope_parameters.{name}", None, "given", f"{kind} positions cannot be computed without it")
+            raise _refusal(
+                f"rope_parameters.{name}",
+                None,
+                "given",
+                f"{kind} positions cannot be computed without it",
+            )
     factor = given.get("factor")
     factor = float(longest / length if factor is None else factor)
     if kind == "linear":
@@ -109,7 +162,11 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
     if kind == "llama3":
         low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
         return RotaryScaling(
-            kind=kind, factor=factor, original_length=length, low_frequency_factor=low, high_frequency_factor=high
+            kind=kind,
+            factor=factor,
+            original_length=length,
+            low_frequency_factor=low,
+            high_frequency_factor=high,
         )
     attention = given.get("attention_factor")
     if kind == "longrope":
@@ -138,11 +195,13 @@ def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
         return None
     if factor <= 1.0:
         return 1.0
-    return float((0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0))
+    return float(
+        (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0)
+    )
 
 
 def _refusal(name: str, value: Any, legal: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} must be {legal}: it is {shown(value)}, and {why}. Change it if the model allows it, or keep Hugging "
-        "Face's own module."
+        f"{name} must be {legal}: it is {shown(value)}, and {why}. Change it if the model allows "
+        "it, or keep Hugging Face's own module."
     )

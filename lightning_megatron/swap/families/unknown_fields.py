@@ -27,8 +27,20 @@ HARMLESS = frozenset(
 )
 #: Code of all models, which reads fields of their configurations.
 _SHARED = (
-    *("masking_utils", "modeling_utils", "modeling_rope_utils", "modeling_layers", "modeling_attn_mask_utils"),
-    *("modeling_flash_attention_utils", "cache_utils", "configuration_utils", "core_model_loading", "activations"),
+    *(
+        "masking_utils",
+        "modeling_utils",
+        "modeling_rope_utils",
+        "modeling_layers",
+        "modeling_attn_mask_utils",
+    ),
+    *(
+        "modeling_flash_attention_utils",
+        "cache_utils",
+        "configuration_utils",
+        "core_model_loading",
+        "activations",
+    ),
 )
 
 
@@ -48,7 +60,11 @@ def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
     if declared is None:
         return frozenset(names) - others
-    read = {name for name in others if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)}
+    read = {
+        name
+        for name in others
+        if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)
+    }
     return frozenset(names) - read - declared
 
 
@@ -57,7 +73,10 @@ def warn_of(family: str, names: tuple[str, ...]) -> None:
     """Log once, on the first rank, the fields of a configuration that are ignored."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         logger.warning(
-            "%s of a %s configuration: Hugging Face's class does not read that. It is passed over here as well.",
+            (
+                "%s of a %s configuration: Hugging Face's class does not read that. It is passed "
+                "over here as well."
+            ),
             ", ".join(repr(name) for name in names),
             family,
         )
@@ -72,9 +91,17 @@ def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
     if model_type not in library.CONFIG_MAPPING:
         return None, ""
     config_class = library.CONFIG_MAPPING[model_type]
-    declared = frozenset({*dir(config_class()), *config_class.attribute_map, *config_class.attribute_map.values()})
+    declared = frozenset(
+        {*dir(config_class()), *config_class.attribute_map, *config_class.attribute_map.values()}
+    )
     root = Path(library.__file__).parent
     spec = find_spec(config_class.__module__)
-    own = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
-    files = [*own, *(root / f"{name}.py" for name in _SHARED), *sorted((root / "integrations").glob("*attention*.py"))]
+    own = (
+        [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
+    )
+    files = [
+        *own,
+        *(root / f"{name}.py" for name in _SHARED),
+        *sorted((root / "integrations").glob("*attention*.py")),
+    ]
     return declared, "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())

@@ -24,14 +24,18 @@ T = TypeVar("T")
 
 #: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
 #: swapped model ignores them.
-_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
+_IRRELEVANT = frozenset(
+    {"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"}
+)
 
 
 class LabelledGPT(GPT):
     """GPT that returns the losses and this rank's logits, sequence first."""
 
     @override
-    def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Any:
+    def _result(
+        self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
+    ) -> Any:
         if labels is None:
             return None, logits
         return super()._result(logits, labels, label_smoothing, ignore_index), logits
@@ -75,8 +79,8 @@ class HuggingFaceLM(ReplacedModel):
     ) -> CausalLMOutput:
         """Return an output with ``logits`` and, if requested, ``loss`` and ``hidden_states``.
 
-        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B,
-        S, D)``; logits ``(B, S, V)``.
+        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds
+            ``(B, S, D)``; logits ``(B, S, V)``.
 
         Args:
             input_ids: Token ids; alternatively ``inputs_embeds``.
@@ -109,7 +113,8 @@ class HuggingFaceLM(ReplacedModel):
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError(
                 "a language model takes either input_ids or inputs_embeds: "
-                f"{'neither' if given is None else 'both'} were given. One says what the other does. Give one."
+                f"{'neither' if given is None else 'both'} were given. One says what the other "
+                "does. Give one."
             )
         length = given.shape[1]
         if shift_labels is None and labels is not None:
@@ -120,17 +125,23 @@ class HuggingFaceLM(ReplacedModel):
             # Attention is causal, so appended positions change no earlier one; drop their results.
             input_ids = lengthened(input_ids, extra, 0, rows)
             shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
-            inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
+            inputs_embeds = (
+                None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
+            )
             span = None if span is None else _padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
 
         def run() -> tuple[Tensor | None, Tensor]:
-            losses, shard = self.gpt(input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds)
+            losses, shard = self.gpt(
+                input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds
+            )
             loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
             return loss, shard[kept, : len(given)]
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
-            return self._from_last_stage(run, given.shape[0], kept.stop - kept.start, shift_labels is not None)
+            return self._from_last_stage(
+                run, given.shape[0], kept.stop - kept.start, shift_labels is not None
+            )
         if not output_hidden_states:
             loss, shard = run()
             return CausalLMOutput(loss, lambda: self._gather(shard))
@@ -143,8 +154,8 @@ class HuggingFaceLM(ReplacedModel):
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"output_hidden_states cannot be given with pp ({gpt.mesh.pp.size}) above 1, because each stage has "
-                "the states of its own layers. Leave it out, or use pp=1."
+                f"output_hidden_states cannot be given with pp ({gpt.mesh.pp.size}) above 1, "
+                "because each stage has the states of its own layers. Leave it out, or use pp=1."
             )
         gpt.hidden_states = states = list[Tensor]()
         try:
@@ -154,14 +165,20 @@ class HuggingFaceLM(ReplacedModel):
         return result, tuple(whole_sequences(one, gpt.mesh) for one in states)
 
     def _from_last_stage(
-        self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
+        self,
+        run: Callable[[], tuple[Tensor | None, Tensor]],
+        num_sequences: int,
+        length: int,
+        has_labels: bool,
     ) -> CausalLMOutput:
         """Run the pipeline stages in turn, and give every rank the result."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
         found = run_in_turn(self.gpt, run)
         logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
-        loss = torch.empty((), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
+        loss = torch.empty(
+            (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
+        )
         if found is not None:
             logits.copy_(self._gather(found[1]))
             if found[0] is not None:
@@ -186,8 +203,8 @@ class HuggingFaceLM(ReplacedModel):
 def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S,
-    D)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(B, S, D)``.
     Communication: under sequence parallelism an all-gather over tp forward, none backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
@@ -222,8 +239,8 @@ def span_of(
         if attention_mask.shape != shape:
             raise UnsupportedError(
                 f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark padding with 0 in a "
-                "mask of that shape, or pack sequences with position_ids."
+                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark "
+                "padding with 0 in a mask of that shape, or pack sequences with position_ids."
             )
         mask = attention_mask.to(torch.bool)
         unseen = (mask[:, 1:] <= mask[:, :-1]).all()
@@ -253,8 +270,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             raise UnsupportedError(
-                f"a swapped language model takes no {name}: {type(value).__name__} was given. It keeps no cache and "
-                f"returns loss and logits alone. Leave {name} out."
+                f"a swapped language model takes no {name}: {type(value).__name__} was given. It "
+                f"keeps no cache and returns loss and logits alone. Leave {name} out."
             )
 
 

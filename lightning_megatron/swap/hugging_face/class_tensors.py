@@ -105,8 +105,9 @@ class ClassTensors:
         missing = set(members) - {self._key(name) for name in parts}
         if missing:
             raise CheckpointMismatchError(
-                f"a tensor that {self.family.architecture} has in one must have all its parts: {named(missing)} of "
-                f"{self.class_name(first)!r} missing. What the others would be there is not known. Save them together."
+                f"a tensor that {self.family.architecture} has in one must have all its parts: "
+                f"{named(missing)} of {self.class_name(first)!r} missing. What the others would be "
+                "there is not known. Save them together."
             )
         (found,) = pack(theirs, self.family.packed).values()
         return found
@@ -186,7 +187,9 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     return ordered
 
 
-def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> dict[str, Any]:
+def class_states(
+    models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return optimizer state for the parameters of the models' classes.
 
     Args:
@@ -203,10 +206,15 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     groups: dict[str, list[str]] = {}
     for name in states:
         groups.setdefault(class_name_in(models, name), []).append(name)
-    return {name: _class_state(models, key, {one: states[one] for one in own}) for name, own in groups.items()}
+    return {
+        name: _class_state(models, key, {one: states[one] for one in own})
+        for name, own in groups.items()
+    }
 
 
-def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]) -> Any:
+def own_state(
+    model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]
+) -> Any:
     """Return the optimizer state of a replaced model's parameter from that of its class.
 
     Args:
@@ -245,9 +253,9 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     differing = [one for one, other in states.items() if not _is_same(value, other)]
     if differing:
         raise UnsupportedError(
-            f"parameters that are one in {model.family.architecture} must have equal scalars: {key!r} is {value} of "
-            f"{name!r} and {states[differing[0]]} of {differing[0]!r}. One process has one for all. Write the weights "
-            "alone (--weights-only)."
+            f"parameters that are one in {model.family.architecture} must have equal scalars: "
+            f"{key!r} is {value} of {name!r} and {states[differing[0]]} of {differing[0]!r}. One "
+            "process has one for all. Write the weights alone (--weights-only)."
         )
     return value
 
@@ -260,9 +268,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:
     return UnsupportedError(
-        f"optimizer state must be shaped like its parameter or be a scalar to be stored otherwise: {key!r} of {name!r} "
-        f"has shape {tuple(value.shape)}, the parameter {tuple(shape)}. Where its elements would go is not known. Use "
-        "an element-wise optimizer such as AdamW, or the weights alone."
+        "optimizer state must be shaped like its parameter or be a scalar to be stored otherwise: "
+        f"{key!r} of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shape)}. Where "
+        "its elements would go is not known. Use an element-wise optimizer such as AdamW, or the "
+        "weights alone."
     )
 
 

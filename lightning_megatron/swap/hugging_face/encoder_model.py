@@ -86,20 +86,28 @@ class HuggingFaceEncoder(ReplacedModel):
             targets = None if targets is None else F.pad(targets, (0, extra), value=IGNORED)
         result = self.layers(rows, targets, IGNORED)
         output = (
-            self._masked(result, targets, shape[1]) if head == "masked_lm" else self._output(result, labels, shape[1])
+            self._masked(result, targets, shape[1])
+            if head == "masked_lm"
+            else self._output(result, labels, shape[1])
         )
         return output.to_tuple() if others.get("return_dict") is False else output
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
         """Append padding positions that no position attends to."""
         given = rows.given
-        valid = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if rows.valid is None else rows.valid
+        valid = (
+            torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+            if rows.valid is None
+            else rows.valid
+        )
         config = self.layers.config
         positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
             first = config.first_position
             length = given.shape[1]
-            positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
+            positions = torch.arange(first, first + length, device=given.device).expand(
+                given.shape[:2]
+            )
         return EncoderInput(
             lengthened(rows.tokens, extra, config.padding_id or 0),
             None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
@@ -121,7 +129,9 @@ class HuggingFaceEncoder(ReplacedModel):
             if isinstance(shard, AbsentTensor):
                 # An absent tensor has no values to gather, and already has the full shape.
                 return shard[:length].transpose(0, 1)
-            return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(0, 1)
+            return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(
+                0, 1
+            )
 
         return MaskedLMOutput(loss, gather)
 
@@ -146,7 +156,11 @@ class HuggingFaceEncoder(ReplacedModel):
             return F.cross_entropy(logits.view(-1, count), labels.view(-1))
         labels = labels.to(logits.dtype)
         if problem == "regression":
-            return F.mse_loss(logits.squeeze(), labels.squeeze()) if count == 1 else F.mse_loss(logits, labels)
+            return (
+                F.mse_loss(logits.squeeze(), labels.squeeze())
+                if count == 1
+                else F.mse_loss(logits, labels)
+            )
         return F.binary_cross_entropy_with_logits(logits, labels)
 
 
@@ -157,8 +171,8 @@ def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
     if attention_mask.shape != shape:
         raise UnsupportedError(
             f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-            f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark padding with 0 in a mask "
-            "of that shape."
+            f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark "
+            "padding with 0 in a mask of that shape."
         )
     mask = attention_mask.to(torch.bool)
     return None if bool(mask.all()) else mask
@@ -168,6 +182,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             raise UnsupportedError(
-                f"a swapped encoder of this class takes no {name}: {type(value).__name__} was given. It has no cache "
-                f"and no cross attention, and returns what follows the last layer. Leave {name} out."
+                f"a swapped encoder of this class takes no {name}: {type(value).__name__} was "
+                "given. It has no cache and no cross attention, and returns what follows the last "
+                f"layer. Leave {name} out."
             )

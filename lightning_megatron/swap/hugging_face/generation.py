@@ -37,9 +37,9 @@ class GeneratingLM(HuggingFaceLM):
         """
         if self.gpt.cursor is not None:
             raise UnsupportedError(
-                f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, because its stages "
-                "are busy with other microbatches. Call it between steps, such as in on_validation_epoch_end, or "
-                "use pp 1."
+                f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, "
+                "because its stages are busy with other microbatches. Call it between steps, such "
+                "as in on_validation_epoch_end, or use pp 1."
             )
         kwargs |= {"use_cache": False}
         if self.gpt.has_shared_experts:
@@ -59,10 +59,14 @@ class GeneratingLM(HuggingFaceLM):
             return rows, extra
         # Prompts may differ in number and length, but experts need the same number of tokens from
         # every rank.
-        largest = all_reduce_(torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max")
+        largest = all_reduce_(
+            torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max"
+        )
         return int(largest[0]) - num_sequences, int(largest[1]) - length
 
-    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+    def _has_unfinished_sequences(
+        self, this_peer_finished: bool, synced_gpus: bool, device: Any
+    ) -> bool:
         # Hugging Face's implementation asks all processes.
         unfinished = torch.tensor([int(not this_peer_finished)])
         if synced_gpus:

@@ -31,7 +31,11 @@ class _Output:
                 raise KeyError(key)
             return getattr(self, key)
         names = self.keys()[key]
-        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)
+        return (
+            getattr(self, names)
+            if isinstance(names, str)
+            else tuple(getattr(self, name) for name in names)
+        )
 
 
 class CausalLMOutput(_Output):
@@ -76,8 +80,8 @@ class CausalLMOutput(_Output):
         if self._logits is None:
             if self._gather is None:
                 raise RuntimeError(
-                    "logits must be read before the backward pass of the loss, which uses their memory for the "
-                    "gradient. Read output.logits in training_step."
+                    "logits must be read before the backward pass of the loss, which uses their "
+                    "memory for the gradient. Read output.logits in training_step."
                 )
             self._logits = self._gather()
         return self._logits

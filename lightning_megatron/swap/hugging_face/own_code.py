@@ -57,7 +57,9 @@ def plain_config(model: Any) -> dict[str, Any]:
     return found
 
 
-def described(name: str, model: Any, order: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+def described(
+    name: str, model: Any, order: Sequence[str], aliases: Mapping[str, str]
+) -> dict[str, Any]:
     """Return a checkpoint's record of a model that runs its own code.
 
     Args:
@@ -67,7 +69,9 @@ def described(name: str, model: Any, order: Sequence[str], aliases: Mapping[str,
         aliases: Names that share the tensor of another one.
     """
     prefix = f"{name}." if name else ""
-    of_tensor = {one.removeprefix(prefix): aliases.get(one, one) for one in order if one.startswith(prefix)}
+    of_tensor = {
+        one.removeprefix(prefix): aliases.get(one, one) for one in order if one.startswith(prefix)
+    }
     kept = {one: of_tensor[one] for one in names_in_files(model, of_tensor)}
     own = {"tensors": kept, "has_other_format": has_other_format(model)}
     return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: own}
@@ -88,7 +92,11 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
     tied = [re.compile(pattern) for pattern in _tied_keys(model)]
     kept: set[str] = set()
     for shared in names.values():
-        free = [name for name in shared if len(shared) == 1 or not any(pattern.search(name) for pattern in tied)]
+        free = [
+            name
+            for name in shared
+            if len(shared) == 1 or not any(pattern.search(name) for pattern in tied)
+        ]
         kept |= set(free or [max(shared)])
     return [name for name in of_tensor if name in kept]
 

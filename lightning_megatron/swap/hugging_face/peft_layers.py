@@ -22,14 +22,21 @@ from lightning_megatron.swap.tensors.mapping import TensorsInMemory, named
 
 #: Settings of LoraConfig that change an update from a product of two matrices to something else.
 _UNSUPPORTED = (
-    *("alora_invocation_tokens", "arrow_config", "bias", "kasa_config", "layer_replication", "lora_bias"),
+    *(
+        "alora_invocation_tokens",
+        "arrow_config",
+        "bias",
+        "kasa_config",
+        "layer_replication",
+        "lora_bias",
+    ),
     *("monteclora_config", "trainable_token_indices", "use_bdlora"),
     *("use_dora", "use_qalora", "velora_config"),
 )
 _NO_VALUES = "Import peft at the top of the file, and leave low_cpu_mem_usage out"
 _NO_EXPERTS = (
-    "Experts and routers stay as they are: give target_modules by name, such as ['q_proj', 'k_proj', 'v_proj', "
-    "'o_proj'], because 'all-linear' stands for experts, too"
+    "Experts and routers stay as they are: give target_modules by name, such as ['q_proj', "
+    "'k_proj', 'v_proj', 'o_proj'], because 'all-linear' stands for experts, too"
 )
 _OTHERS = "Choose target_modules among the linear layers of its blocks"
 
@@ -68,21 +75,31 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     for module, layer in layers.items():
         # Compare names, because peft is an optional package.
         if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
-            _refuse(name, f"{module!r} is a {type(layer).__name__}", "Adapt linear layers with LoraConfig alone")
+            _refuse(
+                name,
+                f"{module!r} is a {type(layer).__name__}",
+                "Adapt linear layers with LoraConfig alone",
+            )
         _check_layer(name, module, layer, *names)
     _check_saved(name, source, family, saved)
     ends = (family.head, family.embedding)
     if family.config(source.config.to_dict()).tie_embeddings:
         for module in saved:
             if any(end.startswith(f"{module}.") for end in ends):
-                _refuse(name, f"its modules_to_save has {module!r}, which is tied", "Set tie_word_embeddings to false")
+                _refuse(
+                    name,
+                    f"its modules_to_save has {module!r}, which is tied",
+                    "Set tie_word_embeddings to false",
+                )
     (adapter,) = names
     ranks = {module: layer.r[adapter] for module, layer in layers.items()}
     scales = {module: float(layer.scaling[adapter]) for module, layer in layers.items()}
     return Adapter(adapter, _as_plain(config, type(source)), ranks, scales, tuple(saved))
 
 
-def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter) -> None:
+def add_adapter(
+    name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter
+) -> None:
     """Give this rank's layers the updates of a model's adapter, with their values.
 
     Args:
@@ -122,7 +139,9 @@ def remove_input_hooks(source: nn.Module) -> None:
                 del module._forward_hooks[key]
 
 
-def _update(model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adapter: Adapter) -> LowRank:
+def _update(
+    model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adapter: Adapter
+) -> LowRank:
     dropout = layer.lora_dropout[adapter.name]
     factors = {key: getattr(layer, theirs)[adapter.name].weight for key, theirs in FACTORS.items()}
     update = LowRank(
@@ -133,7 +152,9 @@ def _update(model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adap
         scale=adapter.scales[place.module],
         dropout=getattr(dropout, "p", 0.0),
     ).to(model.mesh.device, factors["a"].dtype)
-    reader = TensorsInMemory({f"{place.module}.{FACTORS[key]}.weight": tensor for key, tensor in factors.items()})
+    reader = TensorsInMemory(
+        {f"{place.module}.{FACTORS[key]}.weight": tensor for key, tensor in factors.items()}
+    )
     for key, tensor in (("a", place.a), ("b", place.b)):
         parameter = update.get_parameter(f"{key}.weight")
         for box, view in shard_spec_of(parameter).local_views(parameter.data):
@@ -167,18 +188,25 @@ def _check_saved(name: str, source: nn.Module, family: Family, saved: Iterable[s
 
 def _check_layer(name: str, module: str, layer: Any, adapter: str) -> None:
     if adapter in layer.lora_variant:
-        _refuse(name, f"{module!r} has a {type(layer.lora_variant[adapter]).__name__}", "Use plain LoRA")
+        _refuse(
+            name, f"{module!r} has a {type(layer.lora_variant[adapter]).__name__}", "Use plain LoRA"
+        )
     if layer.merged or layer.disable_adapters or adapter not in layer.active_adapters:
         state = "merged" if layer.merged else "switched off"
-        _refuse(name, f"the adapter of {module!r} is {state}", "Leave it active and not merged in configure_model")
+        _refuse(
+            name,
+            f"the adapter of {module!r} is {state}",
+            "Leave it active and not merged in configure_model",
+        )
     if any(parameter.is_meta for parameter in layer.lora_A[adapter].parameters()):
         _refuse(name, f"the adapter of {module!r} has no values", _NO_VALUES)
 
 
 def _refuse(name: str, problem: str, remedy: str) -> None:
     raise UnsupportedError(
-        f"an adapter must be LoRA of linear layers: {problem} ({name!r}). The layers that take the place of Hugging "
-        f"Face's can have products of two matrices beside their weights, and nothing else. {remedy}."
+        f"an adapter must be LoRA of linear layers: {problem} ({name!r}). The layers that take the "
+        "place of Hugging Face's can have products of two matrices beside their weights, and "
+        f"nothing else. {remedy}."
     )
 
 
@@ -186,5 +214,8 @@ def _as_plain(config: Any, kind: type[nn.Module]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))
     if plain.get("task_type") is None:
         # peft's own files have this entry, by which peft finds the class of the model.
-        plain["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        plain["auto_mapping"] = {
+            "base_model_class": kind.__name__,
+            "parent_library": kind.__module__,
+        }
     return plain

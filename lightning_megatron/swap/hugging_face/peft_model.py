@@ -19,7 +19,13 @@ from lightning_megatron.swap.hugging_face.save_adapter import save_adapter
 #: Methods that search for peft's own layers. After the replacement there are none, so the methods
 #: would silently do nothing.
 _INSIDE = (
-    *("add_adapter", "add_weighted_adapter", "delete_adapter", "get_layer_status", "get_model_status"),
+    *(
+        "add_adapter",
+        "add_weighted_adapter",
+        "delete_adapter",
+        "get_layer_status",
+        "get_model_status",
+    ),
     *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "set_adapter"),
     *("set_requires_grad", "unload", "unmerge_adapter"),
 )
@@ -46,7 +52,9 @@ def keep_wrappers(root: nn.Module) -> None:
                     setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
                 kind = type(wrapper)
                 refusals = {name: _refused(name) for name in _INSIDE}
-                wrapper.__class__ = type(kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals})
+                wrapper.__class__ = type(
+                    kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals}
+                )
 
 
 @contextmanager
@@ -60,8 +68,8 @@ def _disabled(wrapper: nn.Module) -> Iterator[None]:
     ]
     if saved:
         raise UnsupportedError(
-            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What they were before is not "
-            "kept. Leave modules_to_save out."
+            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What "
+            "they were before is not kept. Leave modules_to_save out."
         )
     updates = [part for _, part in named_layers(wrapper) if isinstance(part, LowRankUpdates)]
     before = [part.is_enabled for part in updates]
@@ -77,9 +85,9 @@ def _disabled(wrapper: nn.Module) -> Iterator[None]:
 def _refused(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            f"{name} needs the layers of peft: a {type(wrapper).__name__} that is cut over ranks has none. Nothing "
-            "would be changed or saved. Save a checkpoint, and write the adapter or the merged model with "
-            "`lightning-megatron convert`."
+            f"{name} needs the layers of peft: a {type(wrapper).__name__} that is cut over ranks "
+            "has none. Nothing would be changed or saved. Save a checkpoint, and write the adapter "
+            "or the merged model with `lightning-megatron convert`."
         )
 
     return method

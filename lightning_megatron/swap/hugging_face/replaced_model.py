@@ -83,20 +83,32 @@ class ReplacedModel(nn.Module):
         """
         if only_trainable and self.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"num_parameters(only_trainable=True) needs one stage: pp is {self.mesh.pp.size}, and each stage knows "
-                "which of its own parameters are trained. Count before training in one process, or use pp=1."
+                f"num_parameters(only_trainable=True) needs one stage: pp is {self.mesh.pp.size}, "
+                "and each stage knows which of its own parameters are trained. Count before "
+                "training in one process, or use pp=1."
             )
-        table = {one.target: prod(one.shape) for one in home_table(self._table(), self.family.packed)}
+        table = {
+            one.target: prod(one.shape) for one in home_table(self._table(), self.family.packed)
+        }
         left = set(table)
         if exclude_embeddings:
-            left -= {f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Embedding)}
+            left -= {
+                f"{name}.weight"
+                for name, part in self.named_modules()
+                if isinstance(part, nn.Embedding)
+            }
         if only_trainable:
-            trained = {plain_name(name) for name, one in self.named_parameters() if one.requires_grad}
+            trained = {
+                plain_name(name) for name, one in self.named_parameters() if one.requires_grad
+            }
             left &= {self.family.present_name(name) for name in trained}
         return sum(table[name] for name in left)
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+        self,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str | None = None,
+        **others: Any,
     ) -> None:
         """Write the whole model as a folder for ``from_pretrained``, from all ranks together.
 
@@ -140,8 +152,9 @@ class ReplacedModel(nn.Module):
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def method(self: ReplacedModel, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{name} cannot change a model that is cut over ranks: {type(self).__name__} has been replaced. Each rank "
-            "holds a part of every weight. Do that in configure_model, before the strategy replaces the model."
+            f"{name} cannot change a model that is cut over ranks: {type(self).__name__} has been "
+            "replaced. Each rank holds a part of every weight. Do that in configure_model, before "
+            "the strategy replaces the model."
         )
 
     method.__doc__ = f"Refuse {name}."
@@ -149,8 +162,21 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    *("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "init_weights", "post_init"),
-    *("add_adapter", "load_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
+    *(
+        "resize_token_embeddings",
+        "set_input_embeddings",
+        "set_output_embeddings",
+        "init_weights",
+        "post_init",
+    ),
+    *(
+        "add_adapter",
+        "load_adapter",
+        "set_adapter",
+        "delete_adapter",
+        "enable_adapters",
+        "disable_adapters",
+    ),
     *("set_attn_implementation", "dequantize", "push_to_hub", "resize_position_embeddings"),
 ):
     setattr(ReplacedModel, _name, _refusal(_name))

@@ -16,7 +16,11 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
-from lightning_megatron.swap.hugging_face.save_pretrained import check_arguments, mesh_of, write_together
+from lightning_megatron.swap.hugging_face.save_pretrained import (
+    check_arguments,
+    mesh_of,
+    write_together,
+)
 from lightning_megatron.swap.tensors.low_rank import is_factor, plain_name
 from lightning_megatron.swap.weights.export import ADAPTER_WEIGHTS, export_adapter, write_file
 
@@ -62,7 +66,10 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
     assert adapter is not None, "peft has put an adapter into the model"
     model.body.wait_for_parameters()
     wanted = adapter.tensors_at_home(family.at_home(family.config(config)))
-    held = {n if is_factor(n) else family.present_name(plain_name(n)): one for n, one in model.named_parameters()}
+    held = {
+        n if is_factor(n) else family.present_name(plain_name(n)): one
+        for n, one in model.named_parameters()
+    }
 
     def write(full: Iterator[tuple[str, Tensor]], _: Mapping[str, tuple[int, ...]]) -> None:
         export_adapter(full, family, config, adapter, _folder_of(adapter.name, folder))
@@ -74,9 +81,10 @@ def _save_own_code(wrapper: Any, folder: Path, mesh: ParallelMesh) -> None:
     for name, config in wrapper.peft_config.items():
         if config.is_prompt_learning:
             raise UnsupportedError(
-                f"save_pretrained writes adapters of layers: {name!r} is of the type {config.peft_type}, which keeps "
-                "no tensors in layers, and ranks hold parts of the model. Save a checkpoint, and write a file for one "
-                "process with `lightning-megatron checkpoint consolidate`."
+                f"save_pretrained writes adapters of layers: {name!r} is of the type "
+                f"{config.peft_type}, which keeps no tensors in layers, and ranks hold parts of "
+                "the model. Save a checkpoint, and write a file for one process with "
+                "`lightning-megatron checkpoint consolidate`."
             )
     library = import_extra("peft.utils.save_and_load", "lora")
     state = wrapper.state_dict(keep_vars=True)

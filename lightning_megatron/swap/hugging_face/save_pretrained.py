@@ -21,7 +21,11 @@ from lightning_megatron.groups.p2p import exchange
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.swap.families.expert_names import is_of_training
-from lightning_megatron.swap.hugging_face.own_code import holds_replaced, names_in_files, plain_config
+from lightning_megatron.swap.hugging_face.own_code import (
+    holds_replaced,
+    names_in_files,
+    plain_config,
+)
 from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import named
@@ -31,7 +35,9 @@ from lightning_megatron.swap.weights.file_format import FileFormat, block
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
+def save_folder(
+    model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None
+) -> None:
     """Write a model's configuration and full weights as a folder for ``from_pretrained``.
 
     Rank 0 writes, and the other ranks send it one tensor at a time. No rank ever has more than one
@@ -50,14 +56,16 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
     """
     if model.adapter is not None:
         raise UnsupportedError(
-            f"save_pretrained writes models without adapters: {type(model).__name__} has {model.adapter.name!r}. Its "
-            "tensors are not those of the class. Save a checkpoint, and write the adapter, or the merged model, with "
-            "`lightning-megatron convert`."
+            f"save_pretrained writes models without adapters: {type(model).__name__} has "
+            f"{model.adapter.name!r}. Its tensors are not those of the class. Save a checkpoint, "
+            "and write the adapter, or the merged model, with `lightning-megatron convert`."
         )
     model.body.wait_for_parameters()
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named = {plain_name(path): tensor for path, tensor in held.items()}
-    tensors = {model.family.present_name(n): tensor for n, tensor in named.items() if not is_of_training(n)}
+    tensors = {
+        model.family.present_name(n): tensor for n, tensor in named.items() if not is_of_training(n)
+    }
     limit = _limit(max_shard_size)
 
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -68,7 +76,10 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
 
 
 def save_as_it_is(
-    model: Any, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str | None = None,
+    **others: Any,
 ) -> None:
     """Write a Hugging Face model that runs its own code, from all ranks together.
 
@@ -97,15 +108,16 @@ def save_as_it_is(
     if holds_replaced(model):
         parts = [name for name, part in model.named_modules() if computed_by(part) is not None]
         raise UnsupportedError(
-            f"save_pretrained writes models of one kind: {type(model).__name__} holds {named(parts)}, which compute "
-            "with layers of this package. Their tensors are not stored as the class around them has them. Call "
-            "save_pretrained of each, or write a file for one process with `lightning-megatron checkpoint consolidate`."
+            f"save_pretrained writes models of one kind: {type(model).__name__} holds "
+            f"{named(parts)}, which compute with layers of this package. Their tensors are not "
+            "stored as the class around them has them. Call save_pretrained of each, or write a "
+            "file for one process with `lightning-megatron checkpoint consolidate`."
         )
     if any(is_of_peft(part) for part in model.modules()):
         raise UnsupportedError(
-            f"save_pretrained writes models without adapters: peft has wrapped layers of this {type(model).__name__}, "
-            "and ranks hold parts of it. Call save_pretrained of the PeftModel on all ranks, or save a checkpoint, "
-            "which holds all tensors by name."
+            "save_pretrained writes models without adapters: peft has wrapped layers of this "
+            f"{type(model).__name__}, and ranks hold parts of it. Call save_pretrained of the "
+            "PeftModel on all ranks, or save a checkpoint, which holds all tensors by name."
         )
     for part in model.modules():
         if isinstance(part, PipelinedModule):
@@ -114,7 +126,9 @@ def save_as_it_is(
 
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         form = FileFormat.of(model)
-        export_as_it_is(full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit)
+        export_as_it_is(
+            full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit
+        )
         _write_generation(model, save_directory)
 
     write_together(_tensors_of_class(model), mesh, write)
@@ -140,7 +154,10 @@ def save_from_all_ranks(models: Iterable[Any]) -> None:
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
     """Return a model's tensors on this rank by their names in files."""
     state = model.state_dict(keep_vars=True)
-    return {name: state[name] for name in names_in_files(model, {name: id(one) for name, one in state.items()})}
+    return {
+        name: state[name]
+        for name in names_in_files(model, {name: id(one) for name, one in state.items()})
+    }
 
 
 def write_together(
@@ -162,7 +179,8 @@ def write_together(
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
         offers = {
-            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
+            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape)
+            for name, one in held.items()
         }
         everyone = all_gather_objects(offers, world)
         found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
@@ -171,7 +189,10 @@ def write_together(
             for name in shapes:
                 _send(held.get(name), world)
         else:
-            write(((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes), shapes)
+            write(
+                ((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes),
+                shapes,
+            )
         barrier(world)
 
 
@@ -182,9 +203,10 @@ def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
             yield world
     except RankMismatchError as error:
         raise UnsupportedError(
-            "save_pretrained of a model that is cut over ranks must be called on all of them: each sends rank 0 what "
-            f"it has ({error}) Call it outside of `if trainer.is_global_zero:`, in on_train_end or after the fit, or "
-            "write a folder from a checkpoint with `lightning-megatron convert`."
+            "save_pretrained of a model that is cut over ranks must be called on all of them: each "
+            f"sends rank 0 what it has ({error}) Call it outside of `if trainer.is_global_zero:`, "
+            "in on_train_end or after the fit, or write a folder from a checkpoint with "
+            "`lightning-megatron convert`."
         ) from error
 
 
@@ -228,7 +250,11 @@ def _gathered(
     full = torch.empty(shape, dtype=dtype)
     for rank, offered in enumerate(everyone):
         for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
-            region = full[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+            region = full[
+                tuple(
+                    slice(first, first + size) for first, size in zip(offsets, sizes, strict=True)
+                )
+            ]
             if rank == world.rank:
                 region.copy_(held[name].views[number])
                 continue
@@ -251,8 +277,8 @@ def _limit(size: int | str | None) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
             return int(float(number) * factor)
     raise UnsupportedError(
-        f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Files end before they exceed it. "
-        f"Use one of the units {', '.join(_UNITS)}."
+        f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Files end "
+        f"before they exceed it. Use one of the units {', '.join(_UNITS)}."
     )
 
 
@@ -267,7 +293,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: If an argument is not supported; the message names it.
     """
-    harmless: dict[str, Any] = {"safe_serialization": True, "save_peft_format": True, "save_original_format": True}
+    harmless: dict[str, Any] = {
+        "safe_serialization": True,
+        "save_peft_format": True,
+        "save_original_format": True,
+    }
     harmless |= {"save_embedding_layers": "auto"}
     refused = [
         name
@@ -276,6 +306,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ]
     if refused:
         raise UnsupportedError(
-            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. Rank 0 writes "
-            "safetensors files with what the other ranks send. Leave it out."
+            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. "
+            "Rank 0 writes safetensors files with what the other ranks send. Leave it out."
         )

@@ -46,13 +46,21 @@ class Shell(nn.Module):
                     is_elsewhere = True
                     break
                 hidden = part(args[0])
-                full = gather_from_axis(hidden, part.mesh.tp, dim=0) if part.mesh.sequence_parallel else hidden
+                full = (
+                    gather_from_axis(hidden, part.mesh.tp, dim=0)
+                    if part.mesh.sequence_parallel
+                    else hidden
+                )
                 # Some classes scale the vectors inside their embedding.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
             # Refuse on all stages: a single stage that continued would wait for the others.
             remedy = "Give input_ids to the whole model, or use pp=1"
-            self._refuse("cannot be called with pp above 1", remedy, "The first stage alone has the vectors of tokens")
+            self._refuse(
+                "cannot be called with pp above 1",
+                remedy,
+                "The first stage alone has the vectors of tokens",
+            )
         return self._refuse("cannot be called by itself", "Call the whole model")
 
     def __getattr__(self, name: str) -> Any:
@@ -60,8 +68,8 @@ class Shell(nn.Module):
         is_here = name in self._parameters or name in self._modules
         if name in vars(self).get(_KEYS, ()) and not is_here:
             raise AttributeError(
-                f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no such parameter. Use "
-                "those that named_parameters() lists on each rank, or pp=1."
+                f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no "
+                "such parameter. Use those that named_parameters() lists on each rank, or pp=1."
             )
         return super().__getattr__(name)
 
@@ -130,13 +138,19 @@ class Shell(nn.Module):
             owner._buffers[key[1]] = self._buffers[key[0]]
         return result
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
-            self._refuse("cannot be given other tensors by load_state_dict", "Leave assign=True out")
+            self._refuse(
+                "cannot be given other tensors by load_state_dict", "Leave assign=True out"
+            )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _refuse_hook(self) -> NoReturn:
-        self._refuse("cannot have hooks", "Register them at the whole model, or at the LightningModule")
+        self._refuse(
+            "cannot have hooks", "Register them at the whole model, or at the LightningModule"
+        )
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to write a part of the model.
@@ -145,13 +159,18 @@ class Shell(nn.Module):
             UnsupportedError: Always.
         """
         reason = "Files would have what one rank holds"
-        self._refuse("cannot be written by itself", "Call save_pretrained of the whole model on all ranks", reason)
+        self._refuse(
+            "cannot be written by itself",
+            "Call save_pretrained of the whole model on all ranks",
+            reason,
+        )
 
     def _refuse(self, what: str, remedy: str, reason: str = "It would have no effect") -> NoReturn:
         path = vars(self).get(_PATH) or "the model"
         raise UnsupportedError(
-            f"a part of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) keeps names and "
-            f"parameters, and layers of this package compute with them. {reason}. {remedy}."
+            f"a part of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) "
+            f"keeps names and parameters, and layers of this package compute with them. {reason}. "
+            f"{remedy}."
         )
 
 
@@ -164,7 +183,9 @@ def become_shell(module: nn.Module, path: str) -> None:
         module: Module to convert.
         path: Name of the module in the model, for errors.
     """
-    absent = {name: parameter for name, parameter in module._parameters.items() if parameter is None}
+    absent = {
+        name: parameter for name, parameter in module._parameters.items() if parameter is None
+    }
     vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
     module._parameters.clear()
     # Keep absent parameters, such as the bias of a layer without one, readable as None.

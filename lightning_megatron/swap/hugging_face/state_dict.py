@@ -32,13 +32,17 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     for name, part in replaced_models(module):
         prefix = f"{name}." if name else ""
         config = part.body.config
-        foreign = {key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)}
+        foreign = {
+            key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)
+        }
         if not foreign:
             continue
         dtype = next(iter(foreign.values())).dtype
         table = part.family.at_home(config)
         adapter = part.adapter
-        for target, tensor in full_tensors(without_adapters(foreign), part.family, config, dtype, table):
+        for target, tensor in full_tensors(
+            without_adapters(foreign), part.family, config, dtype, table
+        ):
             found[f"{prefix}{_in_tree(target, adapter)}"] = tensor
         for target, tensor in full_factors(foreign, adapter, table):
             found[f"{prefix}{target}"] = tensor
@@ -49,7 +53,9 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_foreign_names(
+    models: Sequence[ClassTensors], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return a state dict with replaced models' tensors in their class's names and order.
 
     Args:
@@ -67,7 +73,9 @@ def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]
     found: dict[str, Tensor] = {}
     for name, members in parts.items():
         model = owner_of(models, members[0])
-        found[name] = state[name] if model is None else model.joined({one: state[one] for one in members})
+        found[name] = (
+            state[name] if model is None else model.joined({one: state[one] for one in members})
+        )
     for model in models:
         _refuse_saved_modules(model.adapter)
         _add_aliases(found, model.prefix, model.family, model.config, model.adapter)
@@ -77,9 +85,9 @@ def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]
 def _refuse_saved_modules(adapter: Adapter | None) -> None:
     if adapter is not None and adapter.saved:
         raise UnsupportedError(
-            f"modules that peft trains as a whole cannot be written as one file: {', '.join(adapter.saved)}. It keeps "
-            "them as they were before, too, and that is gone. Write the adapter or the merged model with "
-            "`lightning-megatron convert`."
+            "modules that peft trains as a whole cannot be written as one file: "
+            f"{', '.join(adapter.saved)}. It keeps them as they were before, too, and that is "
+            "gone. Write the adapter or the merged model with `lightning-megatron convert`."
         )
 
 
@@ -87,7 +95,9 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
     return name if adapter is None else adapter.wrapped_name(name)
 
 
-def _add_aliases(found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None) -> None:
+def _add_aliases(
+    found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None
+) -> None:
     """Add tensors with two names under their second name too."""
     aliases = dict(family.copies)
     if config.tie_embeddings:

@@ -46,7 +46,12 @@ class _Named:
 
 
 def take_over(
-    name: str, source: Any, model: GPT | Encoder, family: Family, adapter: Adapter | None, kind: type[ReplacedModel]
+    name: str,
+    source: Any,
+    model: GPT | Encoder,
+    family: Family,
+    adapter: Adapter | None,
+    kind: type[ReplacedModel],
 ) -> None:
     """Keep a foreign model's tree of modules and names, but compute with sharded layers.
 
@@ -63,7 +68,10 @@ def take_over(
         kind: Class that gives the model its forward pass.
     """
     paths = _paths(source, family)
-    trained = {path: parameter.requires_grad for path, parameter in source.named_parameters(remove_duplicate=False)}
+    trained = {
+        path: parameter.requires_grad
+        for path, parameter in source.named_parameters(remove_duplicate=False)
+    }
     named = list(_parameters(name, model, family, adapter, paths))
     own_class = type(source)
     for path, module in list(source.named_modules()):
@@ -72,7 +80,9 @@ def take_over(
     for one in named:
         _place(source, one.path, one.parameter)
         if not is_factor(one.path):
-            one.parameter.requires_grad_(trained.get(one.path, trained.get(one.path.rpartition(".")[0], True)))
+            one.parameter.requires_grad_(
+                trained.get(one.path, trained.get(one.path.rpartition(".")[0], True))
+            )
     buffers = list(_buffers(model, family, paths, named))
     for owner, key, path in buffers:
         module, _, name = path.rpartition(".")
@@ -96,10 +106,16 @@ def _paths(source: nn.Module, family: Family) -> dict[str, str]:
 
 
 def _parameters(
-    root: str, model: GPT | Encoder, family: Family, adapter: Adapter | None, paths: Mapping[str, str]
+    root: str,
+    model: GPT | Encoder,
+    family: Family,
+    adapter: Adapter | None,
+    paths: Mapping[str, str],
 ) -> Iterator[_Named]:
     """List this rank's parameters by their names in the tree; joined layers are split."""
-    homes = {tensor.target: homes_of(tensor, family.packed) for tensor in family.tensors(model.config)}
+    homes = {
+        tensor.target: homes_of(tensor, family.packed) for tensor in family.tensors(model.config)
+    }
     if adapter is not None:
         for factor in adapter.factors(family.tensors(model.config)):
             homes[factor.target] = (Home(adapter.own_name(factor.sources[0].name), factor.sources),)
@@ -107,7 +123,9 @@ def _parameters(
     for name in own:
         if len(homes.get(name, ())) > 1 and name.endswith(".weight"):
             joint = model.get_submodule(name.removesuffix(".weight"))
-            assert isinstance(joint, ColumnParallelLinear), "layers that join others are cut by their outputs"
+            assert isinstance(joint, ColumnParallelLinear), (
+                "layers that join others are cut by their outputs"
+            )
             joint.split([home.num_rows for home in homes[name]])
     for name, parameter in own.items():
         owner = name.rpartition(".")[0]
@@ -123,12 +141,16 @@ def _parameters(
             for copy, original in family.copies:
                 if original == home.name and copy in paths:
                     yield _Named(owner, paths[copy], part)
-        is_head = name == _WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
+        is_head = (
+            name == _WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
+        )
         if is_head and family.head in paths:
             yield _Named(owner, paths[family.head], parameter)
 
 
-def _parts(model: GPT | Encoder, name: str, parameter: nn.Parameter, count: int) -> Sequence[nn.Parameter]:
+def _parts(
+    model: GPT | Encoder, name: str, parameter: nn.Parameter, count: int
+) -> Sequence[nn.Parameter]:
     if count == 1:
         return (parameter,)
     owner, _, kind = name.rpartition(".")
@@ -163,7 +185,9 @@ def _buffers(
     model: GPT | Encoder, family: Family, paths: Mapping[str, str], named: Sequence[_Named]
 ) -> Iterator[tuple[nn.Module, str, str]]:
     """List the layers' buffers: layer, name in the layer, and name in the tree."""
-    homes = {tensor.target: homes_of(tensor, family.packed)[0] for tensor in family.tensors(model.config)}
+    homes = {
+        tensor.target: homes_of(tensor, family.packed)[0] for tensor in family.tensors(model.config)
+    }
     beside = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
     for name, _ in model.named_buffers():
         owner, _, key = name.rpartition(".")

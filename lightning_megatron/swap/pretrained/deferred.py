@@ -29,16 +29,77 @@ _INITIALIZED = "_is_hf_initialized"
 
 #: Attributes that can be read without the values of a tensor.
 _PLAIN_GETTERS = frozenset(
-    {"shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "is_sparse", "_base"}
-    | {"is_cuda", "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks", "nbytes", "itemsize"}
-    | {"is_cpu", "is_xpu", "is_mps", "is_ipu", "is_vulkan", "is_maia", "retains_grad", "output_nr", "name"}
+    {
+        "shape",
+        "dtype",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "ndim",
+        "layout",
+        "names",
+        "is_sparse",
+        "_base",
+    }
+    | {
+        "is_cuda",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "_version",
+        "_backward_hooks",
+        "nbytes",
+        "itemsize",
+    }
+    | {
+        "is_cpu",
+        "is_xpu",
+        "is_mps",
+        "is_ipu",
+        "is_vulkan",
+        "is_maia",
+        "retains_grad",
+        "output_nr",
+        "name",
+    }
 )
 #: Functions that can run without the values of a tensor.
 _PLAIN_FUNCTIONS = frozenset(
-    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
-    | {"is_contiguous", "stride", "storage_offset", "requires_grad_", "__hash__", "is_inference", "has_names"}
-    | {"_has_compatible_shallow_copy_type", "is_same_size", "__repr__", "__format__", "register_hook"}
-    | {"register_post_accumulate_grad_hook", "is_signed", "get_device", "untyped_storage", "data_ptr"}
+    {
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+    }
+    | {
+        "is_contiguous",
+        "stride",
+        "storage_offset",
+        "requires_grad_",
+        "__hash__",
+        "is_inference",
+        "has_names",
+    }
+    | {
+        "_has_compatible_shallow_copy_type",
+        "is_same_size",
+        "__repr__",
+        "__format__",
+        "register_hook",
+    }
+    | {
+        "register_post_accumulate_grad_hook",
+        "is_signed",
+        "get_device",
+        "untyped_storage",
+        "data_ptr",
+    }
 )
 #: Methods that cast a tensor.
 _CASTS = frozenset({"half", "float", "double", "bfloat16"})
@@ -85,16 +146,24 @@ class Origin:
     @cached_property
     def reader(self) -> TensorReader | None:
         """Return a reader of the folder by the family's tensor names; None without a folder."""
-        return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
+        return (
+            None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
+        )
 
     def _drawn(self, name: str) -> Tensor:
         """Draw the values that a tensor gets when the model is replaced."""
         layers = self.layers()
         for tensor in self.family.tensors(layers.config):
-            parts = pack({source.name: torch.empty(0) for source in tensor.sources}, self.family.packed)
+            parts = pack(
+                {source.name: torch.empty(0) for source in tensor.sources}, self.family.packed
+            )
             if name not in parts:
                 continue
-            wanted = [one for one in self.family.tensors(layers.config) if _belongs(one, name, self.family)]
+            wanted = [
+                one
+                for one in self.family.tensors(layers.config)
+                if _belongs(one, name, self.family)
+            ]
             initialize_(layers, "cpu", torch.initial_seed(), {one.target for one in wanted})
             theirs: dict[str, Tensor] = {}
             for one in wanted:
@@ -124,7 +193,10 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
     wanted = _names_in(name, reader, family)
     if not wanted:
         return None
-    parts = {one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone() for one in wanted}
+    parts = {
+        one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone()
+        for one in wanted
+    }
     return pack(parts, family.packed)[name]
 
 
@@ -179,7 +251,11 @@ class GivingValues(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a torch function; read the values of deferred arguments first if it needs them."""
         kwargs = kwargs or {}
@@ -197,7 +273,11 @@ class GivingValues(TorchFunctionMode):
                 return func(*args, **kwargs)
         elif name in _PLAIN_FUNCTIONS:
             return func(*args, **kwargs)
-        elif first is not None and _is_deferred(first) and (name == "__deepcopy__" or _is_cast(name, args, kwargs)):
+        elif (
+            first is not None
+            and _is_deferred(first)
+            and (name == "__deepcopy__" or _is_cast(name, args, kwargs))
+        ):
             return _marked(func(*args, **kwargs), first)
         for parameter in _deferred_in((*args, *kwargs.values())):
             _give_value(parameter)
@@ -223,8 +303,14 @@ def _deferred_in(values: Any) -> Iterator[Tensor]:
 def _is_cast(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if name in _CASTS:
         return True
-    rest = [value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, bool)]
-    return name == "to" and all(isinstance(value, (torch.dtype, torch.memory_format)) for value in rest)
+    rest = [
+        value
+        for value in (*args[1:], *kwargs.values())
+        if value is not None and not isinstance(value, bool)
+    ]
+    return name == "to" and all(
+        isinstance(value, (torch.dtype, torch.memory_format)) for value in rest
+    )
 
 
 def _marked(result: Tensor, source: Tensor) -> Tensor:
@@ -235,7 +321,11 @@ def _marked(result: Tensor, source: Tensor) -> Tensor:
 def _give_value(parameter: Tensor) -> None:
     origin, name = getattr(parameter, _ATTRIBUTE)
     value = origin.value_of(name).to(parameter.dtype)
-    given = nn.Parameter(value, parameter.requires_grad) if isinstance(parameter, nn.Parameter) else value
+    given = (
+        nn.Parameter(value, parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter)
+        else value
+    )
     kept = dict(vars(parameter))
     # Keep the parameter the same object, because modules and optimizers may refer to it.
     swap_tensors(parameter, given)

@@ -16,7 +16,13 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.models.hugging_face_folder import naming_folder
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
-from lightning_megatron.swap.pretrained.deferred import GivingValues, Origin, defer, is_taken_out, read_values
+from lightning_megatron.swap.pretrained.deferred import (
+    GivingValues,
+    Origin,
+    defer,
+    is_taken_out,
+    read_values,
+)
 from lightning_megatron.swap.pretrained.late_import import when_imported
 from lightning_megatron.swap.pretrained.untouched import parts_of
 from lightning_megatron.swap.pretrained.without_weights import without_weights
@@ -28,9 +34,24 @@ _FOLDER = "weights_folder"
 
 #: Arguments of ``from_pretrained`` that only affect how a model is found and loaded.
 _IRRELEVANT = frozenset(
-    {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
-    | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
-)  # fmt: skip
+    {
+        "adapter_kwargs",
+        "attn_implementation",
+        "cache_dir",
+        "code_revision",
+        "force_download",
+        "local_files_only",
+    }
+    | {
+        "low_cpu_mem_usage",
+        "proxies",
+        "revision",
+        "token",
+        "trust_remote_code",
+        "use_safetensors",
+        "_from_auto",
+    }
+)
 #: Value that ``from_pretrained`` returns in addition to the model if ``output_loading_info`` asks
 #: for it.
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -46,7 +67,9 @@ def building_on_meta() -> Iterator[None]:
     """
     with ExitStack() as stack:
         # transformers and peft take most of a second to import, and not every model needs them.
-        stack.enter_context(when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack)))
+        stack.enter_context(
+            when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack))
+        )
         stack.enter_context(_giving_adapters_values())
         stack.enter_context(GivingValues())
         yield
@@ -57,8 +80,12 @@ def _build_later(library: Any, stack: ExitStack) -> None:
     base = library.PreTrainedModel
     before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
     load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
-    base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
-    base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
+    base.from_pretrained = classmethod(
+        lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs)
+    )
+    base._from_config = classmethod(
+        lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs)
+    )
     for name, method in before.items():
         stack.callback(setattr, base, name, method)
 
@@ -75,10 +102,13 @@ def _giving_adapters_values() -> Iterator[None]:
 
     def injected(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         first = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
-        if first not in (True, False, "gaussian") and any(parameter.is_meta for parameter in model.parameters()):
+        if first not in (True, False, "gaussian") and any(
+            parameter.is_meta for parameter in model.parameters()
+        ):
             raise UnsupportedError(
-                f"init_lora_weights must be True, False or 'gaussian' where weights are read later: {first!r}. It "
-                "computes the adapter from the weights of its base. Build the model in __init__."
+                "init_lora_weights must be True, False or 'gaussian' where weights are read later: "
+                f"{first!r}. It computes the adapter from the weights of its base. Build the model "
+                "in __init__."
             )
         inject(self, model, adapter_name, *args, **kwargs)
         _draw_adapters(model, adapter_name, first)
@@ -88,10 +118,14 @@ def _giving_adapters_values() -> Iterator[None]:
 
     def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(self, *args, **kwargs)
-        if any(parameter.is_meta for name, parameter in self.named_parameters() if ".modules_to_save." in name):
+        if any(
+            parameter.is_meta
+            for name, parameter in self.named_parameters()
+            if ".modules_to_save." in name
+        ):
             raise UnsupportedError(
-                "modules_to_save cannot be loaded where weights are read later, because their values would be lost. "
-                "Build the model in __init__."
+                "modules_to_save cannot be loaded where weights are read later, because their "
+                "values would be lost. Build the model in __init__."
             )
         return result
 
@@ -137,7 +171,10 @@ def give_values(model: Any) -> None:
         return
     given = {"config": model.config, "dtype": model.dtype}
     full = cls._from_config(**given) if folder is None else cls.from_pretrained(folder, **given)
-    values = {**dict(full.named_parameters(remove_duplicate=False)), **dict(full.named_buffers(remove_duplicate=False))}
+    values = {
+        **dict(full.named_parameters(remove_duplicate=False)),
+        **dict(full.named_buffers(remove_duplicate=False)),
+    }
     made: dict[int, Tensor] = {}
     for path, owner in model.named_modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -147,14 +184,17 @@ def give_values(model: Any) -> None:
                 name = plain_name(f"{path}.{key}" if path else key)
                 if name not in values:
                     raise UnsupportedError(
-                        f"a model that is built without its weights must be as its class builds it: {name!r} of a "
-                        f"{cls.__name__} was put into it, and has no values. Build the model outside of "
-                        "configure_model, or leave it to the strategy to replace it: leave it out of the plan."
+                        "a model that is built without its weights must be as its class builds it: "
+                        f"{name!r} of a {cls.__name__} was put into it, and has no values. Build "
+                        "the model outside of configure_model, or leave it to the strategy to "
+                        "replace it: leave it out of the plan."
                     )
                 new = values[name].detach()
                 is_parameter = isinstance(old, nn.Parameter)
                 # Shared tensors stay shared.
-                made.setdefault(id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new)
+                made.setdefault(
+                    id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new
+                )
                 tensors[key] = made[id(old)]
 
 
@@ -176,13 +216,24 @@ def _deferred(model: Any, folder: str | None) -> Any:
     config = model.config.to_dict()
     dtype = model.dtype
     assert family is not None, "models of known families are built without their weights"
-    defer(model, Origin(family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)))
+    defer(
+        model,
+        Origin(
+            family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)
+        ),
+    )
     return model
 
 
-def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _from_pretrained(
+    cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     path: Any = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in _IRRELEVANT}
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and name not in _IRRELEVANT
+    }
     dtype = given.pop("dtype", given.pop("torch_dtype", None))
     config = given.pop("config", None)
     given.pop("pretrained_model_name_or_path", None)
@@ -194,8 +245,12 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     with_info = given.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
-        with naming_folder(str(path), "config.json must be a configuration that transformers reads"):
-            config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+        with naming_folder(
+            str(path), "config.json must be a configuration that transformers reads"
+        ):
+            config, given = cls.config_class.from_pretrained(
+                path, return_unused_kwargs=True, **given
+            )
     with _naming_configuration(path):
         is_replaced = not given and _is_replaced(cls, config)
     if not is_replaced:
@@ -228,4 +283,6 @@ def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
         return load()
     except import_extra("safetensors", "hf").SafetensorError as error:
         SafetensorsFolder(path)
-        raise CorruptDataError(f"a file of weights in {path} is damaged ({error}). Copy the folder again.") from error
+        raise CorruptDataError(
+            f"a file of weights in {path} is damaged ({error}). Copy the folder again."
+        ) from error

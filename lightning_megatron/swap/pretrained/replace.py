@@ -20,7 +20,11 @@ from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncode
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.hugging_face.generation import GeneratingLM
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
-from lightning_megatron.swap.hugging_face.peft_layers import adapter_of, add_adapter, remove_input_hooks
+from lightning_megatron.swap.hugging_face.peft_layers import (
+    adapter_of,
+    add_adapter,
+    remove_input_hooks,
+)
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.tree import take_over
 from lightning_megatron.swap.pretrained.deferred import DrawnTensors, Origin, Overlaid, origin_of
@@ -34,13 +38,19 @@ from lightning_megatron.swap.pretrained.untouched import (
 )
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
-from lightning_megatron.swap.weights.load import RenamedTensors, check_tensors, fill, load_from, reader_of
+from lightning_megatron.swap.weights.load import (
+    RenamedTensors,
+    check_tensors,
+    fill,
+    load_from,
+    reader_of,
+)
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 #: Log text for a model whose weights were complete on every rank.
 NOTE = (
-    "Every rank held the full model first; from_pretrained or from_config in configure_model never holds more than "
-    "this rank's part."
+    "Every rank held the full model first; from_pretrained or from_config in configure_model never "
+    "holds more than this rank's part."
 )
 
 
@@ -63,7 +73,9 @@ def is_part(module: Any) -> bool:
     Such a model inside a larger Hugging Face model is not replaced, because the larger model reads
     its tensors and may share them.
     """
-    return module.base_model is module and not any(parameter.is_meta for parameter in module.parameters())
+    return module.base_model is module and not any(
+        parameter.is_meta for parameter in module.parameters()
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,11 @@ def swapped_model(
             files = reader_of(SafetensorsFolder(folder), family)
             reader = Overlaid(given, files) if given.own else files
             missing = load_from(model, reader, family, torch.initial_seed(), shows_progress)
-            note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
+            note = (
+                f"{named(missing)} are not in {folder} and keep their first values."
+                if missing
+                else note
+            )
         if given.own:
             count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
             note = f"{count} have the values that configure_model gave them. {note}".strip()
@@ -144,24 +160,42 @@ def swapped_model(
     return SwappedModel(model, lambda: take_over(name, source, model, family, adapter, kind), note)
 
 
-def _labels(settings: Mapping[str, Any], family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _labels(
+    settings: Mapping[str, Any], family: Family, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return settings for the classifier's number of labels; the classifier may be new."""
     for tensor in family.tensors(family.config(settings)):
         name = tensor.sources[0].name
         if tensor.target == CLASSIFIER and name in tensors:
             count = len(tensors[name])
-            return {"num_labels": count, "id2label": {number: str(number) for number in range(count)}}
+            return {
+                "num_labels": count,
+                "id2label": {number: str(number) for number in range(count)},
+            }
     return {}
 
 
 def _fill_given(
-    model: GPT | Encoder, origin: Origin | None, family: Family, own: RenamedTensors, given: RenamedTensors
+    model: GPT | Encoder,
+    origin: Origin | None,
+    family: Family,
+    own: RenamedTensors,
+    given: RenamedTensors,
 ) -> None:
     """Fill parameters with values that user code changed in a model with initial weights."""
     changed = set(given.names())
-    table = [tensor for tensor in family.tensors(model.config) if not changed.isdisjoint(tensor.source_shapes)]
+    table = [
+        tensor
+        for tensor in family.tensors(model.config)
+        if not changed.isdisjoint(tensor.source_shapes)
+    ]
     if not table or origin is None:
         return
     # Draw again the tensors that one layer joins with them.
     beside = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
-    fill(model, {tensor.target: tensor for tensor in table}, Overlaid(given, DrawnTensors(origin, beside)), family)
+    fill(
+        model,
+        {tensor.target: tensor for tensor in table},
+        Overlaid(given, DrawnTensors(origin, beside)),
+        family,
+    )

@@ -19,8 +19,21 @@ from lightning_megatron.swap.tensors.low_rank import plain_name
 #: Attributes that may differ: they configure training or calls, or follow from the shapes of
 #: weights.
 _FREE = frozenset(
-    {"training", "gradient_checkpointing", "name_or_path", "num_embeddings", "out_features", "vocab_size"}
-    | {"is_hf_initialized", "is_gradient_checkpointing", "weights_folder", "is_loaded_in_4bit", "is_loaded_in_8bit"}
+    {
+        "training",
+        "gradient_checkpointing",
+        "name_or_path",
+        "num_embeddings",
+        "out_features",
+        "vocab_size",
+    }
+    | {
+        "is_hf_initialized",
+        "is_gradient_checkpointing",
+        "weights_folder",
+        "is_loaded_in_4bit",
+        "is_loaded_in_8bit",
+    }
 )
 #: Fields of this package's configurations that follow from the shapes of weights.
 _OF_SHAPES = frozenset({"vocab_size", "num_labels"})
@@ -48,7 +61,11 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
         model: Model, as built by its class.
     """
     return {
-        name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
+        name: Part(
+            type(module),
+            dict(_settings(module)),
+            {key: one.clone() for key, one in _tables(module)},
+        )
         for name, module in model.named_modules()
     }
 
@@ -79,7 +96,9 @@ def built_settings(model: Any) -> dict[str, Any]:
     return settings | {"pad_token_id": getattr(inner, "padding_idx", model.config.pad_token_id)}
 
 
-def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_settings(
+    name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
     """Refuse a configuration that was changed after the model was built.
 
     Args:
@@ -94,8 +113,12 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
             the weights.
     """
     # The padding token of the embedding holds for both, so that it does not count as a change.
-    before, after = (family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now))
-    changed = [one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)]
+    before, after = (
+        family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now)
+    )
+    changed = [
+        one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)
+    ]
     if set(changed) - _OF_SHAPES:
         keys = [key for key in now if now[key] != built.get(key) and key != "pad_token_id"]
         what = f"{', '.join(keys)} of the configuration of {name!r} changed after it had been built"
@@ -120,7 +143,9 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
     if (head.weight is embedding.weight) != is_tied:
         is_or_not = "is not" if is_tied else "is"
         what = f"the weight of the output head of {name!r} {is_or_not} that of the embedding"
-        _refuse(what, f"Give from_pretrained or the configuration tie_word_embeddings={not is_tied}")
+        _refuse(
+            what, f"Give from_pretrained or the configuration tie_word_embeddings={not is_tied}"
+        )
 
 
 def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
@@ -145,10 +170,16 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
             _refuse(f"{where!r} has another forward method", "Leave the method as it is")
         if not isinstance(module, part.kind):
             was = part.kind.__name__
-            _refuse(f"{where!r} is a {type(module).__name__}, where the class builds a {was}", "Leave it as it is")
+            _refuse(
+                f"{where!r} is a {type(module).__name__}, where the class builds a {was}",
+                "Leave it as it is",
+            )
         for key, value in _settings(module):
             if key in part.settings and part.settings[key] != value:
-                what = f"{key} of {where!r} is {value!r}, and was {part.settings[key]!r} when it was built"
+                what = (
+                    f"{key} of {where!r} is {value!r}, and was {part.settings[key]!r} when it was "
+                    "built"
+                )
                 _refuse(what, "Give from_pretrained or the configuration that value")
         for key, table in _tables(module):
             if key in part.tables and not _is_same(table, part.tables[key]):
@@ -181,13 +212,18 @@ def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        if isinstance(value, (bool, int, float, str)) and not key.startswith("_") and key not in _FREE:
+        if (
+            isinstance(value, (bool, int, float, str))
+            and not key.startswith("_")
+            and key not in _FREE
+        ):
             yield key, value
 
 
 def _refuse(what: str, remedy: str) -> None:
     raise UnsupportedError(
-        f"a Hugging Face model that is replaced must compute what its class does: {what}. The layers that take over "
-        f"would not know of it, and training would go on with other numbers. {remedy}, or leave the model to its own "
-        "code: tensor_parallel_plan={'model': 'replicate'}, with the name of the model."
+        f"a Hugging Face model that is replaced must compute what its class does: {what}. The "
+        "layers that take over would not know of it, and training would go on with other numbers. "
+        f"{remedy}, or leave the model to its own code: tensor_parallel_plan={{'model': "
+        "'replicate'}, with the name of the model."
     )

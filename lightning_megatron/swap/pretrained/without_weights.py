@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 M = TypeVar("M", bound=nn.Module)
 
 #: Functions that create tensors from given values.
-_MAKERS = frozenset({torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full})
+_MAKERS = frozenset(
+    {torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full}
+)
 
 
 def without_weights(build: Callable[[], M]) -> M:
@@ -42,7 +44,11 @@ class _ComputingTables(TorchFunctionMode):
     """Torch function mode that keeps tensors with given values on the CPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a function of torch; keep tensors with given values on the CPU."""
         kwargs = dict(kwargs or {})

@@ -42,7 +42,8 @@ def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ..
     rules = tuple(packed)
     named = [(_class_name(source.name, rules), source) for source in tensor.sources]
     return tuple(
-        Home(name, tuple(source for _, source in group)) for name, group in groupby(named, key=lambda one: one[0])
+        Home(name, tuple(source for _, source in group))
+        for name, group in groupby(named, key=lambda one: one[0])
     )
 
 
@@ -55,7 +56,9 @@ def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tup
     """
     rules = tuple(packed)
     return tuple(
-        replace(tensor, target=home.name, shape=(home.num_rows, *tensor.shape[1:]), sources=home.sources)
+        replace(
+            tensor, target=home.name, shape=(home.num_rows, *tensor.shape[1:]), sources=home.sources
+        )
         for tensor in table
         for home in homes_of(tensor, rules)
     )

@@ -75,7 +75,9 @@ class Adapter:
             for one in self.maps(table)
         )
 
-    def tensors_at_home(self, table: Iterable[TensorMap]) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
+    def tensors_at_home(
+        self, table: Iterable[TensorMap]
+    ) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
         """List all trained tensors of the adapter's folder by their names in the tree.
 
         Args:
@@ -100,7 +102,11 @@ class Adapter:
         if module in self.ranks:
             return f"{module}{_BASE}{kind}"
         around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
-        return name if around is None else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
+        return (
+            name
+            if around is None
+            else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
+        )
 
     def own_name(self, name: str) -> str:
         """Return a factor's name inside the layers of peft, by its name in a folder."""
@@ -160,12 +166,20 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
             if module in ranks:
                 if key_of(module) in keys:
                     raise ValueError(
-                        f"the names of layers that become {layer} must end differently: {module} has another's."
+                        f"the names of layers that become {layer} must end differently: {module} "
+                        "has another's."
                     )
                 keys.add(key_of(module))
                 rank = ranks[module]
                 names = {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
-                whole = replace(sources[0], name=names["a"], num_rows=rank, is_transposed=False, first=0, strip=None)
+                whole = replace(
+                    sources[0],
+                    name=names["a"],
+                    num_rows=rank,
+                    is_transposed=False,
+                    first=0,
+                    strip=None,
+                )
                 target = f"{layer}.{UPDATES}.{key_of(module)}"
                 yield LowRankMap(
                     module,
@@ -175,7 +189,10 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
                     TensorMap(
                         f"{target}.b.weight",
                         (num_rows, rank),
-                        tuple(replace(source, name=names["b"], is_transposed=False) for source in sources),
+                        tuple(
+                            replace(source, name=names["b"], is_transposed=False)
+                            for source in sources
+                        ),
                     ),
                 )
             start += num_rows
@@ -197,17 +214,24 @@ def full_factors(
     maps = () if adapter is None else adapter.maps_at_home(table)
     factors = tuple(factor for one in maps for factor in (one.a, one.b))
     shapes = (
-        {} if adapter is None else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
+        {}
+        if adapter is None
+        else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
     )
     given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if _ADDED.search(name)}
     if shapes != given:
-        differing = {name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)}
+        differing = {
+            name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)
+        }
         raise CheckpointMismatchError(
-            f"the factors must be those of the adapter of the model: {named(differing)} are missing, left over or of "
-            "another shape. Nothing may keep its first values or be forgotten. Use the LoraConfig that was trained."
+            f"the factors must be those of the adapter of the model: {named(differing)} are "
+            "missing, left over or of another shape. Nothing may keep its first values or be "
+            "forgotten. Use the LoraConfig that was trained."
         )
     for factor in factors:
-        reader = TensorsInMemory({n: tensors[adapter.own_name(n)] for n in factor.source_shapes} if adapter else {})
+        reader = TensorsInMemory(
+            {n: tensors[adapter.own_name(n)] for n in factor.source_shapes} if adapter else {}
+        )
         yield factor.target, factor.full(reader, next(iter(reader.tensors.values())).dtype)
 
 
@@ -255,5 +279,7 @@ def plain_name(name: str) -> str:
 def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's tensors without updates, by their names before wrapping."""
     return {
-        plain_name(name): tensor for name, tensor in tensors.items() if not _ADDED.search(name) and _BEFORE not in name
+        plain_name(name): tensor
+        for name, tensor in tensors.items()
+        if not _ADDED.search(name) and _BEFORE not in name
     }

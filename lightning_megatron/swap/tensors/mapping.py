@@ -53,8 +53,8 @@ class TensorsInMemory:
         tensor = self.tensors[name].detach()
         if tensor.is_meta:
             raise CheckpointMismatchError(
-                f"a tensor must have values to be loaded: {name!r} is on the meta device. Only its shape is known "
-                "there. Load it first, or read the folder of its safetensors files."
+                f"a tensor must have values to be loaded: {name!r} is on the meta device. Only its "
+                "shape is known there. Load it first, or read the folder of its safetensors files."
             )
         return tensor[slices]
 
@@ -139,8 +139,8 @@ class TensorMap:
         given = sum(source.num_rows for source in self.sources)
         if given != self.shape[0]:
             raise ValueError(
-                f"the sources of a tensor must have its rows: {self.target} has {self.shape[0]}, they have {given}. "
-                "Each row of ours comes from one of theirs. Correct the table."
+                f"the sources of a tensor must have its rows: {self.target} has {self.shape[0]}, "
+                f"they have {given}. Each row of ours comes from one of theirs. Correct the table."
             )
 
     @property
@@ -151,7 +151,9 @@ class TensorMap:
             rows[source.name] = rows.get(source.name, 0) + source.num_rows
         is_transposed = {source.name: source.is_transposed for source in self.sources}
         shapes = {name: (count, *self.shape[1:]) for name, count in rows.items()}
-        return {name: shape[::-1] if is_transposed[name] else shape for name, shape in shapes.items()}
+        return {
+            name: shape[::-1] if is_transposed[name] else shape for name, shape in shapes.items()
+        }
 
     def reads(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Read]:
         """List the reads that fill a box of the full tensor.
@@ -163,7 +165,10 @@ class TensorMap:
         start = offsets[0]
         stop = offsets[0] + sizes[0]
         before = 0
-        rest = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+        rest = tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(offsets[1:], sizes[1:], strict=True)
+        )
         for source in self.sources:
             low, high = max(start, before), min(stop, before + source.num_rows)
             for here, there, size in source.pieces(low - before, high - before):
@@ -172,7 +177,9 @@ class TensorMap:
                 yield Read(source.name, slices, source.is_transposed, before + here - start, size)
             before += source.num_rows
 
-    def fill(self, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader) -> None:
+    def fill(
+        self, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader
+    ) -> None:
         """Write a box of the full tensor into ``view`` in place, converted to its dtype.
 
         Shapes: view ``sizes``.
@@ -180,7 +187,9 @@ class TensorMap:
         with torch.no_grad():
             for read in self.reads(offsets, sizes):
                 part = reader.read(read.name, read.slices)
-                view.narrow(0, read.start, read.num_rows).copy_(part.t() if read.is_transposed else part)
+                view.narrow(0, read.start, read.num_rows).copy_(
+                    part.t() if read.is_transposed else part
+                )
 
     def full(self, reader: TensorReader, dtype: torch.dtype) -> Tensor:
         """Return the full tensor.
@@ -200,7 +209,9 @@ class TensorMap:
             ValueError: If ``full`` has another shape.
         """
         if tuple(full.shape) != self.shape:
-            raise ValueError(f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}.")
+            raise ValueError(
+                f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}."
+            )
         found: dict[str, Tensor] = {}
         shapes = self.source_shapes
         start = 0

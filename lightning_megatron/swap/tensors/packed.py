@@ -60,7 +60,10 @@ class Packed:
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(re.compile(re.escape(one).replace(r"\{\}", r"(\d+)")) for one in (self.name, *self.parts))
+        return tuple(
+            re.compile(re.escape(one).replace(r"\{\}", r"(\d+)"))
+            for one in (self.name, *self.parts)
+        )
 
     @property
     def is_stack(self) -> bool:
@@ -90,8 +93,8 @@ class Packed:
         if len(counts) < self.is_stack or not rows or rows[0] % num_parts:
             what = "experts and equally many rows" if self.is_stack else "equally many rows"
             raise CheckpointMismatchError(
-                f"a tensor of {num_parts} parts must have {what} for each: {key!r} has shape {shape}. It cannot be "
-                "cut. Load the weights that belong to the configuration."
+                f"a tensor of {num_parts} parts must have {what} for each: {key!r} has shape "
+                f"{shape}. It cannot be cut. Load the weights that belong to the configuration."
             )
         size = rows[0] // num_parts
         for index in range(counts[0]) if self.is_stack else (None,):
@@ -109,7 +112,9 @@ class Packed:
         return None
 
 
-def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -> Iterator[tuple[str, Place]]:
+def places(
+    name: str, key: str, reader: TensorReader, rules: Iterable[Packed]
+) -> Iterator[tuple[str, Place]]:
     """List the files' tensors that make up a tensor, with their positions.
 
     Args:
@@ -133,7 +138,9 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     found: dict[str, Tensor] = {}
     parts: dict[tuple[str, bool], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = next(((rule, place) for rule in rules if (place := rule.place(name)) is not None), None)
+        hit = next(
+            ((rule, place) for rule in rules if (place := rule.place(name)) is not None), None
+        )
         if hit is None:
             found[name] = tensor
         else:
@@ -141,6 +148,9 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
             parts.setdefault((whole, rule.is_stack), {})[index, number] = tensor
     for (name, is_stack), pieces in parts.items():
         indices = sorted({index for index, _ in pieces})
-        rows = [torch.cat([pieces[key] for key in sorted(pieces) if key[0] == index]) for index in indices]
+        rows = [
+            torch.cat([pieces[key] for key in sorted(pieces) if key[0] == index])
+            for index in indices
+        ]
         found[name] = torch.stack(rows) if is_stack else rows[0]
     return found

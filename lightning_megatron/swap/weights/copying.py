@@ -46,7 +46,11 @@ class Copy:
 
 
 def copies_of(
-    tensor: TensorMap, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader
+    tensor: TensorMap,
+    view: Tensor,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    reader: TensorReader,
 ) -> Iterator[Copy]:
     """List the copies that fill a box of a full tensor.
 
@@ -84,7 +88,14 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
     total = sum(copy.target.nbytes for copy in copies)
     is_hidden = None if shows_progress else True
     with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=BAR_DELAY, disable=is_hidden) as bar,
+        tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="Reading weights",
+            delay=BAR_DELAY,
+            disable=is_hidden,
+        ) as bar,
         ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
     ):
         # Parts that are far apart in a large model are in different files, which are read in

@@ -19,7 +19,13 @@ from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
 from lightning_megatron.swap.weights.file_format import FileFormat
-from lightning_megatron.swap.weights.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
+from lightning_megatron.swap.weights.safetensors_folder import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    LENGTH_BYTES,
+    WEIGHTS,
+)
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt"}
@@ -54,35 +60,46 @@ def foreign_tensors(
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
     """
-    known = {tensor.target: tensor for tensor in (family.tensors(config) if table is None else table)}
+    known = {
+        tensor.target: tensor for tensor in (family.tensors(config) if table is None else table)
+    }
     left = dict(known)
     for name, full in full_tensors:
-        is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(name, config)
+        is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(
+            name, config
+        )
         if is_alias or is_of_training(name):
             continue
         if name not in left:
             problem = "given twice" if name in known else "unknown"
             raise CheckpointMismatchError(
-                f"the tensors must be those of a {family.architecture} of this configuration: {name!r} is {problem}. "
-                "Each is written once. Give the parameters of the whole model."
+                f"the tensors must be those of a {family.architecture} of this configuration: "
+                f"{name!r} is {problem}. Each is written once. Give the parameters of the whole "
+                "model."
             )
         tensor = left.pop(name)
         if tuple(full.shape) != tensor.shape:
             raise CheckpointMismatchError(
-                f"a full tensor must have its shape without padding: {name!r} has {tuple(full.shape)} instead of "
-                f"{tensor.shape}. Sizes differ from the configuration. Give full tensors of the same model."
+                f"a full tensor must have its shape without padding: {name!r} has "
+                f"{tuple(full.shape)} instead of {tensor.shape}. Sizes differ from the "
+                "configuration. Give full tensors of the same model."
             )
         yield from tensor.split(full.detach()).items()
         # Free this tensor before the next one is gathered.
         del full
-    heads = {name for name, tensor in known.items() if all(family.is_head(source.name) for source in tensor.sources)}
+    heads = {
+        name
+        for name, tensor in known.items()
+        if all(family.is_head(source.name) for source in tensor.sources)
+    }
     if heads == left.keys():
         # The model was built without its head, and Hugging Face loads files without one.
         return
     if left:
         raise CheckpointMismatchError(
-            f"the tensors must be those of a {family.architecture} of this configuration: {named(left)} missing. "
-            "Hugging Face would draw them anew. Give the parameters of the whole model."
+            f"the tensors must be those of a {family.architecture} of this configuration: "
+            f"{named(left)} missing. Hugging Face would draw them anew. Give the parameters of the "
+            "whole model."
         )
 
 
@@ -121,7 +138,12 @@ def export_folder(
     place = _new_folder(folder)
     table = family.at_home(config) if at_home else family.tensors(config)
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
-    kept = {source.name: tensor.dtype for tensor in table if tensor.dtype is not None for source in tensor.sources}
+    kept = {
+        source.name: tensor.dtype
+        for tensor in table
+        if tensor.dtype is not None
+        for source in tensor.sources
+    }
     writer = _Writer(place, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
     found = writer.floating.most_common(1)
@@ -160,17 +182,23 @@ def export_as_it_is(
     writer = _Writer(place, max_file_bytes, shapes if form is None else form.shapes(shapes))
     writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
     found = writer.floating.most_common(1)
-    _write_config(place, {**hf_config, "architectures": [architecture]}, found[0][0] if found else torch.float32)
+    _write_config(
+        place,
+        {**hf_config, "architectures": [architecture]},
+        found[0][0] if found else torch.float32,
+    )
     writer.publish()
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> Path:
     place = Path(folder)
-    present = sorted(path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in place.glob(pattern))
+    present = sorted(
+        path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in place.glob(pattern)
+    )
     if present:
         raise UnsupportedError(
-            f"a model is exported to a folder without weights: {place} has {named(present)}. Files of two models would "
-            "be mixed. Give another folder, or remove them."
+            f"a model is exported to a folder without weights: {place} has {named(present)}. Files "
+            "of two models would be mixed. Give another folder, or remove them."
         )
     place.mkdir(parents=True, exist_ok=True)
     return place
@@ -202,8 +230,8 @@ def export_adapter(
     found = dict(full_tensors)
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
-            f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} missing or unknown. "
-            "peft would draw them anew. Give those of the whole model."
+            f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} "
+            "missing or unknown. peft would draw them anew. Give those of the whole model."
         )
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -213,13 +241,18 @@ def export_adapter(
         for target, (_, names) in wanted.items()
         for name in names
     }
-    write_file(place, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS)
+    write_file(
+        place, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS
+    )
     config = {**adapter.config, "inference_mode": True}
     _write(place / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 def write_file(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], name: str
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    name: str,
 ) -> None:
     """Write tensors to one file.
 
@@ -254,7 +287,9 @@ class _Writer:
         entries = [_entry_size(name, shape) for name, shape in shapes.items()]
         # The header precedes the data but is known only after them, so space is reserved for it. It
         # is padded with spaces, and the data begin at a multiple of 8 bytes.
-        room = _base_size() + max(max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries)))
+        room = _base_size() + max(
+            max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries))
+        )
         self._room = -(-room // 8) * 8
 
     def write(
@@ -274,7 +309,12 @@ class _Writer:
         try:
             for name, tensor in tensors:
                 wanted = own.get(name, dtype)
-                self.add(name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor)
+                self.add(
+                    name,
+                    tensor.to(wanted)
+                    if wanted is not None and tensor.is_floating_point()
+                    else tensor,
+                )
                 # Free this tensor before the next one is gathered.
                 del tensor
             self.close_file()
@@ -308,7 +348,9 @@ class _Writer:
         """Complete the open file by writing its header before the data."""
         if self._file is None:
             return
-        content = json.dumps({"__metadata__": _METADATA, **self._files[-1]}, separators=(",", ":")).encode()
+        content = json.dumps(
+            {"__metadata__": _METADATA, **self._files[-1]}, separators=(",", ":")
+        ).encode()
         assert len(content) <= self._room, "the room for a header has been counted"
         with self._file as file:
             file.seek(0)
@@ -330,12 +372,20 @@ class _Writer:
         for number, name in enumerate(names):
             os.replace(self._path(number), self.folder / name)
         if count > 1:
-            places = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
+            places = {
+                tensor: name
+                for name, tensors in zip(names, self._files, strict=True)
+                for tensor in tensors
+            }
             total = sum(
-                entry["data_offsets"][1] - entry["data_offsets"][0] for f in self._files for entry in f.values()
+                entry["data_offsets"][1] - entry["data_offsets"][0]
+                for f in self._files
+                for entry in f.values()
             )
             index = {"metadata": {"total_size": total}, "weight_map": places}
-            _write(self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+            _write(
+                self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+            )
 
     def discard(self) -> None:
         """Delete the unfinished files."""
@@ -378,14 +428,20 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
     # ``auto_map`` names code that is not in the folder, and settings of the training do not belong
     # to the model.
     left = ("torch_dtype", "auto_map", SETTINGS)
-    kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in left}
+    kept = {
+        name: value
+        for name, value in config.items()
+        if not name.startswith("_") and name not in left
+    }
     content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)
     _write(folder / CONFIG, f"{content}\n".encode())
 
 
 def _plain(value: Any) -> str:
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"a configuration is written as JSON, which has no {type(value).__name__}: {value!r}.")
+        raise TypeError(
+            f"a configuration is written as JSON, which has no {type(value).__name__}: {value!r}."
+        )
     return str(value).removeprefix("torch.")
 
 

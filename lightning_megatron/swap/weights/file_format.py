@@ -60,9 +60,10 @@ class FileFormat:
         is_class = isinstance(kind, type)
         if not is_class or not issubclass(kind, library.PreTrainedModel):
             raise UnsupportedError(
-                f"a model whose files have other tensors than it has in memory must be of a class of transformers: "
-                f"{architecture!r} is not in {library.__version__}. The class says how they are converted. Call "
-                "save_pretrained of the model on all ranks, in a run that has loaded the checkpoint."
+                "a model whose files have other tensors than it has in memory must be of a class "
+                f"of transformers: {architecture!r} is not in {library.__version__}. The class "
+                "says how they are converted. Call save_pretrained of the model on all ranks, in a "
+                "run that has loaded the checkpoint."
             )
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 
@@ -70,7 +71,8 @@ class FileFormat:
         """Return names and shapes of the files' tensors from those of the model (elements)."""
         given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
-            name: tuple(tensor.shape) for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
+            name: tuple(tensor.shape)
+            for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
         }
 
     def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

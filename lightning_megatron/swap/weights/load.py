@@ -15,7 +15,13 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
+from lightning_megatron.swap.tensors.mapping import (
+    Slices,
+    TensorMap,
+    TensorReader,
+    TensorsInMemory,
+    named,
+)
 from lightning_megatron.swap.tensors.packed import Place, places
 from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -53,9 +59,13 @@ def load_from(
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
-    missing = check_tensors(reader, table.values(), family, model.config.tie_embeddings, may_lack=seed is not None)
+    missing = check_tensors(
+        reader, table.values(), family, model.config.tie_embeddings, may_lack=seed is not None
+    )
     _check_parameters(model, table)
-    drawn = {target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)}
+    drawn = {
+        target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)
+    }
     if seed is not None:
         initialize_(model, model.mesh.device, seed, drawn)
     read = {target: tensor for target, tensor in table.items() if target not in drawn}
@@ -95,7 +105,11 @@ def fill(
                 parameter.zero_()
             for box, view in spec.local_views(parameter.data):
                 copies += copies_of(tensor, view, box.offsets, box.sizes, reader)
-        if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
+        if (
+            tensor.target == _WORD_EMBEDDING
+            and model.config.tie_embeddings
+            and family.head in reader.names()
+        ):
             _check_tied(parameter, reader, family)
     copy_all(copies, reader, shows_progress and model.mesh.rank == 0)
 
@@ -141,7 +155,9 @@ class RenamedTensors:
     def only(self, keys: Iterable[str]) -> RenamedTensors:
         """Return a reader limited to the tensors with the given own names."""
         kept = set(keys)
-        return RenamedTensors(self.reader, {name: place for name, place in self.own.items() if place.name in kept})
+        return RenamedTensors(
+            self.reader, {name: place for name, place in self.own.items() if place.name in kept}
+        )
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -174,7 +190,10 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
     names = {name: family.present_name(name) for name in reader.names()}
     if names and not any(name.startswith(family.base) for name in names.values()):
-        names = {key: name if name == family.head else f"{family.base}{name}" for key, name in names.items()}
+        names = {
+            key: name if name == family.head else f"{family.base}{name}"
+            for key, name in names.items()
+        }
     own: dict[str, Place] = {}
     for key, name in names.items():
         if family.ignores(name):
@@ -182,14 +201,19 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
         for part, place in places(name, key, reader, family.packed):
             if own.setdefault(part, place) != place:
                 raise CheckpointMismatchError(
-                    f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of a "
-                    f"{family.architecture}, under two names. One would be lost. Remove one of them."
+                    f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of "
+                    f"a {family.architecture}, under two names. One would be lost. Remove one of "
+                    "them."
                 )
     return RenamedTensors(reader, own)
 
 
 def check_tensors(
-    reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool, may_lack: bool = False
+    reader: RenamedTensors,
+    table: Iterable[TensorMap],
+    family: Family,
+    is_tied: bool,
+    may_lack: bool = False,
 ) -> frozenset[str]:
     """Refuse tensors that differ from a table in names or shapes; ignore heads of other classes.
 
@@ -220,8 +244,9 @@ def check_tensors(
         parts = [f"{named(missing)} missing"] if missing else []
         parts += [f"{named(unknown)} left over"] if unknown else []
         raise CheckpointMismatchError(
-            f"the tensors must be those of a {family.architecture} of this configuration: {', and '.join(parts)}. "
-            "Nothing may keep its first values or be forgotten. Load the weights that belong to the configuration."
+            f"the tensors must be those of a {family.architecture} of this configuration: "
+            f"{', and '.join(parts)}. Nothing may keep its first values or be forgotten. Load the "
+            "weights that belong to the configuration."
         )
     other = [
         f"{name!r} {reader.shape(name)} instead of {shape}"
@@ -231,8 +256,8 @@ def check_tensors(
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise CheckpointMismatchError(
-            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes differ. Load the weights "
-            "that belong to the configuration."
+            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes "
+            "differ. Load the weights that belong to the configuration."
         )
     return lacking
 
@@ -251,9 +276,9 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
         targets[name] = target
         if target in table and table[target].shape != spec.full_shape:
             raise CheckpointMismatchError(
-                f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the table gives "
-                f"{table[target].shape}. They are of different configurations. Build the model with the "
-                "configuration that the family makes."
+                f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the "
+                f"table gives {table[target].shape}. They are of different configurations. Build "
+                "the model with the configuration that the family makes."
             )
     # A part of the model that is on this rank has all its parameters here.
     parts = {_part(name) for name in targets}
@@ -261,9 +286,10 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
     unused = {target for target in table if _part(target) in parts} - set(targets.values())
     if unfilled or unused:
         raise CheckpointMismatchError(
-            f"a table must have the model's parameters: parameters without a source are {named(unfilled) or 'none'}, "
-            f"sources without a parameter {named(unused) or 'none'}. They are of different configurations. Build the "
-            "model with the configuration that the family makes."
+            "a table must have the model's parameters: parameters without a source are "
+            f"{named(unfilled) or 'none'}, sources without a parameter {named(unused) or 'none'}. "
+            "They are of different configurations. Build the model with the configuration that the "
+            "family makes."
         )
 
 
@@ -277,12 +303,15 @@ def _part(name: str) -> tuple[str, ...]:
 
 def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None:
     for box in shard_spec_of(parameter).boxes():
-        slices = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+        slices = tuple(
+            slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)
+        )
         head, embedding = reader.read(family.head, slices), reader.read(family.embedding, slices)
         if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
             raise CheckpointMismatchError(
-                f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} differ in rows "
-                f"{slices[0].start} to {slices[0].stop}. One of them would be lost. Set tie_word_embeddings to false."
+                f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} "
+                f"differ in rows {slices[0].start} to {slices[0].stop}. One of them would be lost. "
+                "Set tie_word_embeddings to false."
             )
 
 
@@ -290,7 +319,9 @@ def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> n
     path, _, key = name.rpartition(".")
     # A meta tensor cannot change its device in place: the new Parameter takes over what was
     # attached to the old one.
-    result = nn.Parameter(torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad)
+    result = nn.Parameter(
+        torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad
+    )
     result.__dict__.update(parameter.__dict__)
     model.get_submodule(path)._parameters[key] = result
     return result

@@ -32,7 +32,9 @@ _LARGEST_INDEX = 1 << 27
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _LARGEST_CONFIG = 1 << 23
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
-_NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII)
+_NUMBERED = re.compile(
+    r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII
+)
 
 
 class SafetensorsFolder:
@@ -82,8 +84,8 @@ class SafetensorsFolder:
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
-                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. Without it the weights have no "
-                "meaning. Save the model with save_pretrained."
+                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. Without it the "
+                "weights have no meaning. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
         return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
@@ -105,13 +107,15 @@ class SafetensorsFolder:
         for name in names:
             found.setdefault(self.dtype_of(name), name)
         for dtype, name in found.items():
-            twin = next((one for one in found if one != dtype and one.itemsize == dtype.itemsize), None)
+            twin = next(
+                (one for one in found if one != dtype and one.itemsize == dtype.itemsize), None
+            )
             if not dtype.is_floating_point or twin is not None:
                 other = "" if twin is None else f", and {found[twin]!r} {twin}"
                 raise CorruptDataError(
-                    f"weights must be floating-point numbers, and of one type where types are equally wide: {name!r} "
-                    f"of {self.path} is {dtype}{other}. The bytes of one type would be read as another. Save the model "
-                    "again, with one type."
+                    "weights must be floating-point numbers, and of one type where types are "
+                    f"equally wide: {name!r} of {self.path} is {dtype}{other}. The bytes of one "
+                    "type would be read as another. Save the model again, with one type."
                 )
 
     def names(self) -> Iterable[str]:
@@ -152,8 +156,8 @@ class SafetensorsFolder:
     def _at(self, name: str) -> StoredTensor:
         if name not in self._tensors:
             raise CheckpointMismatchError(
-                f"a tensor that is read must be there: {self.path} has no {name!r}. It has {named(self._tensors)}. "
-                "Use a folder of the same family and size."
+                f"a tensor that is read must be there: {self.path} has no {name!r}. It has "
+                f"{named(self._tensors)}. Use a folder of the same family and size."
             )
         return self._tensors[name]
 
@@ -166,10 +170,14 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         _refuse(folder)
     content = read_regular_file(folder / INDEX, _REMEDY, _LARGEST_INDEX)
     places = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(file, str) for file in places.values())
+    ):
         raise CorruptDataError(
-            f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It is damaged or of "
-            "another format. Copy the folder again."
+            f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It "
+            "is damaged or of another format. Copy the folder again."
         )
     files = sorted(set(places.values()))
     _check_files(folder, files)
@@ -177,14 +185,19 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
     lacking = [name for name, file in places.items() if name not in found[file]]
     if lacking:
         raise CheckpointMismatchError(
-            f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are not where it says. "
-            "Index and files are of different saves. Copy the folder again."
+            f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are "
+            "not where it says. Index and files are of different saves. Copy the folder again."
         )
-    hidden = [f"{name} in {file}" for file, tensors in found.items() for name in tensors if places.get(name) != file]
+    hidden = [
+        f"{name} in {file}"
+        for file, tensors in found.items()
+        for name in tensors
+        if places.get(name) != file
+    ]
     if hidden:
         raise CheckpointMismatchError(
-            f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of {folder} are not. Index "
-            "and files are of different saves. Copy the folder again."
+            f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of "
+            f"{folder} are not. Index and files are of different saves. Copy the folder again."
         )
     return {name: found[file][name] for name, file in places.items()}
 
@@ -194,15 +207,16 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
     outside = [file for file in files if not _FILE.fullmatch(file) or not _is_inside(folder, file)]
     if outside:
         raise CheckpointMismatchError(
-            f"every file that {INDEX} names must be a safetensors file of its own folder: {named(outside)} of {folder} "
-            "are not, or are links to files elsewhere. An index could name any file of this machine. Put the files "
-            "into the folder, as hard links where copies are too large."
+            f"every file that {INDEX} names must be a safetensors file of its own folder: "
+            f"{named(outside)} of {folder} are not, or are links to files elsewhere. An index "
+            "could name any file of this machine. Put the files into the folder, as hard links "
+            "where copies are too large."
         )
     absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
         raise CheckpointMismatchError(
-            f"every file that {INDEX} names must be in its folder: {folder} lacks {named(absent)} of {len(files)}. "
-            "The copy is incomplete. Copy the missing files."
+            f"every file that {INDEX} names must be in its folder: {folder} lacks {named(absent)} "
+            f"of {len(files)}. The copy is incomplete. Copy the missing files."
         )
     series: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
@@ -210,8 +224,9 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
     for (start, count), numbers in series.items():
         if len(numbers) != int(count) or max(numbers) > int(count):
             raise CheckpointMismatchError(
-                f"{INDEX} must name every file of a series: of the {int(count)} files {start}-...-of-{count} of "
-                f"{folder} it names {len(numbers)}. Tensors would be missing. Copy the index again."
+                f"{INDEX} must name every file of a series: of the {int(count)} files "
+                f"{start}-...-of-{count} of {folder} it names {len(numbers)}. Tensors would be "
+                "missing. Copy the index again."
             )
 
 
@@ -229,18 +244,21 @@ def _is_inside(folder: Path, file: str) -> bool:
 def _refuse(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointMismatchError(
-            f"weights are read from a local folder: {folder} is none. Nothing is downloaded. Download the model first, "
-            "and give the path of its folder."
+            f"weights are read from a local folder: {folder} is none. Nothing is downloaded. "
+            "Download the model first, and give the path of its folder."
         )
     others = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5") for path in folder.glob(pattern)
+        path.name
+        for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5")
+        for path in folder.glob(pattern)
     )
     if others:
         raise UnsupportedError(
-            f"weights must be in safetensors files: {folder} has {named(others)} alone. Pickled files are read as a "
-            "whole and can run code. Save the model again with save_pretrained, which writes safetensors."
+            f"weights must be in safetensors files: {folder} has {named(others)} alone. Pickled "
+            "files are read as a whole and can run code. Save the model again with "
+            "save_pretrained, which writes safetensors."
         )
     raise CheckpointMismatchError(
-        f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files of other names are not "
-        "looked at. Give the folder that save_pretrained wrote."
+        f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files of other "
+        "names are not looked at. Give the folder that save_pretrained wrote."
     )

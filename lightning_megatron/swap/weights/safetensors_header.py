@@ -68,7 +68,9 @@ class StoredTensor:
             return self._mapped(0, 1, descriptor).view(())
         width = prod(shape[1:])
         first, last = slices[0].start, slices[0].stop
-        rows = self._mapped(first * width, (last - first) * width, descriptor).view(last - first, *shape[1:])
+        rows = self._mapped(first * width, (last - first) * width, descriptor).view(
+            last - first, *shape[1:]
+        )
         return rows[(slice(None), *slices[1:])]
 
     def _mapped(self, first: int, count: int, descriptor: int) -> Tensor:
@@ -100,8 +102,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if not 2 <= length <= min(_LARGEST_HEADER, size - LENGTH_BYTES):
             raise CorruptDataError(
-                f"a safetensors file must begin with the length of its header: {path} ({size} bytes) says {length}. "
-                "It is truncated or of another format. Copy it again."
+                f"a safetensors file must begin with the length of its header: {path} ({size} "
+                f"bytes) says {length}. It is truncated or of another format. Copy it again."
             )
         content = file.read(length)
     entries = parse_object(content, str(path), "Copy it again.")
@@ -119,13 +121,14 @@ def _check_with_library(path: Path, found: Mapping[str, StoredTensor]) -> None:
             names = set(file.keys())
     except (library.SafetensorError, OSError) as error:
         raise CorruptDataError(
-            f"a safetensors file must be as its format says: {path} is not ({error}). It is damaged, or was written by "
-            "something else. Copy it again."
+            f"a safetensors file must be as its format says: {path} is not ({error}). It is "
+            "damaged, or was written by something else. Copy it again."
         ) from error
     if names != found.keys():
         raise CorruptDataError(
             f"a safetensors file must have the tensors that its header names: {path} has "
-            f"{named(names ^ found.keys())} in one reading of it alone. It is damaged. Copy it again."
+            f"{named(names ^ found.keys())} in one reading of it alone. It is damaged. Copy it "
+            "again."
         )
 
 
@@ -134,23 +137,29 @@ def _stored(name: str, entry: Any, path: Path, begin: int, file_size: int) -> St
     kind = fields.get("dtype")
     sizes = fields.get("shape")
     offsets = fields.get("data_offsets")
-    if not isinstance(kind, str) or not _is_numbers(sizes) or not _is_numbers(offsets) or len(offsets) != 2:
+    if (
+        not isinstance(kind, str)
+        or not _is_numbers(sizes)
+        or not _is_numbers(offsets)
+        or len(offsets) != 2
+    ):
         raise CorruptDataError(
-            f"a header must give dtype, shape and data_offsets of every tensor: {path} does not for {name!r}. "
-            "It is damaged. Copy it again."
+            f"a header must give dtype, shape and data_offsets of every tensor: {path} does not "
+            f"for {name!r}. It is damaged. Copy it again."
         )
     shape = tuple(sizes)
     start, stop = offsets
     if kind not in DTYPES:
         raise UnsupportedError(
-            f"the elements of a tensor must be of a type that torch has: {name!r} in {path} has {kind}. "
-            f"Use one of {', '.join(DTYPES)}."
+            f"the elements of a tensor must be of a type that torch has: {name!r} in {path} has "
+            f"{kind}. Use one of {', '.join(DTYPES)}."
         )
     dtype = DTYPES[kind]
     if stop - start != prod(shape) * dtype.itemsize or begin + stop > file_size:
         raise CorruptDataError(
-            f"a tensor must be inside its file: {name!r} of shape {shape} and type {kind} is said to be at bytes "
-            f"{start} to {stop} of {file_size - begin} in {path}. The file is truncated or damaged. Copy it again."
+            f"a tensor must be inside its file: {name!r} of shape {shape} and type {kind} is said "
+            f"to be at bytes {start} to {stop} of {file_size - begin} in {path}. The file is "
+            "truncated or damaged. Copy it again."
         )
     return StoredTensor(path, dtype, shape, begin + start)
 

@@ -9,7 +9,8 @@ from lightning_megatron.kernels.cuda import Toolchain, read_sources
 from lightning_megatron.kernels.cuda.sources import NEVER_RUN, Sources
 
 VERSION_LINE = "Cuda compilation tools, release 13.0, V13.0.88"
-# Writes what follows -o, so that links fail unless all files were compiled; one line a call in the journal.
+# Writes what follows -o, so that links fail unless all files were compiled; one line a call in the
+# journal.
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
 for word; do case $last in -o) out=$word;; esac; last=$word; done
@@ -36,11 +37,18 @@ class FakeKit:
         """The folder of the toolkit."""
         return self.folder / "cuda"
 
-    def write_compiler(self, version: str = VERSION_LINE, failing: str = "nothing-fails", delay: float = 0) -> Path:
+    def write_compiler(
+        self, version: str = VERSION_LINE, failing: str = "nothing-fails", delay: float = 0
+    ) -> Path:
         """Write the compiler."""
         path = self.home / "bin" / "nvcc"
         path.parent.mkdir(parents=True, exist_ok=True)
-        fields = {"version": version, "failing": failing, "delay": delay, "journal": self.folder / "journal"}
+        fields = {
+            "version": version,
+            "failing": failing,
+            "delay": delay,
+            "journal": self.folder / "journal",
+        }
         path.write_text(SCRIPT.format(**fields))
         path.chmod(0o755)
         return path
@@ -50,7 +58,9 @@ class FakeKit:
         path = self.folder / "cutlass" / "include" / "cutlass" / "version.h"
         path.parent.mkdir(parents=True, exist_ok=True)
         names = ("MAJOR", "MINOR", "PATCH")
-        lines = [f"#define CUTLASS_{name} {n}" for name, n in zip(names, version.split("."), strict=True)]
+        lines = [
+            f"#define CUTLASS_{name} {n}" for name, n in zip(names, version.split("."), strict=True)
+        ]
         path.write_text("\n".join(lines))
         return self.folder / "cutlass"
 

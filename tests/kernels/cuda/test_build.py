@@ -22,17 +22,32 @@ def test_a_library_is_compiled_once_and_found_again(kit: FakeKit, tmp_path: Path
     assert find_library(cache, sources) is None
     built = build_library(cache, sources, kit.toolchain(), say=said.append)
     assert kit.journal == MADE
-    assert said == ["compiling 2 files, 1 at once: about 2 min on as many free cores, and up to 6 GB of memory each"]
+    assert said == [
+        (
+            "compiling 2 files, 1 at once: about 2 min on as many free cores, and up to 6 GB of "
+            "memory each"
+        )
+    ]
     assert built.path.read_text() == "made\n"
     assert (built.nvcc, built.cutlass) == ("13.0.88", "4.2.0")
-    assert build_library(cache, sources, kit.toolchain(), say=said.append) == built == find_library(cache, sources)
+    assert (
+        build_library(cache, sources, kit.toolchain(), say=said.append)
+        == built
+        == find_library(cache, sources)
+    )
     assert kit.journal == MADE
     assert len(said) == 1
 
 
-def test_the_library_asks_for_all_of_torch_though_it_names_symbols_of_a_part(kit: FakeKit, tmp_path: Path) -> None:
-    command = build.link_command(kit.write_sources(), kit.toolchain(), tmp_path, tmp_path / "made.so")
-    assert command.index("--no-as-needed") < command.index("-ltorch"), "only libtorch.so leads to torch's CUDA symbols"
+def test_the_library_asks_for_all_of_torch_though_it_names_symbols_of_a_part(
+    kit: FakeKit, tmp_path: Path
+) -> None:
+    command = build.link_command(
+        kit.write_sources(), kit.toolchain(), tmp_path, tmp_path / "made.so"
+    )
+    assert command.index("--no-as-needed") < command.index("-ltorch"), (
+        "only libtorch.so leads to torch's CUDA symbols"
+    )
 
 
 def test_other_sources_or_compilers_are_other_libraries(kit: FakeKit, tmp_path: Path) -> None:
@@ -66,7 +81,10 @@ def test_processes_that_ask_at_once_wait_for_one_build(kit: FakeKit, tmp_path: P
     kit.write_compiler(delay=0.1)
     sources = kit.write_sources()
     with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(build_library, tmp_path / "cache", sources, kit.toolchain(), 2, str) for _ in range(3)]
+        asked = [
+            pool.submit(build_library, tmp_path / "cache", sources, kit.toolchain(), 2, str)
+            for _ in range(3)
+        ]
         assert len({one.result() for one in asked}) == 1
     assert sorted(kit.journal) == sorted(MADE)
 
@@ -74,7 +92,9 @@ def test_processes_that_ask_at_once_wait_for_one_build(kit: FakeKit, tmp_path: P
 def test_a_file_that_does_not_compile_leaves_nothing_behind(kit: FakeKit, tmp_path: Path) -> None:
     sources, cache = kit.write_sources(), tmp_path / "cache"
     kit.write_compiler(failing="forward.cu")
-    with pytest.raises(UnsupportedError, match=r"ended with 3. It said:\nforward.cu: error: no such thing"):
+    with pytest.raises(
+        UnsupportedError, match=r"ended with 3. It said:\nforward.cu: error: no such thing"
+    ):
         build_library(cache, sources, kit.toolchain(), say=str)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
     assert MADE[-1] not in kit.journal
@@ -99,7 +119,9 @@ def test_a_damaged_description_says_what_to_delete(kit: FakeKit, tmp_path: Path)
 
 def test_a_cache_that_is_no_folder_is_named(kit: FakeKit, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UnsupportedError, match="must be writable: .*file is not .* Use another with --cache"):
+    with pytest.raises(
+        UnsupportedError, match="must be writable: .*file is not .* Use another with --cache"
+    ):
         build_library(tmp_path / "file", kit.write_sources(), kit.toolchain(), say=str)
 
 

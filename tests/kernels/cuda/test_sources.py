@@ -45,7 +45,8 @@ def test_the_library_has_the_variants_of_the_rule() -> None:
 def test_each_variant_is_the_type_that_its_name_says() -> None:
     text = (read_sources().folder / "variants.h").read_text().replace("\\\n", "")
     types = re.findall(
-        r"V\((\w+),\s*GroupedGemm<Kind::k(\w+), (\w+), (\d+), (\d+), (\d+), (\d+)(?:, Store::k(\w+))?>", text
+        r"V\((\w+),\s*GroupedGemm<Kind::k(\w+), (\w+), (\d+), (\d+), (\d+), (\d+)(?:, Store::k(\w+))?>",
+        text,
     )
     for name, kind, schedule, tile_m, tile_n, cluster_m, cluster_n, store in types:
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
@@ -57,8 +58,14 @@ def test_each_variant_is_the_type_that_its_name_says() -> None:
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, NEVER_RUN])
 def test_every_list_of_variants_has_a_file(architecture: str) -> None:
     found = read_sources(architecture=architecture)
-    lists = re.findall(r"#define (LM_\w+_VARIANTS)\(V\) \\\n", (found.folder / "variants.h").read_text())
-    defined = [re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text()) for unit in found.units if unit.suffix == ".cu"]
+    lists = re.findall(
+        r"#define (LM_\w+_VARIANTS)\(V\) \\\n", (found.folder / "variants.h").read_text()
+    )
+    defined = [
+        re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text())
+        for unit in found.units
+        if unit.suffix == ".cu"
+    ]
     assert sorted(lists) == sorted(match[1] for match in defined if match)
 
 
@@ -85,7 +92,9 @@ def test_the_key_follows_every_file(kit: FakeKit) -> None:
     assert kit.write_sources().key != first.key
 
 
-def test_the_key_follows_the_flags_of_the_compiler(kit: FakeKit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_the_flags_of_the_compiler(
+    kit: FakeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = kit.write_sources()
     monkeypatch.setitem(sources._FLAGS, ".cu", ("-O2",))
     assert kit.write_sources().key != first.key
@@ -102,6 +111,13 @@ def test_the_walk_meets_every_tile_once(tmp_path: Path) -> None:
         pytest.skip("no C++ compiler")
     (tmp_path / "walk.cpp").write_text(WALK)
     program = tmp_path / "walk"
-    command = [compiler, "-O1", f"-I{read_sources().folder}", str(tmp_path / "walk.cpp"), "-o", str(program)]
+    command = [
+        compiler,
+        "-O1",
+        f"-I{read_sources().folder}",
+        str(tmp_path / "walk.cpp"),
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     assert subprocess.run([program]).returncode == 0

@@ -40,7 +40,9 @@ def test_nvcc_is_taken_from_the_path_then_from_wheels(
         find_nvcc(tmp_path / "elsewhere")
 
 
-def test_cutlass_is_taken_from_its_package(kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_is_taken_from_its_package(
+    kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = kit.write_cutlass()
     (tmp_path / "cutlass_library").mkdir()
     folder.rename(tmp_path / "cutlass_library" / "source")
@@ -48,7 +50,9 @@ def test_cutlass_is_taken_from_its_package(kit: FakeKit, tmp_path: Path, monkeyp
     monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
     assert find_cutlass() == tmp_path / "cutlass_library" / "source" / "include"
     monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="are not installed. .* pip install --no-deps nvidia-cutlass"):
+    with pytest.raises(
+        MissingExtraError, match="are not installed. .* pip install --no-deps nvidia-cutlass"
+    ):
         find_cutlass()
     with pytest.raises(MissingExtraError, match="are not in .*empty"):
         find_cutlass(tmp_path / "empty")
@@ -57,7 +61,9 @@ def test_cutlass_is_taken_from_its_package(kit: FakeKit, tmp_path: Path, monkeyp
 def test_old_or_broken_compilers_are_refused(kit: FakeKit) -> None:
     cutlass = kit.write_cutlass()
     kit.write_compiler(version="Cuda compilation tools, release 12.1, V12.1.105")
-    with pytest.raises(UnsupportedError, match=r"must be 12.4 or newer: .* says V12.1.105|'V12.1.105'"):
+    with pytest.raises(
+        UnsupportedError, match=r"must be 12.4 or newer: .* says V12.1.105|'V12.1.105'"
+    ):
         find_toolchain(kit.home, cutlass)
     (kit.home / "bin" / "nvcc").chmod(0o644)
     with pytest.raises(UnsupportedError, match="nvcc must run: .* did not"):

@@ -1,4 +1,6 @@
-"""A wheel of kernels: what pip installs from it, which library is found, and what is said of one of other sources."""
+"""A wheel of kernels: what pip installs from it, which library is found, and what is said of one of
+other sources.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from tests.kernels.cuda.fake import FakeKit
 
 def install(wheel: Path, target: Path) -> Distribution:
     """Install without a network, as pip does it on another machine."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
     (installed,) = distributions(path=[str(target)])
     return installed
@@ -53,7 +64,10 @@ def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
 
     other = kit.write_sources("// another kernel")
     assert find_library(cache, other) is None
-    assert f"the wheel in {found.path.parents[1]} is of other sources ({sources.key})" in why_no_library(cache, other)
+    assert (
+        f"the wheel in {found.path.parents[1]} is of other sources ({sources.key})"
+        in why_no_library(cache, other)
+    )
 
 
 def test_the_same_library_makes_the_same_wheel_and_other_sources_another(kit: FakeKit) -> None:
@@ -67,5 +81,7 @@ def test_the_same_library_makes_the_same_wheel_and_other_sources_another(kit: Fa
 
 def test_a_folder_that_cannot_hold_a_wheel_is_named(kit: FakeKit) -> None:
     (kit.folder / "dist").write_text("a file")
-    with pytest.raises(UnsupportedError, match="folder of the wheel must be writable: .*dist is not .*--out"):
+    with pytest.raises(
+        UnsupportedError, match="folder of the wheel must be writable: .*dist is not .*--out"
+    ):
         pack(kit, kit.write_sources())
