@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
-
-_HALF = (torch.float16, torch.bfloat16)
+from lightning_megatron.half_types import HALF_TYPES
 
 
 def gathered_product(
@@ -75,6 +74,6 @@ def _is_pipelined(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:
         axis.pipelines_products
         and axis.size > 1
         and x.is_cuda
-        and x.dtype in _HALF
+        and x.dtype in HALF_TYPES
         and matrix.dtype == x.dtype
     )

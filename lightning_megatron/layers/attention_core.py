@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+from lightning_megatron.half_types import HALF_TYPES
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def choose_core(
             True,
             "a mask: memory-efficient attention adds it to the scores",
         )
-    if dtype not in _HALF_TYPES:
+    if dtype not in HALF_TYPES:
         return CoreChoice(
             fused[1:],
             True,

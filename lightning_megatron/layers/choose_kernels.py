@@ -11,9 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lightning_megatron.half_types import HALF_TYPES
+
 _log = logging.getLogger(__name__)
 _KERNELS = "lightning_megatron.kernels.triton"
-_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def is_served(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or not tensor.is_cuda:
         return False
     if tensor.is_floating_point():
-        return tensor.dtype in _HALF_TYPES and not torch.is_autocast_enabled("cuda")
+        return tensor.dtype in HALF_TYPES and not torch.is_autocast_enabled("cuda")
     return True
 
 

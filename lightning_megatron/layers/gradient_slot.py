@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.stacked_view import stacked_view
 
 _ATTRIBUTE = "gradient_slot"
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _add_product(
 ) -> bool:
     """Add ``left^T @ right`` with one matrix product; return False if these dtypes have none."""
     factors = {"beta": 0 if is_empty else 1, "alpha": scale}
-    is_half = left.dtype in _HALF and right.dtype == left.dtype
+    is_half = left.dtype in HALF_TYPES and right.dtype == left.dtype
     if sums.dtype == torch.float32 and left.is_cuda and is_half:
         torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
     elif sums.dtype == left.dtype == right.dtype:

@@ -15,10 +15,8 @@ from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.regions import column_linear
 from lightning_megatron.layers.replicated import ReplicatedLinear, first_place
 from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
+from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
-
-#: Name of the parameter that the head of a masked language model shares.
-WORD_EMBEDDING = "embedding.word.weight"
 
 
 class Pooler(nn.Module):

@@ -25,10 +25,8 @@ from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.absent import check_present
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import build_block, build_norm
-from lightning_megatron.models.layered import LayeredModule, dtype_of_products
+from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
-
-_WORD_EMBEDDING = "embedding.word.weight"
 
 
 class GPT(LayeredModule):
@@ -94,7 +92,7 @@ class GPT(LayeredModule):
             self.final_norm = build_norm(config, mesh) if config.norm_position == "pre" else None
             # On one stage a tied head has no parameter: it reads the embedding's weight.
             if not (config.tie_embeddings and mesh.pp.size == 1):
-                tied_to = _WORD_EMBEDDING if config.tie_embeddings else None
+                tied_to = WORD_EMBEDDING if config.tie_embeddings else None
                 self.head = VocabParallelHead(
                     config.vocab_size, config.hidden_size, mesh, tied_to=tied_to, **padding
                 )

@@ -19,6 +19,9 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 
+#: Name of the word embedding, which a tied head shares.
+WORD_EMBEDDING = "embedding.word.weight"
+
 
 class LayeredConfig(Protocol):
     """Interface of the configurations of models with numbered layers."""

@@ -15,6 +15,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.training.counted_gradients import CountedGradients
 from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, cut_state
@@ -23,8 +24,6 @@ from lightning_megatron.training.optimizer_kind import Unit, check_unit, smalles
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shared_gradients import resolve_ties
 from lightning_megatron.training.written import WrittenParameters
-
-_HALF = (torch.float16, torch.bfloat16)
 
 #: Groups of buckets in addition to the chunks of a pipeline stage.
 LATE = -2
@@ -350,7 +349,7 @@ class MainParameters:
     def _make_buffer(
         self, names: list[str], dtype: torch.dtype, unit: Unit, axis: MeshAxis
     ) -> FlatBuffer:
-        has_mains = self.division.main_dtype is not None and dtype in _HALF
+        has_mains = self.division.main_dtype is not None and dtype in HALF_TYPES
         main_dtype = self.division.main_dtype if has_mains and self.division.main_dtype else dtype
         gradient_dtype = (self.division.gradient_dtype or main_dtype) if has_mains else dtype
         plan = self._plan(names, unit, axis.size)

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import slot_of
-
-_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def exact_dtype(x: Tensor) -> torch.dtype:
@@ -77,7 +76,7 @@ class _ExactLinear(torch.autograd.Function):
 
 
 def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:
-    return hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in _HALF_TYPES
+    return hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in HALF_TYPES
 
 
 def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.checkpoints.name_order import (
     gather_parts,
@@ -23,7 +23,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, in_
 from lightning_megatron.training.main_parameters import MainParameters
 
 #: Tensors of a GPT or an Encoder that have one row per token of the vocabulary.
-_VOCABULARY = ("embedding.word.weight", "head.weight", "head.bias")
+_VOCABULARY = (WORD_EMBEDDING, "head.weight", "head.bias")
 
 
 def describe_for_one_process(

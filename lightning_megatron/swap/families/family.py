@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.tensors.homes import home_table
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
@@ -143,7 +144,7 @@ class Names:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         vocabulary = config.vocab_size
-        found = [_one("embedding.word.weight", (vocabulary, size), f"{self.embedding}.weight")]
+        found = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
             found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))

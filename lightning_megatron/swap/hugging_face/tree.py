@@ -13,6 +13,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.expert_names import is_of_training
@@ -26,8 +27,6 @@ from lightning_megatron.swap.hugging_face.shells import (
 )
 from lightning_megatron.swap.tensors.homes import Home, homes_of
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
-
-_WORD_EMBEDDING = "embedding.word.weight"
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,7 @@ def _parameters(
             for copy, original in family.copies:
                 if original == home.name and copy in paths:
                     yield _Named(owner, paths[copy], part)
-        is_head = (
-            name == _WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
-        )
+        is_head = name == WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
         if is_head and family.head in paths:
             yield _Named(owner, paths[family.head], parameter)
 

@@ -14,6 +14,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.tensors.mapping import (
     Slices,
@@ -25,8 +26,6 @@ from lightning_megatron.swap.tensors.mapping import (
 from lightning_megatron.swap.tensors.packed import Place, places
 from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
-
-_WORD_EMBEDDING = "embedding.word.weight"
 
 
 def load_from(
@@ -106,7 +105,7 @@ def fill(
             for box, view in spec.local_views(parameter.data):
                 copies += copies_of(tensor, view, box.offsets, box.sizes, reader)
         if (
-            tensor.target == _WORD_EMBEDDING
+            tensor.target == WORD_EMBEDDING
             and model.config.tie_embeddings
             and family.head in reader.names()
         ):
