@@ -108,6 +108,11 @@ def joined_parts(
     return joined
 
 
+def tensors_in(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a batch with their paths, such as ``batch['labels']``."""
+    return list(_tensors(batch, "batch"))
+
+
 def ignored_in(batch: Any) -> int:
     """Return how many integers of a batch are -100, the label that torch's losses ignore."""
     tensors = [

@@ -23,11 +23,12 @@ from lightning_megatron.strategy.trials.tried_step import (
     joined,
     undone,
 )
+from lightning_megatron.strategy.trials.uneven_masks import UnevenMasks
 from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
 
 log = logging.getLogger(__name__)
 
-#: Maximum number of microbatches of the first batch that a trial runs.
+#: Maximum number of microbatches of a batch that a trial runs.
 _MOST = 16
 #: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
 _COARSE = 1e-4
@@ -39,7 +40,10 @@ _WAYS_OUT = (
 
 
 class MicrobatchTrials:
-    """Comparison of separate with joined microbatches, once for each kind of step.
+    """Comparison of separate with joined microbatches, for each kind of step.
+
+    The first batch is tried, and later ones that are the first with unequally many labels of -100,
+    or zeros of a mask, in their microbatches.
 
     A trial computes no gradients. It restores random states, buffers and attributes of the module.
     Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
@@ -56,6 +60,9 @@ class MicrobatchTrials:
         self._module, self._mesh = module, mesh
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
+        # Steps that count their tokens, or that no trial can run: later batches are not tried.
+        self._settled: set[tuple[Any, ...]] = set()
+        self._uneven = UnevenMasks(mesh)
         layers = [part for model in find_models(module, None) for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
         self._drops = any(
@@ -65,7 +72,7 @@ class MicrobatchTrials:
     def check(
         self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run
     ) -> None:
-        """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
+        """Refuse batch norms if a batch is cut, and try the batches that may differ from others.
 
         Args:
             key: Name of the step, followed by the index of its dataloader if there are several.
@@ -78,27 +85,28 @@ class MicrobatchTrials:
                 or if a training step leaves state in the module that depends on the number of its
                 calls.
 
-        Communication: at the first batch of each kind of step, the communication of several forward
-        passes, and gathers of objects over the world on the CPU.
+        Communication: at a batch that is tried, the communication of several forward passes, and
+        gathers of objects over the world on the CPU; that of :meth:`UnevenMasks.is_new` otherwise.
         """
         self._statistics.check(len(microbatches))
-        if key in self._tried or is_cut(batch):
+        if is_cut(batch) or not self._is_tried_now(key, batch, microbatches):
             # Microbatches that the user has cut have no known rule for joining them.
             return
-        self._tried.add(key)
         parts = list(microbatches[:_MOST])
         groups = _groups(len(parts))
         together = joined_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
+            self._settled.add(key)
             return
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         with undone(self._module, self._mesh) as state:
             trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
             try:
                 with unwritten_weights(self._module, key[0]):
-                    trial.compare(together, groups, parts)
+                    if trial.compare(together, groups, parts):
+                        self._settled.add(key)
             except UnsupportedError:
                 raise
             except Exception as error:
@@ -110,6 +118,21 @@ class MicrobatchTrials:
                         f"the batch may count something else than its samples. {_WAYS_OUT}"
                     ) from error
                 raise
+
+    def _is_tried_now(
+        self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch]
+    ) -> bool:
+        """Return whether this batch is tried, the same on all ranks."""
+        parts = microbatches[:_MOST]
+        if key not in self._tried:
+            self._tried.add(key)
+            self._uneven.begin(key, batch, parts)
+            return True
+        if key in self._settled:
+            return False
+        # Data ranks may have different numbers of batches in an evaluation.
+        may_gather = key[0] == "training_step" or self._mesh.data.size == 1
+        return may_gather and self._uneven.is_new(key, batch, parts)
 
 
 class _Trial:
@@ -132,13 +155,16 @@ class _Trial:
 
     def compare(
         self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
-    ) -> None:
+    ) -> bool:
         """Run the step on single parts and on several joined ones.
 
         Args:
             pairs: Joined microbatches.
             groups: Indices of the parts in each joined microbatch.
             parts: Single microbatches.
+
+        Returns:
+            Whether the step counts its tokens.
         """
         together = self._run(pairs, seed=0)
         self._state.restore()
@@ -162,9 +188,10 @@ class _Trial:
             self._warn_of_unsteady(sorted(unsteady & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unsteady}
         self._judge(found, changed, parts[0].num_samples)
-        is_counted = any("num_tokens" in reading.values for reading in alone)
+        is_counted = self._gathered(any("num_tokens" in reading.values for reading in alone))
         if alone and not is_counted and tolerance > _COARSE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
+        return is_counted
 
     def runs_whole(self) -> bool:
         """Return whether the step runs on the whole batch, if one rank can try it alone."""
@@ -194,7 +221,7 @@ class _Trial:
 
     def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
         note = (
-            f"{self._step} was tried on parts of its first batch: on {parts[0].num_samples} of "
+            f"{self._step} was tried on parts of a batch: on {parts[0].num_samples} of "
             f"{self._whole.num_samples} samples. If it needs the whole batch: {_WAYS_OUT}"
         )
         if note not in getattr(error, "__notes__", ()):
@@ -253,7 +280,7 @@ class _Trial:
         counts = [ignored_in(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
-                "Labels of -100 are unequally many in the microbatches of the first batch. In half "
+                "Labels of -100 are unequally many in the microbatches of a batch. In half "
                 "precision a mean over the others cannot be told from rounding: if the loss of %s "
                 "is one, return num_tokens beside it, or microbatches of few labels will weigh too "
                 "much.",

@@ -1,0 +1,167 @@
+"""Batches after the first one whose microbatches are uneven for the first time are tried, too."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron import MegatronStrategy, UnsupportedError
+from tests.world import run_world
+
+SIZE, WORDS, LENGTH, BATCHES = 4, 9, 6, 30
+
+
+class Texts(Dataset):
+    """Samples whose padding begins at a later batch.
+
+    Args:
+        first: First batch with padding (batches).
+        every: Interval of the batches with padding from then on (batches).
+    """
+
+    def __init__(self, first: int, every: int = 1) -> None:
+        self.first = first
+        self.every = every
+
+    def __len__(self) -> int:
+        return BATCHES * SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        mask, batch = torch.ones(LENGTH), index // SIZE
+        if batch >= self.first and (batch - self.first) % self.every == 0:
+            mask[2 + index % SIZE :] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        return {"tokens": tokens, "labels": labels, "mask": mask}
+
+
+class Step(LightningModule):
+    """A model of words whose loss is what a case says."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.case = case
+        self.words = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, WORDS)
+        self.num_steps = 0
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return self.head(hidden)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Any:
+        logits, labels = self.logits(batch["tokens"]).transpose(1, 2), batch["labels"]
+        if self.case == "labels":
+            return F.cross_entropy(logits, labels)
+        if self.case == "counted":
+            loss = F.cross_entropy(logits, labels)
+            return {"loss": loss, "num_tokens": (labels != -100).sum()}
+        each = F.cross_entropy(logits, batch["tokens"], reduction="none") * batch["mask"]
+        if self.case == "mask":
+            return each.sum() / batch["mask"].sum()
+        return (each.sum(1) / batch["mask"].sum(1)).mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.loss_of(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        found = self.loss_of(batch)
+        self.log("val_loss", found["loss"] if isinstance(found, dict) else found)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_steps += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer_of(strategy: Any, devices: int) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+
+
+def steps_before_refusal(
+    case: str, strategy: Any, first: int, every: int = 1, devices: int = 1
+) -> int:
+    """Return the number of steps of a fit that is refused for a mean over tokens, else of all."""
+    module = Step(case)
+    loader = DataLoader(Texts(first, every), batch_size=SIZE)
+    trainer = trainer_of(strategy, devices)
+    if case in ("counted", "samples"):
+        trainer.fit(module, loader)
+    else:
+        with pytest.raises(UnsupportedError, match="one after the other.*Return num_tokens"):
+            trainer.fit(module, loader)
+    return module.num_steps
+
+
+@pytest.mark.parametrize("first", [1, 13])
+@pytest.mark.parametrize("case", ["labels", "mask"])
+def test_a_mean_over_tokens_is_refused_at_the_first_uneven_batch(case: str, first: int) -> None:
+    assert steps_before_refusal(case, MegatronStrategy(microbatch_size=1), first) == first
+
+
+@pytest.mark.parametrize("case", ["counted", "samples"])
+def test_steps_that_weigh_rightly_train_on_uneven_batches(case: str) -> None:
+    one = MegatronStrategy(microbatch_size=2)
+    assert steps_before_refusal(case, one, 3) == BATCHES
+    module, plain = Step(case), Step(case)
+    loader = DataLoader(Texts(3), batch_size=SIZE)
+    trainer_of(MegatronStrategy(microbatch_size=1), 1).fit(module, loader)
+    trainer_of("auto", 1).fit(plain, loader)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
+
+
+def test_a_whole_batch_may_be_uneven() -> None:
+    module = Step("labels")
+    trainer_of(MegatronStrategy(), 1).fit(module, DataLoader(Texts(3), batch_size=SIZE))
+    assert module.num_steps == BATCHES
+
+
+def test_an_uneven_batch_of_a_validation_is_refused() -> None:
+    trainer = trainer_of(MegatronStrategy(microbatch_size=2), 1)
+    with pytest.raises(UnsupportedError, match="validation_step must give the same"):
+        trainer.validate(Step("labels"), DataLoader(Texts(3), batch_size=SIZE))
+
+
+def _world(rank: int, size: int) -> dict[str, int]:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    stages = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "microbatch_size": 1}
+    cut = {"microbatch_size": 1}
+    return {
+        "pp2": steps_before_refusal("labels", MegatronStrategy(**stages), 12, devices=2),
+        "pp2 counted": steps_before_refusal("samples", MegatronStrategy(**stages), 12, devices=2),
+        "dp2 early": steps_before_refusal("labels", MegatronStrategy(**cut), 3, 1, 2),
+        "dp2 late": steps_before_refusal("labels", MegatronStrategy(**cut), 12, 1, 2),
+        "dp2 seldom": steps_before_refusal("labels", MegatronStrategy(**cut), 9, 9, 2),
+    }
+
+
+def test_stages_and_data_ranks_refuse_uneven_batches_together() -> None:
+    for found in run_world(_world, 2):
+        assert found == {
+            "pp2": 12,
+            "pp2 counted": BATCHES,
+            "dp2 early": 3,
+            # Examined 16 batches after the first one.
+            "dp2 late": 16,
+            # Uneven are the batches 9, 18 and 27; the examination finds the first of them.
+            "dp2 seldom": 18,
+        }
