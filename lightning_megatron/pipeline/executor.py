@@ -18,7 +18,7 @@ from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import BoundaryForm, StepPlans, Trial, form_of
-from lightning_megatron.plan.schedule import Action, build_schedule
+from lightning_megatron.plan.schedule import Action, ScheduleName, build_schedule
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Program, Transfer, plan_transfers
 
@@ -37,6 +37,7 @@ StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
 WeightOf = Callable[[int], float | Tensor]
 RunBackward = Callable[[Tensor], None]
+Inspector = Callable[[Any, bool], None]
 #: One forward or backward pass: (chunk, microbatch).
 _Unit = tuple[int, int]
 #: Reduction points by the number of compute actions that precede them.
@@ -62,20 +63,13 @@ class PipelineExecutor:
         self,
         mesh: ParallelMesh,
         model: PipelinedModule | None,
-        schedule: str = "1f1b",
+        schedule: ScheduleName = "1f1b",
         microbatch_group_size: int | None = None,
     ) -> None:
         self.mesh = mesh
         self.model = model
         self._schedule = schedule
         self._group_size = microbatch_group_size
-        #: Notified of the last backward pass of each chunk, if the optimizer steps after this run.
-        self.observer: BackwardObserver | None = None
-        #: Factor of the main loss, for layers that attach losses; None if there are none.
-        self.loss_weight: LossWeight | None = None
-        #: Called before each backward pass with its first graph node, and whether that node
-        #: computed the loss.
-        self.inspector: Callable[[Any, bool], None] | None = None
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
         self.plans = StepPlans(self.call)
 
@@ -88,6 +82,9 @@ class PipelineExecutor:
         loss_of: LossOf | None = None,
         weight_of: WeightOf = lambda number: 1.0,
         run_backward: RunBackward = Tensor.backward,
+        observer: BackwardObserver | None = None,
+        inspector: Inspector | None = None,
+        loss_weight: LossWeight | None = None,
         step: int = 0,
         trial: Trial | None = None,
     ) -> list[Any]:
@@ -104,6 +101,12 @@ class PipelineExecutor:
                 applied, for losses that layers attach; called on the last stage.
             run_backward: Function that runs the backward pass from a result of ``loss_of``; called
                 on the last stage.
+            observer: Object that is notified of the last backward pass of each chunk; None if the
+                optimizer does not step after this run.
+            inspector: Function called before each backward pass with its first graph node, and
+                whether that node computed the loss.
+            loss_weight: Factor of the main loss, for layers that attach losses; None if there are
+                none.
             step: Number of this run, which selects the random streams (batches).
             trial: Name of the kind of step that ``step_fn`` is. The first run of each name, and
                 every run without a name, first probes the step without values. The probe counts the
@@ -117,16 +120,27 @@ class PipelineExecutor:
             :func:`~lightning_megatron.plan.transfers.plan_transfers`. If layers attach losses, each
             gradient is accompanied by the weight of its microbatch.
         """
-        run = _Run(self, step_fn, microbatches, loss_of, weight_of, run_backward, step, backward)
+        weights = MicrobatchWeights(loss_weight if backward else None, self.mesh.device)
+        run = _Run(
+            self,
+            step_fn,
+            microbatches,
+            loss_of,
+            weight_of,
+            run_backward,
+            inspector,
+            weights,
+            step,
+            backward,
+        )
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
             run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
         program, points = self._program(len(microbatches), backward)
-        observer = self.observer if backward else None
         num_actions = 0
         for instruction in program.instructions(self.mesh.pp.rank):
             if isinstance(instruction, Compute):
-                here = points.get(num_actions, ()) if observer is not None else ()
+                here = points.get(num_actions, ())
                 _announce(here, observer)
                 run.compute(instruction.action)
                 _reduce(here, observer)
@@ -222,6 +236,8 @@ class _Run:
         loss_of: LossOf | None,
         weight_of: WeightOf,
         run_backward: RunBackward,
+        inspector: Inspector | None,
+        weights: MicrobatchWeights,
         step: int,
         backward: bool,
     ) -> None:
@@ -231,6 +247,7 @@ class _Run:
         self.loss_of = loss_of
         self.weight_of = weight_of
         self.run_backward = run_backward
+        self.inspector = inspector
         self.step = step
         self.backward = backward
         self.results: list[Any] = []
@@ -247,8 +264,7 @@ class _Run:
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
         self._boundaries: dict[Any, list[BoundaryForm]] = {}
         self._pending: list[PendingExchange] = []
-        loss_weight = executor.loss_weight if backward else None
-        self._weights = MicrobatchWeights(loss_weight, executor.mesh.device)
+        self._weights = weights
 
     def compute(self, action: Action) -> None:
         """Run one forward or backward pass."""
@@ -340,8 +356,8 @@ class _Run:
         ]
 
     def _inspect(self, node: Any, is_loss: bool) -> None:
-        if self.executor.inspector is not None:
-            self.executor.inspector(node, is_loss)
+        if self.inspector is not None:
+            self.inspector(node, is_loss)
 
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         unit = (transfer.chunk, transfer.microbatch)

@@ -67,7 +67,7 @@ from lightning_megatron.strategy.private.lightning_callbacks import (
 )
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
-from lightning_megatron.strategy.step.runner import AroundBackward, StepRunner
+from lightning_megatron.strategy.step.runner import BackwardPasses, StepResult, StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import Forget, install_scheduled_loop
 from lightning_megatron.strategy.trials.feature_parts import naming_uncut_modules
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
@@ -204,7 +204,6 @@ class ModelStrategy(MeshStrategy):
             self.options.schedule_name,
             self.options.microbatch_group_size,
         )
-        self._executor.loss_weight = self._experts.loss_weight
         kept = KeptState(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
         mesh, options = self.mesh, self.options
@@ -336,23 +335,34 @@ class ModelStrategy(MeshStrategy):
             self.mesh.random.begin_microbatch(step, self.mesh.dp.rank)
             return self._step_by_hand(*args, **kwargs)
         self._check_first_batch(args[0])
-        around = None
-        if not skips_backward(trainer):
-            around = AroundBackward(
-                self._forget_gradients, self._run_backward, self._after_backward
-            )
         self._prepare_step(step)
+        passes = None if skips_backward(trainer) else self._backward_passes()
         with precision.train_step_context():
-            return self._steps.train(
+            result = self._steps.train(
                 module,
                 args[0],
                 args[1:],
                 step=step,
-                around=around,
+                passes=passes,
                 divisor=trainer.accumulate_grad_batches,
                 factor=precision.loss_factor,
                 values_to_log=precision.values_to_log(),
             )
+            if passes is not None:
+                self._after_backward(result)
+        return result.output
+
+    def _backward_passes(self) -> BackwardPasses:
+        assert self._state is not None, "setup has run"
+        assert self._experts is not None, "setup has run"
+        overlaps = self.options.overlap_gradients and not accumulates(self.user_module.trainer)
+        return BackwardPasses(
+            self._forget_gradients,
+            self._run_backward,
+            self._state.observer if overlaps else None,
+            self._state.replicas.inspector,
+            self._experts.loss_weight,
+        )
 
     def _forget_gradients(self) -> None:
         assert self._state is not None, "setup has run"
@@ -385,12 +395,12 @@ class ModelStrategy(MeshStrategy):
         self._experts.finish_step()
         return output
 
-    def _after_backward(self, loss: Tensor, num_tokens: Tensor | None) -> None:
+    def _after_backward(self, result: StepResult) -> None:
         assert self._state is not None, "setup has run"
-        self._state.note("loss", loss)
+        self._state.note("loss", result.loss)
         assert self._experts is not None, "setup has run"
         trainer = self.user_module.trainer
-        self._state.gradients_changed(num_tokens)
+        self._state.gradients_changed(result.num_tokens)
         if not accumulates(trainer):
             self.precision_plugin.finish_gradients()
             self._experts.finish_step()
@@ -399,18 +409,12 @@ class ModelStrategy(MeshStrategy):
         call_after_backward_hooks(trainer)
 
     def _prepare_step(self, step: int) -> None:
-        """Update the set of trained parameters, and set up overlapped gradient reduction."""
+        """Update the set of trained parameters, and adopt weights that user code has written."""
         assert self._state is not None, "setup has run"
-        assert self._executor is not None, "setup has run"
         trainer = self.user_module.trainer
-        will_step = not accumulates(trainer)
-        self._state.begin_step(step, will_step and is_logged(trainer))
+        self._state.begin_step(step, not accumulates(trainer) and is_logged(trainer))
         self._state.take_in(self.optimizers, trainer.current_epoch)
         self._state.main.written.take_noted()
-        self._executor.observer = (
-            self._state.observer if will_step and self.options.overlap_gradients else None
-        )
-        self._executor.inspector = self._state.replicas.inspector
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""

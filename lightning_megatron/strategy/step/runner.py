@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.executor import BackwardObserver, Inspector, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -40,23 +41,45 @@ from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
 
 
 @dataclass(frozen=True)
-class AroundBackward:
-    """Callbacks around the backward passes of a batch.
+class BackwardPasses:
+    """Settings of the backward passes of a batch.
 
     Args:
-        forget: Function that clears the previous step's gradients, unless they accumulate. It runs
-            between the first forward and the first backward pass, like Lightning's hooks. With
-            several stages it runs before all passes, because the hooks may communicate.
+        clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
+            It runs between the first forward and the first backward pass, like Lightning's hooks.
+            With several stages it runs before all passes, because the hooks may communicate.
         run: Function that runs the backward pass of one microbatch from its weighted loss.
-        finish: Function that is called once, after this rank's last gradient. Its arguments are
-            the mean loss and the batch's token count, a float64 scalar in a unit common to all
-            ranks. Gradients are then sums, to be divided by the tokens of all ranks and accumulated
-            batches. A count of None means that gradients are means.
+        observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
+            not start during the backward pass.
+        inspector: Inspector of the graphs; None if replicas are not compared in this step.
+        loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
     """
 
-    forget: Callable[[], None]
+    clear_gradients: Callable[[], None]
     run: Callable[[Tensor], None]
-    finish: Callable[[Tensor, Tensor | None], None]
+    observer: BackwardObserver | None = None
+    inspector: Inspector | None = None
+    loss_weight: LossWeight | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Output of ``training_step`` for a whole batch, the same on all ranks.
+
+    Args:
+        output: The mean loss, or a mapping with other outputs; None if the step returned no loss.
+            The mean is over tokens if the step counts them, else over samples and divided by the
+            number of accumulated batches. Other outputs are included on the last stage, and on all
+            stages if a hook receives them.
+        loss: The mean loss in float64.
+        num_tokens: Token count of the batch, a float64 scalar in a unit common to all ranks.
+            Gradients are then sums, to be divided by the tokens of all ranks and accumulated
+            batches. None means that gradients are means.
+    """
+
+    output: Any
+    loss: Tensor
+    num_tokens: Tensor | None
 
 
 class StepRunner:
@@ -97,11 +120,11 @@ class StepRunner:
         args: tuple[Any, ...],
         *,
         step: int,
-        around: AroundBackward | None,
+        passes: BackwardPasses | None,
         divisor: int,
         factor: float,
         values_to_log: Mapping[str, float],
-    ) -> Any:
+    ) -> StepResult:
         """Run ``training_step`` and its backward pass on every microbatch.
 
         Args:
@@ -109,16 +132,10 @@ class StepRunner:
             batch: The batch of this data-parallel rank.
             args: Further arguments of the step.
             step: Index of the batch in the whole fit, for the random streams (batches).
-            around: Callbacks around the backward passes; None computes no gradients.
+            passes: Settings of the backward passes; None computes no gradients.
             divisor: Batches whose gradients are accumulated (batches).
             factor: Loss scale.
             values_to_log: Further values to log, known on every rank.
-
-        Returns:
-            The mean loss of the batch on every rank; None if the step returned no loss. The mean is
-            over tokens if the step counts them, else over samples and divided by ``divisor``.
-            Other outputs of the step are included on the last stage, and on all stages if a hook
-            receives them.
 
         Raises:
             ValueError: If a step counts tokens of some microbatches or batches only.
@@ -135,7 +152,7 @@ class StepRunner:
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
-            with nullcontext() if around is not None else torch.no_grad():
+            with nullcontext() if passes is not None else torch.no_grad():
                 outputs = self._run(
                     module,
                     "training_step",
@@ -144,14 +161,15 @@ class StepRunner:
                     recorder,
                     step,
                     losses,
-                    around,
+                    passes,
                     self.reads.guard(module, "training_step"),
                 )
-        if around is None:
+        if passes is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
         self._check_losses(losses)
-        extra, counts = [losses.report(), losses.num_tokens(self._mesh.device)], losses.counts
+        extra = [losses.report(), losses.num_tokens(self._mesh.device)]
+        counts = losses.counts
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
         replayed = self._replay.replay(
             module, recorder, ("training_step",), extra, counts, returns_more
@@ -161,15 +179,16 @@ class StepRunner:
         if has_loss:
             self._agree_on_counting(replayed.is_counted)
         loss, num_tokens = replayed.extra
-        if around is not None:
-            around.finish(loss, num_tokens if replayed.is_counted else None)
+        result = StepResult(None, loss, num_tokens if replayed.is_counted else None)
         if not has_loss:
-            return None
-        loss = loss.to(losses.dtype)
+            return result
+        mean: Any = loss.to(losses.dtype)
         merged = self._merged(outputs, microbatches, counts) if returns_more else None
         if replayed.returns_more:
             merged = self._kept.outputs_after("training_step", merged)
-        return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+        return replace(
+            result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
+        )
 
     def evaluate(
         self,
@@ -277,7 +296,7 @@ class StepRunner:
         recorder: Recorder,
         step: int,
         losses: MicrobatchLosses | None = None,
-        around: AroundBackward | None = None,
+        passes: BackwardPasses | None = None,
         guard: AbstractContextManager[Any] | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> list[Any]:
@@ -296,14 +315,14 @@ class StepRunner:
                 # A step may remove entries from its batch, and stages try it before they run it.
                 return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
 
-        if losses is None or around is None:
+        if losses is None or passes is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)
         if self._mesh.pp.size > 1:
-            around.forget()
+            passes.clear_gradients()
 
         def loss_of(output: Any, number: int) -> Tensor | None:
             if self._mesh.pp.size == 1 and number == 0:
-                around.forget()
+                passes.clear_gradients()
             return losses.take(output, number)
 
         return self._executor.run(
@@ -312,7 +331,10 @@ class StepRunner:
             backward=True,
             loss_of=loss_of,
             weight_of=losses.weight_of,
-            run_backward=around.run,
+            run_backward=passes.run,
+            observer=passes.observer,
+            inspector=passes.inspector,
+            loss_weight=passes.loss_weight,
             step=step,
             trial=trial,
         )
