@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.checkpoints import plain_checkpoint
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
@@ -153,13 +156,13 @@ class MegatronStrategy(ModelStrategy):
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
-        schedule: Literal["1f1b", "interleaved", "gpipe"] | None = None,
+        schedule: ScheduleName | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
         microbatch_group_size: int | None = None,
         check_microbatches: bool = True,
         order: str = "tp-cp-ep-dp-pp",
-        recompute: Literal["none", "selective", "experts", "full"] | None = None,
-        expert_transport: Literal["auto", "all_gather", "all_to_all", "one_sided"] = "auto",
+        recompute: Recompute | None = None,
+        expert_transport: Transport = "auto",
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -178,40 +181,7 @@ class MegatronStrategy(ModelStrategy):
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
-        options = StrategyOptions(
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            cp=cp,
-            ep=ep,
-            etp=etp,
-            sequence_parallel=sequence_parallel,
-            schedule=schedule,
-            microbatch_size=microbatch_size,
-            microbatch_group_size=microbatch_group_size,
-            check_microbatches=check_microbatches,
-            order=order,
-            recompute=recompute,
-            expert_transport=expert_transport,
-            tensor_parallel_plan=tensor_parallel_plan,
-            pipeline_plan=pipeline_plan,
-            timeout=timeout,
-            process_group_backend=process_group_backend,
-            nccl_options=nccl_options,
-            signal_check_interval=signal_check_interval,
-            zero=zero,
-            optimizer_slices=optimizer_slices,
-            bucket_size=bucket_size,
-            gradient_dtype=gradient_dtype,
-            overlap_gradients=overlap_gradients,
-            overlap_parameters=overlap_parameters,
-            overlap_tensor_parallel=overlap_tensor_parallel,
-            check_gradients=check_gradients,
-            replica_check_interval=replica_check_interval,
-            async_save=async_save,
-            moments_dtype=moments_dtype,
-        )
-        super().__init__(options)
+        super().__init__(StrategyOptions.among(locals()))
         self._checkpoints = RunCheckpoints()
         self._long_lived = LongLived()
         #: Trainer whose callbacks this strategy has patched.

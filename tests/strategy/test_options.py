@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any
+import types
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from lightning import Trainer
@@ -21,6 +24,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.sizes import check_hosts
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
@@ -76,7 +80,11 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             ParallelPlanError,
             "optimizer_slices .'elements'. needs zero=1",
         ),
-        ({"recompute": "some"}, UnsupportedError, "one of none, selective, experts, full"),
+        (
+            {"recompute": "some"},
+            ParallelPlanError,
+            "must be none, selective, experts, full or None: it is 'some'",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_the_constructor(
@@ -84,6 +92,68 @@ def test_bad_arguments_are_refused_by_the_constructor(
 ) -> None:
     with pytest.raises(error, match=words):
         MegatronStrategy(**arguments)
+
+
+def without_ranges(kind: Any) -> Any:
+    """Return an annotation without the ranges of its numbers."""
+    if get_origin(kind) is Annotated:
+        return without_ranges(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        return Union[tuple(map(without_ranges, get_args(kind)))]  # noqa: UP007
+    return kind
+
+
+def test_the_signature_and_the_record_of_options_agree() -> None:
+    parameters = inspect.signature(MegatronStrategy).parameters
+    declared = get_type_hints(MegatronStrategy.__init__)
+    kinds = get_type_hints(StrategyOptions, include_extras=True)
+    assert list(parameters) == [field.name for field in fields(StrategyOptions)]
+    for field in fields(StrategyOptions):
+        assert without_ranges(kinds[field.name]) == declared[field.name], field.name
+        # The signature alone has the defaults.
+        assert field.default is MISSING
+
+
+def test_every_argument_reaches_the_options() -> None:
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(MegatronStrategy).parameters.items()
+    }
+    assert MegatronStrategy().options.as_dict() == {**defaults, "nccl_options": {}}
+    changed = {
+        "tp": 2,
+        "pp": 2,
+        "vpp": 2,
+        "ep": 2,
+        "etp": 1,
+        "sequence_parallel": True,
+        "schedule": "interleaved",
+        "microbatch_size": "batch",
+        "microbatch_group_size": 4,
+        "check_microbatches": False,
+        "order": "tp-dp-cp-ep-pp",
+        "recompute": "full",
+        "expert_transport": "all_gather",
+        "tensor_parallel_plan": {"*.up": "column"},
+        "pipeline_plan": {"layers": "blocks"},
+        "timeout": 60.0,
+        "process_group_backend": "nccl",
+        "nccl_options": {"pp": {"max_ctas": 4}},
+        "signal_check_interval": 5,
+        "zero": 0,
+        "bucket_size": 1000,
+        "gradient_dtype": "bfloat16",
+        "overlap_gradients": False,
+        "overlap_parameters": True,
+        "overlap_tensor_parallel": True,
+        "check_gradients": True,
+        "replica_check_interval": 7,
+        "async_save": True,
+        "moments_dtype": "bfloat16",
+    }
+    assert set(defaults) - set(changed) == {"cp", "optimizer_slices"}
+    found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
+    assert {name: found[name] for name in changed} == changed
 
 
 def test_sizes_that_do_not_divide_the_world_are_refused_by_the_trainer() -> None:

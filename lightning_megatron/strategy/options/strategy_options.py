@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from math import lcm
 from typing import Annotated, Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.nccl_options import read_nccl_options
-from lightning_megatron.layers.recompute import check_recompute
+from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -41,7 +42,7 @@ class StrategyOptions:
     microbatch_group_size: Count | None
     check_microbatches: bool
     order: str
-    recompute: str | None
+    recompute: Recompute | None
     expert_transport: Transport
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
@@ -80,8 +81,6 @@ class StrategyOptions:
                 "a sequence that is shared, which there is none of. Use tp of 2 or more with "
                 "sequence_parallel, or leave it out."
             )
-        if self.recompute is not None:
-            check_recompute(self.recompute)
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
                 f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is "
@@ -95,6 +94,15 @@ class StrategyOptions:
                 "nccl_options must be left out with process_group_backend 'gloo', which has no "
                 "such settings. Use 'nccl'."
             )
+
+    @classmethod
+    def among(cls, names: Mapping[str, Any]) -> StrategyOptions:
+        """Return the options found among the local names of a function that has them as arguments.
+
+        Args:
+            names: Values by name, such as ``locals()``; other names are ignored.
+        """
+        return cls(**{field.name: names[field.name] for field in fields(cls)})
 
     def sizes(self) -> dict[str, Any]:
         """Return the arguments of the layout other than the world size."""
@@ -119,7 +127,7 @@ class StrategyOptions:
         return any(asked)
 
     @property
-    def schedule_name(self) -> str:
+    def schedule_name(self) -> ScheduleName:
         """Return the name of the pipeline schedule, with the default filled in."""
         return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
 
