@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.grouped_gemm import burst, draw, group_sizes, publish, read_options
 from lightning_megatron.experts.compute.backends import Bundled
 from lightning_megatron.experts.compute.grouped_mlp import weighted_activation
-from lightning_megatron.plan.grouped_gemm import Pass, choose_variant, why_apart
+from lightning_megatron.plan.grouped_gemm import Pass, choose_variant, reason_against_fusion
 
 #: Groups, k, n and rows.
 SHAPES = {
@@ -88,7 +88,7 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
     )
     variant = choose_variant(Pass.FORWARD_SWIGLU, num_rows, num_groups, n, k).variant
     chosen = variant.removeprefix(f"{Pass.FORWARD_SWIGLU}_") + (
-        ", not chosen" if why_apart(n, k) else ""
+        ", not chosen" if reason_against_fusion(n, k) else ""
     )
     return Row(
         shape,

@@ -121,7 +121,7 @@ def main() -> None:
             sequence_parallel=True,
             options={"tp": {"high_priority": priority}},
         )
-        pipelined = replace(mesh, tp=replace(mesh.tp, pipelines_products=True))
+        pipelined = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=True))
         cases = [("plain, high priority" if priority else "plain", mesh, False)]
         cases += [] if priority else [("alone", mesh, True), ("pipelined", pipelined, False)]
         for label, chosen, local in cases:

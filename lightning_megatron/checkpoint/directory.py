@@ -56,7 +56,7 @@ class Checkpoint:
         return f"{self.folder.name}/{name}"
 
 
-class Place(Protocol):
+class CheckpointPath(Protocol):
     """Steps of writing a checkpoint to its path; one rank calls all of them except ``folder``."""
 
     def begin(self) -> str:
@@ -76,7 +76,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class LocalCheckpointPath:
     """Path on a mounted file system; the directory ``.NAME.unfinished`` is filled and renamed."""
 
     path: Path
@@ -130,7 +130,7 @@ class LocalPlace:
 
 
 @dataclass(frozen=True)
-class RemotePlace:
+class RemoteCheckpointPath:
     """URL; the header ``URL/checkpoint.json`` names the folder ``URL/save-...`` of the files."""
 
     url: str
@@ -171,9 +171,11 @@ class RemotePlace:
         folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
 
 
-def place_of(path: str | os.PathLike[str]) -> Place:
-    """Return the place of a checkpoint at a path or URL."""
-    return RemotePlace(os.fspath(path).rstrip("/")) if is_url(path) else LocalPlace(Path(path))
+def checkpoint_path_of(path: str | os.PathLike[str]) -> CheckpointPath:
+    """Return the steps of writing a checkpoint to a path or URL."""
+    if is_url(path):
+        return RemoteCheckpointPath(os.fspath(path).rstrip("/"))
+    return LocalCheckpointPath(Path(path))
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -215,13 +217,13 @@ def link_checkpoint(link: str | os.PathLike[str], target: str | os.PathLike[str]
             first.
         target: Checkpoint to which the link points.
     """
-    place = Path(link)
-    new = unfinished_path(place)
+    path = Path(link)
+    new = unfinished_path(path)
     remove_path(new)
-    new.symlink_to(os.path.relpath(target, place.parent))
-    if place.is_dir() and not place.is_symlink():
-        LocalPlace(place).remove()
-    new.replace(place)
+    new.symlink_to(os.path.relpath(target, path.parent))
+    if path.is_dir() and not path.is_symlink():
+        LocalCheckpointPath(path).remove()
+    new.replace(path)
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:

@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.consolidate import (
     read_one_by_one,
     without_training,
 )
-from lightning_megatron.checkpoint.directory import place_of
+from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
 from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
@@ -117,10 +117,10 @@ def write_checkpoint(
         metadata: Picklable values of the job.
         header: Header of the checkpoint, without its list of files.
     """
-    place = place_of(out)
-    token = place.begin()
+    target = checkpoint_path_of(out)
+    token = target.begin()
     try:
-        folder = place.folder(token)
+        folder = target.folder(token)
         files = _TensorFiles(folder, num_files)
         count = 0
         with files.opened():
@@ -133,9 +133,9 @@ def write_checkpoint(
         with writing(folder, METADATA) as stream:
             stream.write(to_bytes(dict(metadata)))
         records[METADATA] = stream.record
-        place.publish(token, replace(header, files=records))
+        target.publish(token, replace(header, files=records))
     except BaseException:
-        place.discard(token)
+        target.discard(token)
         raise
     return Written(count, files.num_bytes)
 

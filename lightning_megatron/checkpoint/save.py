@@ -13,13 +13,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_megatron.checkpoint.directory import Place, place_of
+from lightning_megatron.checkpoint.collective_steps import (
+    CaughtError,
+    describe,
+    failure,
+    run_collectively,
+)
+from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_path_of
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.planners import BoxToWrite, ShardSavePlanner
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, read_record, writing
 from lightning_megatron.checkpoint.tensor_files import TensorFileWriter, run_alone
-from lightning_megatron.checkpoint.together import Caught, describe, failure, together
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -105,36 +110,40 @@ class Save:
 
         Communication: gathers plans and results over the world.
         """
-        place = place_of(self.path)
+        target = checkpoint_path_of(self.path)
         axis = self.mesh.checkpoint_cpu
         what = f"saving {os.fspath(self.path)}"
         try:
-            content = self._begin(place, what)
+            content = self._begin(target, what)
             assert self.token is not None, "the first rank made the folder"
-            folder = place.folder(self.token)
+            folder = target.folder(self.token)
             writer = TensorFileWriter(folder, axis.rank, content.ready)
             self._write(content, writer, what)
-            records = together(partial(self._finish, folder, content, writer.records), axis, what)
+            records = run_collectively(
+                partial(self._finish, folder, content, writer.records), axis, what
+            )
             header = self._header(
                 content, {name: one for rank in records for name, one in rank.items()}
             )
-            together(partial(self._first, partial(place.publish, self.token, header)), axis, what)
+            run_collectively(
+                partial(self._first, partial(target.publish, self.token, header)), axis, what
+            )
         except CheckpointSaveError:
             # All ranks raise together, so no rank is still writing into the folder.
-            self._discard(place)
+            self._discard(target)
             raise
 
-    def _begin(self, place: Place, what: str) -> Content:
+    def _begin(self, target: CheckpointPath, what: str) -> Content:
         """Create the folder on the first rank, and raise on all ranks if any lacks its data."""
         contents: list[Content] = []
 
         def start() -> str | None:
             if self.mesh.world.rank == 0:
-                self.token = place.begin()
+                self.token = target.begin()
             contents.append(self.content())
             return self.token
 
-        self.token = together(start, self.mesh.checkpoint_cpu, what)[0]
+        self.token = run_collectively(start, self.mesh.checkpoint_cpu, what)[0]
         return contents[0]
 
     def _write(self, content: Content, writer: TensorFileWriter, what: str) -> None:
@@ -143,7 +152,7 @@ class Save:
             content.pieces, {f"{RANK_STATE}{self.mesh.world.rank}": content.rank_state}
         )
         if axis.size == 1:
-            together(partial(run_alone, planner, writer), axis, what)
+            run_collectively(partial(run_alone, planner, writer), axis, what)
             return
         try:
             dcp.save({}, storage_writer=writer, planner=planner, process_group=axis.group)
@@ -184,12 +193,12 @@ class Save:
         if self.mesh.world.rank == 0:
             action()
 
-    def _discard(self, place: Place) -> None:
+    def _discard(self, target: CheckpointPath) -> None:
         # Ignore errors here: the next save removes leftovers, and the reason for the failure of
         # this save must not be hidden.
-        with Caught():
-            self._first(partial(place.discard, self.token))
-        together(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
+        with CaughtError():
+            self._first(partial(target.discard, self.token))
+        run_collectively(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
 
 
 def save_checkpoint(

@@ -45,8 +45,8 @@ class HostCopies:
     def copy(self, pieces: Sequence[BoxToWrite]) -> list[BoxToWrite]:
         """Start copying and return the pieces with host tensors in place of their views.
 
-        The previous copies are overwritten. On a GPU, call :meth:`hold_updates` before a tensor
-        is changed, and :meth:`wait` before a copy is read."""
+        The previous copies are overwritten. On a GPU, call :meth:`wait_for_snapshot` before a
+        tensor is changed, and :meth:`wait` before a copy is read."""
         hosts = self._take([piece.view for piece in pieces])
         if self.device.type != "cuda":
             for piece, host in zip(pieces, hosts, strict=True):
@@ -59,7 +59,7 @@ class HostCopies:
         """Allocate the memory for such pieces now: pinning some gigabytes takes about a second."""
         self._take([piece.view for piece in pieces])
 
-    def hold_updates(self) -> None:
+    def wait_for_snapshot(self) -> None:
         """Make later GPU work wait until the original tensors were read; the host does not wait."""
         if self._originals_read is not None:
             torch.cuda.current_stream(self.device).wait_event(self._originals_read)
@@ -95,7 +95,7 @@ class HostCopies:
             else:
                 originals.append((piece.view, host))
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        # Originals first: training waits for these only, see `hold_updates`.
+        # Originals first: training waits for these only, see `wait_for_snapshot`.
         self._originals_read = self._send(originals)
         self._copied = self._send(clones)
         for piece, host in pairs:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_megatron.checkpoint.together import Caught
+from lightning_megatron.checkpoint.collective_steps import CaughtError
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _SHOWN = 5
@@ -96,7 +96,7 @@ def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
 def _is_safe(data: bytes) -> bool:
     # Loading on "meta" reads no tensor data, but does not support every type of tensor.
     for device in ("meta", "cpu"):
-        with Caught() as caught:
+        with CaughtError() as caught:
             torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         if caught.error is None or isinstance(caught.error, pickle.UnpicklingError):
             return caught.error is None

@@ -6,11 +6,11 @@ import logging
 import os
 from collections.abc import Callable
 
+from lightning_megatron.checkpoint.collective_steps import CaughtError
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint, list_checkpoints
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
 from lightning_megatron.checkpoint.storage import read_record
 from lightning_megatron.checkpoint.tensor_files import check_size, damaged
-from lightning_megatron.checkpoint.together import Caught
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
@@ -65,7 +65,7 @@ def find_newest(
     """
     axis = _ALONE if mesh is None else mesh.world_cpu
     found: list[str] = []
-    with Caught() as caught:
+    with CaughtError() as caught:
         found = _newest_first(folder) if axis.rank == 0 else []
     # Use the listing of one rank: a shared file system may show new files to other ranks later.
     paths, error = all_gather_objects((found, caught.error), axis)[0]

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.directory import link_checkpoint, place_of
+from lightning_megatron.checkpoint.collective_steps import CaughtError, describe
+from lightning_megatron.checkpoint.directory import checkpoint_path_of, link_checkpoint
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.save import Content, Save, gather_content
 from lightning_megatron.checkpoint.staging import HostCopies
-from lightning_megatron.checkpoint.together import Caught, describe
 from lightning_megatron.checkpoint.values import unsafe_keys
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.collectives import all_gather_objects
@@ -28,12 +28,12 @@ class CheckpointWriter:
     """Writer of checkpoints in the foreground or background, at most one at a time.
 
     All ranks must call all methods in the same order, except :meth:`reserve` and
-    :meth:`hold_updates`.
+    :meth:`wait_for_snapshot`.
 
     Args:
         mesh: Mesh of this rank.
         defer_copies: Whether :meth:`save` may return before a GPU's tensors are copied. The
-            caller must then call :meth:`hold_updates` before it changes a tensor given to
+            caller must then call :meth:`wait_for_snapshot` before it changes a tensor given to
             :meth:`save`.
     """
 
@@ -44,7 +44,7 @@ class CheckpointWriter:
         self._running: _Background | None = None
         self._warned_keys: set[str] = set()
         # Whether a path will exist after the save in the background, for paths that it changes.
-        self._foreseen: dict[str, bool] = {}
+        self._will_exist: dict[str, bool] = {}
 
     @property
     def pending(self) -> str | None:
@@ -79,7 +79,7 @@ class CheckpointWriter:
         content: list[Content] = []
         # An error on this rank must reach the other ranks, which are about to write. `collected`
         # raises it inside the save, whose first collective reports it to all ranks.
-        with Caught(BaseException) as caught:
+        with CaughtError(BaseException) as caught:
             copies = (self._copies.copy, self._copies.wait) if background else ()
             content.append(gather_content(tensors, metadata, rank_state, self._mesh, *copies))
             if self._mesh.world.rank == 0:
@@ -96,9 +96,9 @@ class CheckpointWriter:
             save.run()
             return
         if not self._defer_copies:
-            self.hold_updates()
+            self.wait_for_snapshot()
         self._running = _Background(save)
-        self._foreseen = {_key(path): True}
+        self._will_exist = {_key(path): True}
         self._running.start()
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
@@ -112,9 +112,9 @@ class CheckpointWriter:
         if self._running is None:
             self._copies.reserve(boxes_to_write(tensors, self._mesh))
 
-    def hold_updates(self) -> None:
+    def wait_for_snapshot(self) -> None:
         """Make later GPU work wait until the tensors of a save were read."""
-        self._copies.hold_updates()
+        self._copies.wait_for_snapshot()
 
     def poll(self) -> None:
         """Raise the failure of a background save once it is known to all ranks.
@@ -168,17 +168,17 @@ class CheckpointWriter:
         """
         self._change(_Change(path, target))
 
-    def foresees(self, path: str | os.PathLike[str]) -> bool | None:
+    def will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a path will exist after the background save; the same on all ranks.
 
         Returns:
             None if the background save does not change the path
         """
-        return self._foreseen.get(_key(path))
+        return self._will_exist.get(_key(path))
 
     def _change(self, change: _Change) -> None:
         if self._running is not None:
-            self._foreseen[_key(change.path)] = change.target is not None
+            self._will_exist[_key(change.path)] = change.target is not None
         if self._mesh.world.rank == 0 and not (
             self._running is not None and self._running.also_make(change)
         ):
@@ -187,7 +187,7 @@ class CheckpointWriter:
     def _settle(self) -> None:
         running = self._running
         self._running = None
-        self._foreseen = {}
+        self._will_exist = {}
         assert running is not None, "a save is settled once"
         if running.failure is not None:
             raise running.failure
@@ -213,9 +213,9 @@ class _Change:
 
     def make(self) -> None:
         """Remove or link the path; log a failure as a warning."""
-        with Caught() as caught:
+        with CaughtError() as caught:
             if self.target is None:
-                place_of(self.path).remove()
+                checkpoint_path_of(self.path).remove()
             else:
                 link_checkpoint(self.path, self.target)
         if caught.error is not None:
@@ -275,7 +275,7 @@ class _Background:
     def _work(self) -> None:
         if self.save.mesh.device.type == "cuda":
             torch.cuda.set_device(self.save.mesh.device)
-        with Caught(BaseException) as caught:
+        with CaughtError(BaseException) as caught:
             self.save.run()
         self.failure = caught.error
         if caught.error is not None and not isinstance(caught.error, CheckpointSaveError):
@@ -310,7 +310,7 @@ class _Background:
         axis = self.save.mesh.checkpoint_cpu
         most = 0
         # Ignore failures: a rank that is gone makes no further calls to agree with.
-        with Caught():
+        with CaughtError():
             # Wait for all threads before `_exchanging` blocks calls of `is_over` in training.
             all_gather_objects(None, axis)
             with self._changed:

@@ -24,7 +24,12 @@ from lightning_megatron.kernels.cuda import (
 )
 from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
 from lightning_megatron.kernels.cuda.sources import ARCHITECTURE, NEVER_RUN, Sources
-from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant, why_apart
+from lightning_megatron.plan.grouped_gemm import (
+    VARIANTS,
+    Pass,
+    choose_variant,
+    reason_against_fusion,
+)
 
 EXAMPLE = """examples:
   lightning-megatron kernels build --jobs 4
@@ -185,7 +190,7 @@ def run_check(options: argparse.Namespace) -> None:
 def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
     lines = [f"{rows} rows in {groups} groups ({rows // groups} each), n {n}, k {k}"]
     width = max(map(len, VARIANTS))
-    apart = why_apart(n, k)
+    apart = reason_against_fusion(n, k)
     for which in Pass:
         if which is Pass.FORWARD_SWIGLU and apart is not None:
             lines.append(f"  {'SwiGLU apart':<{width}}  {apart}")

@@ -33,7 +33,7 @@ from lightning_megatron.plan.settings import (
     Index,
     NotNegative,
     Range,
-    settled_arguments,
+    coerced_arguments,
 )
 
 Part = Literal["train", "val", "test"]
@@ -103,7 +103,7 @@ class TokenDataModule(LightningDataModule):
         pin_memory: bool | None = None,
         checksums: bool = True,
     ) -> None:
-        given = settled_arguments(TokenDataModule.__init__, locals())
+        given = coerced_arguments(TokenDataModule.__init__, locals())
         super().__init__()
         if not (train or val or test or corpus):
             raise UnsupportedError(

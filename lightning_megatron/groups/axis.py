@@ -20,7 +20,7 @@ class MeshAxis:
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
         group: Process group; None for a group of one rank, which never communicates.
-        pipelines_products: Whether matrix products on GPUs are overlapped with their communication,
+        overlaps_matmul: Whether matrix products on GPUs are overlapped with their communication,
             piece by piece.
         journal: Counter of this rank's collectives.
         peer_memory: Symmetric memory that the ranks of the group write into.
@@ -31,7 +31,7 @@ class MeshAxis:
     rank: int = 0
     group: ProcessGroup | None = field(default=None, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
-    pipelines_products: bool = False
+    overlaps_matmul: bool = False
     peer_memory: PeerMemory = field(default_factory=PeerMemory, compare=False, repr=False)
 
     @property

@@ -82,7 +82,7 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
     return x if axis.group is None else _Conjugate.apply(x, axis, _scattered_sum, _gathered, dim)
 
 
-def exchange_rows(
+def all_to_all_rows(
     x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> Tensor:
     """Send rows to every rank of the axis, and join the rows that they send to this rank.
@@ -97,10 +97,10 @@ def exchange_rows(
         receives: Number of rows to receive from every rank.
         axis: Axis of the ranks.
     """
-    return x if axis.group is None else _RowExchange.apply(x, tuple(sends), tuple(receives), axis)
+    return x if axis.group is None else _AllToAllRows.apply(x, tuple(sends), tuple(receives), axis)
 
 
-class _RowExchange(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     """All-to-all in forward, and the reverse all-to-all in backward."""
 
     @staticmethod
@@ -109,15 +109,15 @@ class _RowExchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.sizes = (sends, receives)
         ctx.axis = axis
-        return _exchanged(x, sends, receives, axis)
+        return _all_to_all(x, sends, receives, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sends, receives = ctx.sizes
-        return _exchanged(grads[0], receives, sends, ctx.axis), None, None, None
+        return _all_to_all(grads[0], receives, sends, ctx.axis), None, None, None
 
 
-def _exchanged(
+def _all_to_all(
     x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis
 ) -> Tensor:
     result = x.new_empty((sum(receives), *x.shape[1:]))

@@ -13,7 +13,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.pending import (
     Pending,
     start_all_gather,
-    start_exchange_rows,
+    start_all_to_all,
     start_reduce_scatter,
 )
 
@@ -73,24 +73,24 @@ def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
     return InFlight(x, gather, scatter)
 
 
-def start_row_exchange(
+def start_all_to_all_rows(
     x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> InFlight:
-    """Start :func:`groups.collectives.exchange_rows`.
+    """Start :func:`groups.collectives.all_to_all_rows`.
 
     Shapes: x ``(sum(sends), ...)``; result ``(sum(receives), ...)``.
     """
     if axis.group is None:
         return InFlight(x)
 
-    def exchange(outgoing: Sequence[int], incoming: Sequence[int]) -> Start:
+    def all_to_all(outgoing: Sequence[int], incoming: Sequence[int]) -> Start:
         def start(x: Tensor) -> tuple[Tensor, Pending]:
             result = x.new_empty((sum(incoming), *x.shape[1:]))
-            return result, start_exchange_rows(result, x.contiguous(), outgoing, incoming, axis)
+            return result, start_all_to_all(result, x.contiguous(), outgoing, incoming, axis)
 
         return start
 
-    return InFlight(x, exchange(sends, receives), exchange(receives, sends))
+    return InFlight(x, all_to_all(sends, receives), all_to_all(receives, sends))
 
 
 class _Departure(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collective_matmul import release_workspace
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.nccl_options import (
@@ -24,7 +25,6 @@ from lightning_megatron.groups.nccl_options import (
     torch_options,
 )
 from lightning_megatron.groups.part_of_world import groups_of_part
-from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
@@ -127,7 +127,7 @@ class ParallelMesh:
         backend: str | None = None,
         timeout: timedelta | None = None,
         options: NcclOptions | str | None = None,
-        pipelines_products: bool = False,
+        overlaps_matmul: bool = False,
     ) -> ParallelMesh:
         """Create the groups of a layout; all its ranks must call this with the same layout.
 
@@ -149,8 +149,8 @@ class ParallelMesh:
             options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a
                 YAML file with such a mapping; see
                 :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
-            pipelines_products: Whether to overlap matrix products at the border of tensor-parallel
-                regions with their communication, where ``groups.products`` supports it.
+            overlaps_matmul: Whether to overlap matrix products at the border of tensor-parallel
+                regions with their communication, where ``groups.collective_matmul`` supports it.
 
         Raises:
             ParallelPlanError: If the existing process group has fewer ranks than the layout needs,
@@ -168,7 +168,7 @@ class ParallelMesh:
         number = builder.compare(sequence_parallel)
         with groups_of_part(layout.rank_offset, number) if builder.is_part else nullcontext():
             axes = builder.axes()
-        axes["tp"] = replace(axes["tp"], pipelines_products=pipelines_products)
+        axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
         where = layout.coordinates(builder.rank)
         experts = layout.expert_coordinates(builder.rank)
         random = RandomStreams(

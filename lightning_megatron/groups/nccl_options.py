@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
-from lightning_megatron.plan.settings import Count, Index, Range, settled, shown
+from lightning_megatron.plan.settings import Count, Index, Range, coerced, shown
 from lightning_megatron.strict_json import read_start
 
 #: Axes with a process group.
@@ -137,7 +137,7 @@ def _axis(name: Any) -> str:
 
 def _settings(axis: str, values: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, value in settled(f"nccl_options[{axis!r}]", values, dict[str, Any]).items():
+    for name, value in coerced(f"nccl_options[{axis!r}]", values, dict[str, Any]).items():
         setting = _MEGATRON_SETTINGS.get(name, name)
         if setting not in _SETTINGS:
             raise ParallelPlanError(
@@ -148,7 +148,7 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
             raise ParallelPlanError(
                 f"nccl_options[{axis!r}] must give {setting} once: {name} is the same."
             )
-        found[setting] = settled(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
+        found[setting] = coerced(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
     if found.get("min_ctas", 0) > found.get("max_ctas", found.get("min_ctas", 0)):
         raise ParallelPlanError(
             f"min_ctas ({found['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas "
@@ -175,7 +175,7 @@ def _read(path: str) -> Mapping[Any, Any]:
             f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
     # YAML returns None for an empty file and for one with only comments.
-    return settled(f"the content of {path!r}", {} if found is None else found, dict[Any, Any])
+    return coerced(f"the content of {path!r}", {} if found is None else found, dict[Any, Any])
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:

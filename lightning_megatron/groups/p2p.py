@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 
 
-class PendingExchange:
+class PendingTransfers:
     """Batch of transfers in flight; it keeps the tensors alive until the transfers complete."""
 
     def __init__(
@@ -37,9 +37,9 @@ class PendingExchange:
         return all(work.is_completed() for work in self._works)
 
 
-def exchange(
+def start_transfers(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: MeshAxis
-) -> PendingExchange:
+) -> PendingTransfers:
     """Start sends and receives as one batch.
 
     Both ranks of a pair must list their transfers in the same order, because they are matched by
@@ -60,10 +60,10 @@ def exchange(
         for buffer, peer in receives
     ]
     if not operations:
-        return PendingExchange()
+        return PendingTransfers()
     peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
     call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
     works = dist.batch_isend_irecv(operations)
-    return PendingExchange(
+    return PendingTransfers(
         works, [op.tensor for op in operations], lambda: axis.journal.again(call)
     )

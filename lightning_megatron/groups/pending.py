@@ -101,7 +101,7 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
     return Pending(work, _finish(x, x, scale), keep=(x,), noted=noted)
 
 
-def start_exchange_rows(
+def start_all_to_all(
     out: Tensor, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> Pending:
     """Start to send rows to every rank of the axis, and to join the rows that they send.

@@ -25,7 +25,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Position:
+class StreamPosition:
     """Position in training that a draw belongs to.
 
     Args:
@@ -79,7 +79,7 @@ class RandomStreams:
     ):
         self.seed = seed
         self.device = torch.device(device)
-        self.position = Position()
+        self.position = StreamPosition()
         self._coordinates: dict[StreamName, tuple[int, ...]] = {
             "replicated": (cp,),
             "tensor": (cp, tp),
@@ -99,9 +99,9 @@ class RandomStreams:
         """
         self._runs.clear()
         self._repeats.clear()
-        self.seek(0, Position(step, microbatch))
+        self.seek(0, StreamPosition(step, microbatch))
 
-    def seek(self, layer: int, position: Position | None = None) -> Position:
+    def seek(self, layer: int, position: StreamPosition | None = None) -> StreamPosition:
         """Move every stream to the start of ``layer`` and return that position.
 
         Args:
@@ -176,7 +176,7 @@ class RandomStreams:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the streams of a checkpoint; the coordinates remain those of this rank."""
         self.seed = int(state["seed"])
-        position = Position(**state["position"])
+        position = StreamPosition(**state["position"])
         self.seek(position.layer, position)
 
     def _seed_of(self, name: StreamName, purpose: str = "") -> int:

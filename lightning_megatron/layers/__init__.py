@@ -23,8 +23,8 @@ meaning in the layers, kernels, experts and models:
 - ``in``, ``out``: input and output features of a linear layer (elements).
 - ``tp``, ``ep``: sizes of the tensor axis and of the expert axis (ranks).
 
-``...`` stands for any leading dimensions. There are two exceptions. In ``groups.products`` and
-``experts.compute.backends``, K is the summed dimension of a matrix product, and N and M are the
+``...`` stands for any leading dimensions. There are two exceptions. In ``groups.collective_matmul``
+and ``experts.compute.backends``, K is the summed dimension of a matrix product, and N and M are the
 others. In modules of torch with an encoder and a decoder, S and T are the positions of the encoder
 and of the decoder.
 """

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.collectives import (
     Border,
     all_gather_sequence,
@@ -23,7 +24,6 @@ from lightning_megatron.groups.pending import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.groups.products import gathered_product, scattered_product
 from lightning_megatron.layers.gradient_slot import slot_of
 
 
@@ -63,8 +63,8 @@ def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Parall
     Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under
         sequence parallelism, ``(S/tp, B, out)``.
     Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter
-        forward and an all-gather backward. ``groups.products`` documents when they overlap with the
-        matrix products.
+        forward and an all-gather backward. ``groups.collective_matmul`` documents when they
+        overlap with the matrix products.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -108,9 +108,9 @@ class _ColumnLinear(torch.autograd.Function):
         _keep(ctx, hidden, weight, bias, mesh)
         if not mesh.sequence_parallel:
             return F.linear(hidden, weight, bias)
-        if not mesh.tp.pipelines_products:
+        if not mesh.tp.overlaps_matmul:
             return F.linear(all_gather_sequence(hidden, mesh.tp), weight, bias)
-        _, output = gathered_product(hidden, weight.t(), mesh.tp, keep=False)
+        _, output = all_gather_matmul(hidden, weight.t(), mesh.tp, keep=False)
         return _add_bias(output, bias)
 
     @staticmethod
@@ -160,7 +160,7 @@ class _RowLinear(torch.autograd.Function):
         if mesh.tp.size == 1:
             return F.linear(hidden, weight, bias)
         if mesh.sequence_parallel:
-            return _add_bias(scattered_product(hidden, weight.t(), mesh.tp), bias)
+            return _add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
         # No one else has a reference to the partial result, so the sum may overwrite it.
         return _add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
 
@@ -175,8 +175,8 @@ class _RowLinear(torch.autograd.Function):
         arriving = Pending()
         grad_hidden = None
         grad_weight = None
-        if ctx.mesh.sequence_parallel and tp.pipelines_products and needs_hidden:
-            gathered, grad_hidden = gathered_product(
+        if ctx.mesh.sequence_parallel and tp.overlaps_matmul and needs_hidden:
+            gathered, grad_hidden = all_gather_matmul(
                 grad,
                 weight.to(grad.dtype),
                 tp,

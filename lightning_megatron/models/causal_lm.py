@@ -16,7 +16,7 @@ from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.token_module import IGNORED, TokenModule
-from lightning_megatron.plan.settings import Probability, settled_arguments
+from lightning_megatron.plan.settings import Probability, coerced_arguments
 
 
 class CausalLM(TokenModule):
@@ -42,7 +42,7 @@ class CausalLM(TokenModule):
     def __init__(
         self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any
     ) -> None:
-        given = settled_arguments(CausalLM.__init__, locals())
+        given = coerced_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
         # `given` has the configuration as a GPTConfig; checkpoints, with plain values only, give a
         # mapping.

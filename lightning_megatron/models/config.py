@@ -22,7 +22,7 @@ from lightning_megatron.plan.settings import (
     NotNegative,
     Positive,
     Probability,
-    settle,
+    coerce_fields,
 )
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
@@ -127,7 +127,7 @@ class GPTConfig:
     vocab_multiple: Count = 128
 
     def __post_init__(self) -> None:
-        settle(self)
+        coerce_fields(self)
         check_config(self)
 
     @classmethod

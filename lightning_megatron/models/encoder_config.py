@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config_checks import check_axes, check_length
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, settle
+from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
@@ -75,7 +75,7 @@ class EncoderConfig:
     vocab_multiple: Count = 128
 
     def __post_init__(self) -> None:
-        settle(self)
+        coerce_fields(self)
         rule = f"be a multiple of num_heads ({self.num_heads})"
         _require(
             self.hidden_size % self.num_heads == 0,

@@ -13,7 +13,7 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.hugging_face_folder import draw_model, load_model, read_config
 from lightning_megatron.models.token_module import TokenModule
-from lightning_megatron.plan.settings import settled_arguments
+from lightning_megatron.plan.settings import coerced_arguments
 
 
 class HuggingFaceCausalLM(TokenModule):
@@ -58,7 +58,7 @@ class HuggingFaceCausalLM(TokenModule):
         expert_settings: dict[str, Any] | None = None,
         **training: Any,
     ) -> None:
-        given = settled_arguments(HuggingFaceCausalLM.__init__, locals())
+        given = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
         self.path: str = given["path"]
         self.from_scratch = from_scratch

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from lightning_megatron.groups.p2p import exchange
+from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 
 T = TypeVar("T")
@@ -41,12 +41,14 @@ def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
                 received = [
                     torch.empty(shape, dtype=dtype, device=device) for shape, dtype in cursor.forms
                 ]
-                exchange([], [(one, (axis.rank - 1) % axis.size) for one in received], axis).wait()
+                start_transfers(
+                    [], [(one, (axis.rank - 1) % axis.size) for one in received], axis
+                ).wait()
             cursor = model.cursor = StageCursor(chunk, received)
             if axis.is_last and chunk == last:
                 return call()
             _stop(call)
-            exchange(
+            start_transfers(
                 [(one.contiguous(), (axis.rank + 1) % axis.size) for one in cursor.sent], [], axis
             ).wait()
         return None

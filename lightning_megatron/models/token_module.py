@@ -23,7 +23,7 @@ from lightning_megatron.plan.settings import (
     Positive,
     Probability,
     Range,
-    settled_arguments,
+    coerced_arguments,
 )
 
 #: Label of positions without a target token.
@@ -70,7 +70,7 @@ class TokenModule(LightningModule):
         bytes_per_token: Positive | None = None,
         token_weighted: bool = True,
     ) -> None:
-        given = settled_arguments(TokenModule.__init__, locals())
+        given = coerced_arguments(TokenModule.__init__, locals())
         super().__init__()
         self.learning_rate: float = given["learning_rate"]
         self.weight_decay: float = given["weight_decay"]

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import PendingExchange, exchange
+from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
@@ -146,7 +146,7 @@ class PipelineExecutor:
                 _reduce(here, observer)
                 num_actions += 1
             else:
-                run.exchange(instruction.sends, instruction.receives)
+                run.start_transfers(instruction.sends, instruction.receives)
         run.finish()
         return run.results
 
@@ -261,9 +261,9 @@ class _Run:
         #: Shapes and dtypes of the sent outputs, whose gradients will arrive.
         self._sent: dict[_Unit, Sequence[BoundaryForm]] = {}
         self._gradients: dict[_Unit, list[Tensor]] = {}
-        self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
+        self._arrivals: dict[tuple[str, _Unit], PendingTransfers] = {}
         self._boundaries: dict[Any, list[BoundaryForm]] = {}
-        self._pending: list[PendingExchange] = []
+        self._pending: list[PendingTransfers] = []
         self._weights = weights
 
     def compute(self, action: Action) -> None:
@@ -278,7 +278,7 @@ class _Run:
                 f"the executor runs forward (F) and backward (B) actions: {action.kind!r}."
             )
 
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+    def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
         outgoing = [
             (tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)
@@ -292,7 +292,7 @@ class _Run:
         weights = self._weights
         outgoing += weights.messages(sends)
         incoming += weights.messages(receives)
-        pending = exchange(outgoing, incoming, self._axis)
+        pending = start_transfers(outgoing, incoming, self._axis)
         # Keep sends that are not done, because their tensors must stay alive.
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, made in zip(receives, buffers, strict=True):

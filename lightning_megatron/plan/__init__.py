@@ -20,13 +20,19 @@ from lightning_megatron.plan.shards import (
 from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
-from lightning_megatron.plan.transfers import Compute, Exchange, Program, Transfer, plan_transfers
+from lightning_megatron.plan.transfers import (
+    Compute,
+    Program,
+    Transfer,
+    TransferBatch,
+    plan_transfers,
+)
 
 __all__ = [
     "Action",
     "BufferPlan",
     "Compute",
-    "Exchange",
+    "TransferBatch",
     "FlatBox",
     "KeptActivations",
     "ModelShape",

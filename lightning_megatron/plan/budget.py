@@ -11,7 +11,7 @@ from lightning_megatron.plan.activations import ActivationCosts, Recompute, acti
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import one_of, require_positive
+from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.schedule import Schedule, build_schedule
@@ -374,7 +374,7 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
         )
     if training.recompute not in (legal := get_args(Recompute)):
         raise ParallelPlanError(
-            f"recompute must be one of {one_of(legal)}: it is {training.recompute!r}. Use one."
+            f"recompute must be one of {join_or(legal)}: it is {training.recompute!r}. Use one."
         )
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:

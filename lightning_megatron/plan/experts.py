@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import divisors, one_of
-from lightning_megatron.plan.settings import Count, NotNegative, Positive, Probability, settle
+from lightning_megatron.plan.legal_values import divisors, join_or
+from lightning_megatron.plan.settings import (
+    Count,
+    NotNegative,
+    Positive,
+    Probability,
+    coerce_fields,
+)
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
@@ -90,7 +96,7 @@ class ExpertsConfig:
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        settle(self, "experts.")
+        coerce_fields(self, "experts.")
         rule = f"be at most num_experts ({self.num_experts})"
         self._require(
             self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once"
@@ -147,7 +153,7 @@ class ExpertsConfig:
         self._require(
             holds,
             "num_groups",
-            f"be {one_of(legal)}",
+            f"be {join_or(legal)}",
             f"num_experts ({self.num_experts}) are cut into equal groups",
         )
         rule = f"be at most num_groups ({self.num_groups})"

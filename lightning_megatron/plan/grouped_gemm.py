@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 
 
 class Pass(StrEnum):
@@ -26,7 +26,7 @@ class Pass(StrEnum):
 
 
 @dataclass(frozen=True)
-class Choice:
+class VariantChoice:
     """Kernel variant to launch, with the reason for it.
 
     Args:
@@ -96,7 +96,7 @@ _WIDE_WASTE = 0.035
 
 def choose_variant(
     which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None
-) -> Choice:
+) -> VariantChoice:
     """Choose the kernel variant for a grouped product.
 
     Args:
@@ -132,7 +132,7 @@ def choose_variant(
     if variant not in own:
         raise UnsupportedError(
             f"the variant must be one for {which}: {variant!r}. Each variant computes one product. "
-            f"Use {one_of(own)}, or None for the rule's choice."
+            f"Use {join_or(own)}, or None for the rule's choice."
         )
     return replace(chosen, variant=variant, reason="it was asked for")
 
@@ -146,7 +146,7 @@ def pass_of(variant: str) -> Pass:
     return max((which for which in Pass if variant.startswith(f"{which}_")), key=len)
 
 
-def why_apart(n: int, k: int) -> str | None:
+def reason_against_fusion(n: int, k: int) -> str | None:
     """Return why SwiGLU should be a separate kernel after the product; None if it should be fused.
 
     The fused kernel saves a pass over the result. The longer the reduction, the smaller the share
@@ -182,29 +182,31 @@ def workspace_bytes(num_groups: int, num_sms: int) -> int:
     )
 
 
-def _choose_activation(which: Pass, rows: int, n: int, k: int) -> Choice:
+def _choose_activation(which: Pass, rows: int, n: int, k: int) -> VariantChoice:
     reduction, columns = (k, n) if which is Pass.FORWARD else (n, k)
     if rows < _FEW_ROWS:
-        return Choice(
+        return VariantChoice(
             f"{which}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}"
         )
     if reduction >= _LONG_REDUCTION:
         reason = f"the reduction over {reduction} is at least {_LONG_REDUCTION}"
-        return Choice(f"{which}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
+        return VariantChoice(f"{which}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
     tile, reason = _tile_of_columns(columns)
-    return Choice(f"{which}_{tile}", False, 0, reason)
+    return VariantChoice(f"{which}_{tile}", False, 0, reason)
 
 
-def _choose_swiglu(rows: int, n: int, k: int) -> Choice:
+def _choose_swiglu(rows: int, n: int, k: int) -> VariantChoice:
     band = _LONG_REDUCTION_BAND if k >= _LONG_REDUCTION else 0
     if rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}"
-        return Choice(f"{Pass.FORWARD_SWIGLU}_{_SQUARE}", False, band, reason)
+        return VariantChoice(f"{Pass.FORWARD_SWIGLU}_{_SQUARE}", False, band, reason)
     fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
-    return Choice(f"{Pass.FORWARD_SWIGLU}_{_WIDE_ALONE if fits else _SQUARE}", False, band, reason)
+    return VariantChoice(
+        f"{Pass.FORWARD_SWIGLU}_{_WIDE_ALONE if fits else _SQUARE}", False, band, reason
+    )
 
 
-def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
+def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> VariantChoice:
     along_n = k < n  # so that the tiles of a wave share the larger operand
     tile, reason = _tile_of_columns(k)
     if which is Pass.WEIGHT_GRAD_ADD:
@@ -213,8 +215,8 @@ def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
                 f"{rows} rows a group are fewer than {_ROWS_FOR_REDUCE_ADD}: sums are read, added "
                 "to and stored"
             )
-            return Choice(f"{which}_read_{_SQUARE}", True, 0, reason)
-        return Choice(
+            return VariantChoice(f"{which}_read_{_SQUARE}", True, 0, reason)
+        return VariantChoice(
             f"{which}_reduce_{tile}",
             along_n,
             0,
@@ -222,8 +224,8 @@ def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
         )
     if which is Pass.WEIGHT_GRAD_BF16 and rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}: the largest tile stores most"
-        return Choice(f"{which}_{_COOPERATIVE}", along_n, 0, reason)
-    return Choice(f"{which}_{tile}", along_n, 0, reason)
+        return VariantChoice(f"{which}_{_COOPERATIVE}", along_n, 0, reason)
+    return VariantChoice(f"{which}_{tile}", along_n, 0, reason)
 
 
 def _tile_of_columns(columns: int) -> tuple[str, str]:

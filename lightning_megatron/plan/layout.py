@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import divisors, one_of, require_index
-from lightning_megatron.plan.settings import Count, Index, settle, shown
+from lightning_megatron.plan.legal_values import divisors, join_or, require_index
+from lightning_megatron.plan.settings import Count, Index, coerce_fields, shown
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Axes from the fastest, whose neighbours communicate most and share a node, to the slowest."""
@@ -129,7 +129,7 @@ class ParallelLayout:
         values |= {"etp": tp if etp is None else etp, "vpp": vpp}
         for name, value in {**values, "order": order, "rank_offset": rank_offset}.items():
             object.__setattr__(self, name, value)
-        settle(self)
+        coerce_fields(self)
         self._check()
 
     @property
@@ -226,7 +226,7 @@ class ParallelLayout:
             raise ParallelPlanError(
                 f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between "
                 "stages and one stage has none. Use vpp of 1, or pp of "
-                f"{one_of(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
+                f"{join_or(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
             )
         self._check_order()
         dense = self.dense_grid.stride("pp")
@@ -250,9 +250,9 @@ class ParallelLayout:
         for axis, size in sizes.items():
             share, rest = divmod(self.world_size, product // size)
             if size > 1 and rest == 0:
-                legal.append(f"{axis} of {one_of(divisors(share))}")
+                legal.append(f"{axis} of {join_or(divisors(share))}")
         remedy = f"Use {', or '.join(legal)}." if legal else ""
-        remedy = remedy or f"Use sizes whose product is {one_of(divisors(self.world_size))}."
+        remedy = remedy or f"Use sizes whose product is {join_or(divisors(self.world_size))}."
         named = " x ".join(axes)
         values = " x ".join(str(size) for size in sizes.values())
         raise ParallelPlanError(
@@ -266,7 +266,7 @@ class ParallelLayout:
             if axis not in _ORDER_AXES:
                 raise ParallelPlanError(
                     f"order must name parallel axes joined by dashes: {shown(self.order)} names "
-                    f"{shown(axis)}. Use each of {one_of(_ORDER_AXES)} at most once."
+                    f"{shown(axis)}. Use each of {join_or(_ORDER_AXES)} at most once."
                 )
             if named.count(axis) > 1:
                 raise ParallelPlanError(
@@ -303,7 +303,7 @@ def _axes_of(name: str, legal: tuple[str, ...], aliases: Mapping[str, str]) -> l
             why = f"it is an axis of the {other} grid" if known else "there is no such axis"
             raise ParallelPlanError(
                 f"a group of the {grid} grid is named by its axes: {name!r} has {axis!r}, but "
-                f"{why}. Use {one_of(legal)}, joined by dashes."
+                f"{why}. Use {join_or(legal)}, joined by dashes."
             )
         if axes.count(axis) > 1:
             raise ParallelPlanError(

@@ -13,7 +13,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def one_of(values: Sequence[object]) -> str:
+def join_or(values: Sequence[object]) -> str:
     """Return the values as "1, 3 or 9"."""
     words = [str(value) for value in values]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

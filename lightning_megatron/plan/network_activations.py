@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.token_slots import TokenSlots
+from lightning_megatron.plan.token_buffer import TokenBuffer
 
 #: Size of an int64, the type of row positions and expert indices (bytes).
 _INDEX = 8
@@ -201,7 +201,7 @@ class _RowCounts:
 
 def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
     """Return the size of the symmetric buffer for tokens and their choices (bytes)."""
-    return TokenSlots(
+    return TokenBuffer(
         num_ranks=batch.ep,
         num_tokens=batch.own_tokens * batch.etp,
         width=hidden,

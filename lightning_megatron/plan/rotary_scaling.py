@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import Count, Positive, settle
+from lightning_megatron.plan.settings import Count, Positive, coerce_fields
 
 RotaryScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -56,7 +56,7 @@ class RotaryScaling:
     attention_factor: Positive | None = None
 
     def __post_init__(self) -> None:
-        settle(self, "rotary_scaling.")
+        coerce_fields(self, "rotary_scaling.")
         length = self.original_length
         needs = f"the {self.kind} kind looks at the length that the model was first trained on"
         _require(

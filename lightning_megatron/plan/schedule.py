@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import one_of, require_index, require_positive
+from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
 
 Kind = Literal["F", "B", "I", "W"]
 """F forward, B backward, or the halves of B: I input gradient, W weight gradient."""
@@ -113,7 +113,7 @@ class Schedule:
         return ParallelPlanError(
             f"schedule {self.name!r} is not legal: on stage {rank}, {action.kind} of microbatch "
             f"{action.microbatch} in chunk {action.chunk} {what}. Use one of the built-in "
-            f"schedules: {one_of(SCHEDULE_NAMES)}."
+            f"schedules: {join_or(SCHEDULE_NAMES)}."
         )
 
 
@@ -189,7 +189,7 @@ def check_schedule_sizes(
         require_positive(size_name, size)
     if name not in SCHEDULE_NAMES:
         raise ParallelPlanError(
-            f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}."
+            f"schedule must be one that exists: it is {name!r}. Use {join_or(SCHEDULE_NAMES)}."
         )
     _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
     # Without backwards a chunk waits only for the chunk before it, so that groups of any size work.
@@ -275,5 +275,5 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     multiple = -(-num_microbatches // num_stages) * num_stages
     raise ParallelPlanError(
         f"microbatches must fill groups of at least pp and at most all of them: {values}; {why}. "
-        f"Use microbatch_group_size of {one_of(legal)}, or {multiple} microbatches."
+        f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
     )

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 
 #: Largest count; products of two counts fit into 64 bits.
 MOST = 2**31 - 1
@@ -66,7 +66,7 @@ Positive = Annotated[float, Range(above=0)]
 Probability = Annotated[float, Range(least=0, below=1)]
 
 
-def settle(record: Any, prefix: str = "") -> None:
+def coerce_fields(record: Any, prefix: str = "") -> None:
     """Convert every field of a frozen dataclass to the type of its annotation, or raise.
 
     An integer may be any type that Python or NumPy counts as integral, except bool. A number must
@@ -83,11 +83,11 @@ def settle(record: Any, prefix: str = "") -> None:
     """
     kinds = get_type_hints(type(record), include_extras=True)
     for field in fields(record):
-        value = settled(prefix + field.name, getattr(record, field.name), kinds[field.name])
+        value = coerced(prefix + field.name, getattr(record, field.name), kinds[field.name])
         object.__setattr__(record, field.name, value)
 
 
-def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def coerced_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of a function, converted to the types of its annotations.
 
     Args:
@@ -96,15 +96,15 @@ def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
             an annotation are omitted.
 
     Raises:
-        ParallelPlanError: As for :func:`settle`.
+        ParallelPlanError: As for :func:`coerce_fields`.
     """
     kinds = get_type_hints(function, include_extras=True)
     return {
-        name: settled(name, value, kinds[name]) for name, value in values.items() if name in kinds
+        name: coerced(name, value, kinds[name]) for name, value in values.items() if name in kinds
     }
 
 
-def settled(name: str, value: Any, kind: Any) -> Any:
+def coerced(name: str, value: Any, kind: Any) -> Any:
     """Return a value, converted to a type.
 
     Args:
@@ -115,7 +115,7 @@ def settled(name: str, value: Any, kind: Any) -> Any:
             or a union of these.
 
     Raises:
-        ParallelPlanError: As for :func:`settle`.
+        ParallelPlanError: As for :func:`coerce_fields`.
     """
     for bare, bounds in _alternatives(kind):
         if not _is_of(value, bare):
@@ -140,7 +140,7 @@ def describe(kind: Any, value: Any = None) -> str:
         value: Number that is refused. A very large upper bound is mentioned only if this number
             exceeds it.
     """
-    return one_of(
+    return join_or(
         [word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)]
     )
 
@@ -233,10 +233,10 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     if origin in (tuple, list):
         if origin is tuple and args[-1] is not Ellipsis:
             return _fixed_tuple(name, value, args)
-        return origin(settled(f"{name}[{i}]", one, args[0]) for i, one in enumerate(value))
+        return origin(coerced(f"{name}[{i}]", one, args[0]) for i, one in enumerate(value))
     if origin is dict:
         return {
-            settled(f"a name in {name}", key, args[0]): settled(
+            coerced(f"a name in {name}", key, args[0]): coerced(
                 f"{name}[{shown(key)}]", one, args[1]
             )
             for key, one in value.items()
@@ -250,7 +250,7 @@ def _fixed_tuple(name: str, value: Sequence[Any], kinds: tuple[Any, ...]) -> tup
     if len(value) != len(kinds):
         raise ParallelPlanError(f"{name} must have {len(kinds)} elements: it is {shown(value)}.")
     return tuple(
-        settled(f"{name}[{i}]", one, kind)
+        coerced(f"{name}[{i}]", one, kind)
         for i, (one, kind) in enumerate(zip(value, kinds, strict=True))
     )
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import divisors, one_of, require_index, require_positive
+from lightning_megatron.plan.legal_values import (
+    divisors,
+    join_or,
+    require_index,
+    require_positive,
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def even_range(
     if size % parts:
         raise ParallelPlanError(
             f"{what} ({size}) must be a multiple of {axis} ({parts}), because each rank holds an "
-            f"equal part. Use {axis} of {one_of(divisors(size))}."
+            f"equal part. Use {axis} of {join_or(divisors(size))}."
         )
     part = size // parts
     return ShardRange(index * part, (index + 1) * part)
@@ -158,17 +163,17 @@ def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
         raise ParallelPlanError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads "
             f"({num_kv_heads}), because each key/value head serves equally many query heads. Use "
-            f"num_kv_heads of {one_of(divisors(num_heads))}."
+            f"num_kv_heads of {join_or(divisors(num_heads))}."
         )
     legal = [d for d in divisors(num_heads) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
     if num_heads % tp:
         raise ParallelPlanError(
             f"num_attention_heads ({num_heads}) must be a multiple of tp ({tp}), because each rank "
-            f"holds whole heads. Use tp of {one_of(legal)}."
+            f"holds whole heads. Use tp of {join_or(legal)}."
         )
     if tp not in legal:
         raise ParallelPlanError(
             f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because "
             "each rank holds whole key/value heads and equally many of them. Use tp of "
-            f"{one_of(legal)}."
+            f"{join_or(legal)}."
         )

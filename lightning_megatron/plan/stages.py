@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import one_of, require_positive
+from lightning_megatron.plan.legal_values import join_or, require_positive
 
 
 def split_layers(
@@ -100,11 +100,11 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
         return
     legal = []
     if num_layers >= num_chunks:
-        legal.append(f"pp of {one_of(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
+        legal.append(f"pp of {join_or(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
     if num_chunks > 1 and num_layers >= num_stages:
-        legal.append(f"vpp of {one_of(_up_to(num_layers // num_stages))} with pp {num_stages}")
+        legal.append(f"vpp of {join_or(_up_to(num_layers // num_stages))} with pp {num_stages}")
     if not legal:
-        legal = [f"pp of {one_of(_up_to(num_layers))} with vpp 1"]
+        legal = [f"pp of {join_or(_up_to(num_layers))} with vpp 1"]
     raise ParallelPlanError(
         f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
         f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "

@@ -38,7 +38,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TransferBatch:
     """Instruction to send and receive in one batch, matched by its number on each peer.
 
     For every peer, the sends of one side and the receives of the other are the same tensors in the
@@ -55,7 +55,7 @@ class Exchange:
     receives: tuple[Transfer, ...]
 
 
-Instruction = Compute | Exchange
+Instruction = Compute | TransferBatch
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     """Insert the transfers between stages into the actions of a schedule without risk of deadlock.
 
     The schedule runs on a clock; by default a forward takes one tick, a backward two. All tensors
-    that are produced at one tick form the exchanges of one number. Each stage runs an exchange
+    that are produced at one tick form the batches of one number. Each stage runs a batch
     before its first action that starts at that tick or later. The instructions of all stages are
     thus parts of one global order, in which a tensor is produced before it is sent and received
     before it is used. Streams that run their operations strictly in order, such as NCCL's, then
@@ -126,15 +126,15 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     rows = []
     for stage, row in enumerate(timeline.rows):
         times = {time for owner, time in (*sends, *receives) if owner == stage}
-        # The 0 sorts an exchange before the action (1) that starts at the same tick.
+        # The 0 sorts a batch before the action (1) that starts at the same tick.
         events: list[tuple[int, int, Instruction]] = [
             (span.start, 1, Compute(span.action)) for span in row
         ]
         for time in times:
-            exchange = Exchange(
+            batch = TransferBatch(
                 numbers[time], tuple(sends[stage, time]), tuple(receives[stage, time])
             )
-            events.append((time, 0, exchange))
+            events.append((time, 0, batch))
         events.sort(key=lambda event: event[:2])
         rows.append(tuple(instruction for _, _, instruction in events))
     return Program(schedule, tuple(rows))

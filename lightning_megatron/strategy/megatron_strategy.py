@@ -39,8 +39,8 @@ from lightning_megatron.strategy.private.lightning import (
     training_loader_states,
 )
 from lightning_megatron.strategy.private.lightning_callbacks import (
-    foresee_no_saves,
-    foresee_saves,
+    announce_no_saves,
+    announce_saves,
     restore_finetuning,
 )
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
@@ -224,7 +224,7 @@ class MegatronStrategy(ModelStrategy):
                 self._for_the_run.enter_context(without_example(self.user_module))
             average_mains(trainer, self.user_module, self._state.main, self.mesh)
         if self.options.async_save:
-            foresee_saves(trainer, self._checkpoints.foresees, self._checkpoints.link)
+            announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
 
     @override
     def on_train_start(self) -> None:
@@ -252,7 +252,7 @@ class MegatronStrategy(ModelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
         # The optimizer's update comes next, and may overwrite weights that a save still copies.
-        self._checkpoints.hold_updates()
+        self._checkpoints.wait_for_snapshot()
         return output
 
     @override
@@ -383,7 +383,7 @@ class MegatronStrategy(ModelStrategy):
             self._state.release()
         self._steps, self._buffers = None, None
         if self._prepared is not None:
-            foresee_no_saves(self._prepared)
+            announce_no_saves(self._prepared)
             inject_samplers_as_before(self._prepared)
             average_models(self._prepared)
             call_nothing_before_epoch_ends(self._prepared)

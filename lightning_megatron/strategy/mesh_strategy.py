@@ -47,7 +47,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         timeout: Time that a collective may wait for a rank; None means torch's default.
         process_group_backend: ``nccl`` or ``gloo``; None chooses by the device.
         nccl_options: NCCL options by axis.
-        pipelines_products: Whether matrix products next to sequence communication overlap with it.
+        overlaps_matmul: Whether matrix products next to sequence communication overlap with it.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         timeout: timedelta | None,
         process_group_backend: str | None,
         nccl_options: NcclOptions | str | None,
-        pipelines_products: bool = False,
+        overlaps_matmul: bool = False,
     ) -> None:
         self._sizes = dict(sizes)
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout
         self._backend = process_group_backend
         self._nccl_options = nccl_options
-        self._pipelines_products = pipelines_products
+        self._overlaps_matmul = overlaps_matmul
         self._num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: ParallelMesh | None = None
@@ -227,7 +227,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
             backend=self._backend,
             timeout=self._timeout,
             options=self._nccl_options,
-            pipelines_products=self._pipelines_products,
+            overlaps_matmul=self._overlaps_matmul,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.plan.settings import Count, Positive, settled_arguments
+from lightning_megatron.plan.settings import Count, Positive, coerced_arguments
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -41,7 +41,7 @@ class DynamicLossScale:
         minimum: Positive = 1.0,
         floor_patience: Count = 10,
     ) -> None:
-        settled_arguments(DynamicLossScale.__init__, locals())
+        coerced_arguments(DynamicLossScale.__init__, locals())
         if minimum > initial:
             raise ParallelPlanError(
                 f"the initial loss scale must not be below the minimum: initial {initial}, minimum "

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
     saved_tensors,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.directory import RemotePlace
+from lightning_megatron.checkpoint.directory import RemoteCheckpointPath
 from lightning_megatron.checkpoint.storage import RemoteFolder
 from lightning_megatron.errors import (
     CheckpointMismatchError,
@@ -67,13 +67,13 @@ def test_nothing_is_seen_before_the_header_and_the_old_one_until_then(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    publish = RemotePlace.publish
+    publish = RemoteCheckpointPath.publish
 
-    def look(self: RemotePlace, *arguments: Any) -> None:
+    def look(self: RemoteCheckpointPath, *arguments: Any) -> None:
         seen.append(value_in(f"{ROOT}/a") if is_sharded_checkpoint(f"{ROOT}/a") else None)
         publish(self, *arguments)
 
-    monkeypatch.setattr(RemotePlace, "publish", look)
+    monkeypatch.setattr(RemoteCheckpointPath, "publish", look)
     for value in (1.0, 2.0, 3.0):
         save_checkpoint(f"{ROOT}/a/", entries(value), {}, {}, MESH)
         assert value_in(f"{ROOT}/a") == value

@@ -267,7 +267,7 @@ def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(
         busy = torch.randn(2048, 2048, device=device)
         for _ in range(20):
             busy = busy @ busy
-        writer.hold_updates()
+        writer.wait_for_snapshot()
         tensor.fill_(99)
         writer.wait()
         assert value_in(tmp_path / "a") == value

@@ -129,7 +129,11 @@ def failures(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     steps: dict[str, tuple[int, str, type]] = {
-        "begin": (0, "lightning_megatron.checkpoint.directory.LocalPlace.begin", ZeroDivisionError),
+        "begin": (
+            0,
+            "lightning_megatron.checkpoint.directory.LocalCheckpointPath.begin",
+            ZeroDivisionError,
+        ),
         "collect": (3, "lightning_megatron.checkpoint.save.boxes_to_write", MemoryError),
         "plan": (
             1,

@@ -20,7 +20,7 @@ from tests.world import run_world
 def record(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
     """Run forward and backward, and return what happened in which order."""
     events: list[str] = []
-    record_starts(patch, in_flight, ("all_gather", "reduce_scatter", "exchange_rows"), events)
+    record_starts(patch, in_flight, ("all_gather", "reduce_scatter", "all_to_all"), events)
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
     layer.experts.register_forward_hook(lambda *_: events.append("experts"))
     layer.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))
@@ -35,7 +35,7 @@ def check_order(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(world_size=size, ep=size))
     for transport, there, back, num_tensors in (
         ("all_gather", "all_gather", "reduce_scatter", 3),
-        ("all_to_all", "exchange_rows", "exchange_rows", 2),
+        ("all_to_all", "all_to_all", "all_to_all", 2),
     ):
         layer = layer_of(mesh, {"transport": transport}, shared_ffn_hidden_size=8, shared_gate=True)
         with pytest.MonkeyPatch.context() as patch:

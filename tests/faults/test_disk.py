@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import list_checkpoints, verify_checkpoint
-from lightning_megatron.checkpoint.directory import LocalPlace
+from lightning_megatron.checkpoint.directory import LocalCheckpointPath
 from tests.checkpoint.pieces import names_in
 from tests.faults.agent import (
     again,
@@ -138,16 +138,16 @@ def test_the_older_checkpoint_is_removed_when_the_newer_one_is_complete(
     events: list[tuple[str, str, list[str]]] = []
 
     def watched(name: str) -> None:
-        method = getattr(LocalPlace, name)
+        method = getattr(LocalCheckpointPath, name)
 
-        def watch(self: LocalPlace, *arguments: Any) -> None:
+        def watch(self: LocalCheckpointPath, *arguments: Any) -> None:
             complete = list_checkpoints(tmp_path)
             for path in complete:
                 verify_checkpoint(path)
             events.append((name, self.path.name, [Path(path).name for path in complete]))
             method(self, *arguments)
 
-        monkeypatch.setattr(LocalPlace, name, watch)
+        monkeypatch.setattr(LocalCheckpointPath, name, watch)
 
     watched("publish")
     watched("remove")

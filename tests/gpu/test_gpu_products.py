@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.products import gathered_product, scattered_product
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear
@@ -75,14 +75,14 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
 def _products(rank: int, size: int) -> None:
     layout = ParallelLayout(size, tp=size)
     mesh = ParallelMesh.create(
-        layout, device=f"cuda:{rank}", sequence_parallel=True, pipelines_products=True
+        layout, device=f"cuda:{rank}", sequence_parallel=True, overlaps_matmul=True
     )
-    plain, pipelined = replace(mesh.tp, pipelines_products=False), mesh.tp
+    plain, pipelined = replace(mesh.tp, overlaps_matmul=False), mesh.tp
     for rows in (64, 256):
         x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
-        full, product = gathered_product(x, matrix, plain, keep=True)
+        full, product = all_gather_matmul(x, matrix, plain, keep=True)
         for keep in (True, False):
-            again, same = gathered_product(x, matrix, pipelined, keep=keep)
+            again, same = all_gather_matmul(x, matrix, pipelined, keep=keep)
             assert_equal(
                 same.float(), product.float(), f"gathered product, rank {rank}", tolerance=1e-2
             )
@@ -92,13 +92,13 @@ def _products(rank: int, size: int) -> None:
                 assert torch.equal(again, full)
         y = _draw(size * rows, 2, 512, seed=20 + rank)
         expected, actual = (
-            scattered_product(y, matrix, plain),
-            scattered_product(y, matrix, pipelined),
+            matmul_reduce_scatter(y, matrix, plain),
+            matmul_reduce_scatter(y, matrix, pipelined),
         )
         assert_equal(
             actual.float(), expected.float(), f"scattered product, rank {rank}", tolerance=2e-2
         )
-        assert torch.equal(actual, scattered_product(y, matrix, pipelined))
+        assert torch.equal(actual, matmul_reduce_scatter(y, matrix, pipelined))
     mesh.destroy()
 
 

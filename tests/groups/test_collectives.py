@@ -23,7 +23,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import exchange
+from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
@@ -100,7 +100,7 @@ def _check_p2p(axis: MeshAxis) -> None:
     forward, backward = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     a, b = torch.full((3,), float(axis.rank)), torch.full((2,), 10.0 + axis.rank)
     from_before, from_after = torch.empty(3), torch.empty(2)
-    exchange(
+    start_transfers(
         [(a, forward), (b, backward)], [(from_before, backward), (from_after, forward)], axis
     ).wait()
     assert from_before.tolist() == [float(backward)] * 3
@@ -163,7 +163,7 @@ def test_an_axis_of_one_rank_changes_nothing():
     assert all_reduce_(x, axis) is x
     assert broadcast_object("same", axis) == "same"
     check_same_everywhere(axis, {"anything": 1})
-    exchange([], [], axis).wait()
+    start_transfers([], [], axis).wait()
 
 
 def test_a_single_mesh_needs_no_process_group():

@@ -10,7 +10,7 @@ from lightning_megatron.groups import peer_memory
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.peer_memory import PeerMemory
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.token_slots import TokenSlots
+from lightning_megatron.plan.token_buffer import TokenBuffer
 from tests.world import run_world
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_cpus_write_into_no_memory_of_others() -> None:
 )
 def test_parts_of_slots_lie_side_by_side_where_wide_loads_may_begin(sizes: tuple[int, ...]) -> None:
     names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
-    slots = TokenSlots(**dict(zip(names, sizes, strict=True)))
+    slots = TokenBuffer(**dict(zip(names, sizes, strict=True)))
     assert slots.count == slots.num_ranks * slots.num_tokens
     assert 0 <= slots.scales_at - slots.count * slots.width * slots.element < 16
     assert 0 <= slots.choices_at - slots.scales_at - slots.count * slots.top_k * slots.scale < 16

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron import kernels
 from lightning_megatron.experts.transport.permute import sort_by_expert
-from lightning_megatron.plan.token_slots import TokenSlots
+from lightning_megatron.plan.token_buffer import TokenBuffer
 from tests.kernels.checks import Draw
 
 UNTOUCHED = 0xFF  # bytes of this value are NaN in every dtype
@@ -23,7 +23,7 @@ class Ranks:
     ) -> None:
         self.draw, self.each = draw, num_experts // num_ranks
         sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "top_k": top_k}
-        self.slots = TokenSlots(**sizes, element=draw.dtype.itemsize, scale=4)
+        self.slots = TokenBuffer(**sizes, element=draw.dtype.itemsize, scale=4)
         # Every rank's begins as memory does that GPUs share.
         padded = -(-self.slots.num_bytes // 64) * 64
         self.memory = torch.empty(num_ranks, padded, dtype=torch.uint8, device=draw.device)

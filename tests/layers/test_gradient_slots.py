@@ -180,7 +180,7 @@ def check_all(rank: int, size: int) -> None:
             check_overlap(mesh)
         # On CPUs the pieces of a pipelined product are one, but the layers take that way through
         # it.
-        pipelined = replace(mesh, tp=replace(mesh.tp, pipelines_products=True))
+        pipelined = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=True))
         for name, layer, x in cases(pipelined):
             compare(layer, x, once, f"{name} pipelined tp={tp} sp={sequence_parallel}")
         mesh.destroy()

@@ -7,11 +7,11 @@ import pytest
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
-    Choice,
     Pass,
+    VariantChoice,
     choose_variant,
     pass_of,
-    why_apart,
+    reason_against_fusion,
     workspace_bytes,
 )
 
@@ -55,15 +55,15 @@ def test_swiglu_in_the_product_gets_the_variant_that_was_best(
 
 
 def test_swiglu_is_apart_where_the_product_alone_has_a_better_variant() -> None:
-    assert why_apart(1536, 2048) is None
-    assert why_apart(1024, 2048) is None
-    assert why_apart(28672, 4096) is None
-    assert why_apart(4096, 7168) == "the reduction over 7168 is at least 6144"
+    assert reason_against_fusion(1536, 2048) is None
+    assert reason_against_fusion(1024, 2048) is None
+    assert reason_against_fusion(28672, 4096) is None
+    assert reason_against_fusion(4096, 7168) == "the reduction over 7168 is at least 6144"
     assert (
-        why_apart(1024, 4096)
+        reason_against_fusion(1024, 4096)
         == "the reduction over 4096 is at least 4096, and 1024 columns do not fill multiples of 192"
     )
-    assert "520 rows of a weight are not a multiple of 16" in str(why_apart(520, 2048))
+    assert "520 rows of a weight are not a multiple of 16" in str(reason_against_fusion(520, 2048))
     with pytest.raises(UnsupportedError, match=r"n \(520\) must be a multiple of 16"):
         choose_variant(Pass.FORWARD_SWIGLU, 1000, 8, 520, 384)
 
@@ -114,7 +114,7 @@ def test_the_reason_has_the_numbers() -> None:
 
 def test_a_variant_can_be_asked_for() -> None:
     asked = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
-    assert asked == Choice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
+    assert asked == VariantChoice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
     with pytest.raises(
         UnsupportedError, match="must be one for data_grad: 'forward_.* Use data_grad_cooperative"
     ):

@@ -25,9 +25,9 @@ from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import (
     Count,
     Positive,
+    coerced,
+    coerced_arguments,
     describe,
-    settled,
-    settled_arguments,
     shown,
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -321,14 +321,14 @@ def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
         size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None
     ) -> None: ...
 
-    found = settled_arguments(
+    found = coerced_arguments(
         function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3}
     )
     assert found == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
     with pytest.raises(ParallelPlanError, match=r"pair must have 2 elements: it is \[1\]"):
-        settled_arguments(function, {"pair": [1]})
+        coerced_arguments(function, {"pair": [1]})
     with pytest.raises(ParallelPlanError, match=r"pair\[1\] must be a finite number: it is None"):
-        settled_arguments(function, {"pair": [1, None]})
+        coerced_arguments(function, {"pair": [1, None]})
 
 
 def test_values_are_shown_on_a_line() -> None:
@@ -338,4 +338,4 @@ def test_values_are_shown_on_a_line() -> None:
     assert len(shown(nested)) < 100
     assert shown(-(10**5000)) == "a whole number of 5001 digits"
     assert describe(Positive | None) == "a finite number above 0 or None"
-    assert settled("x", Fraction(1, 2), Positive) == 0.5
+    assert coerced("x", Fraction(1, 2), Positive) == 0.5

@@ -9,10 +9,10 @@ import pytest
 from lightning_megatron.plan import (
     Action,
     Compute,
-    Exchange,
     Program,
     Schedule,
     Transfer,
+    TransferBatch,
     build_schedule,
     plan_transfers,
 )
@@ -60,9 +60,9 @@ class Rank:
         self.last_virtual = self.schedule.num_stages * self.schedule.num_chunks - 1
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> TransferBatch | None:
         current = self.instructions[self.next] if self.next < len(self.instructions) else None
-        return current if isinstance(current, Exchange) else None
+        return current if isinstance(current, TransferBatch) else None
 
     def compute(self) -> bool:
         moved = False
@@ -83,7 +83,7 @@ class Rank:
             self.held.remove(key)
         self.made.add(key)
 
-    def complete(self, exchange: Exchange) -> None:
+    def complete(self, exchange: TransferBatch) -> None:
         assert exchange.number > self.last_number
         self.last_number = exchange.number
         for send in exchange.sends:
@@ -94,7 +94,7 @@ class Rank:
         self.next += 1
 
 
-def peers_of(exchange: Exchange) -> set[int]:
+def peers_of(exchange: TransferBatch) -> set[int]:
     return {transfer.peer for transfer in (*exchange.sends, *exchange.receives)}
 
 
@@ -172,7 +172,7 @@ def test_no_schedule_deadlocks_and_every_action_has_its_input() -> None:
 
 def test_the_check_finds_a_deadlock() -> None:
     program = plan_transfers(build_schedule("1f1b", 2, 2))
-    crossed = [[step for step in row if isinstance(step, Exchange)] for row in program.rows]
+    crossed = [[step for step in row if isinstance(step, TransferBatch)] for row in program.rows]
     crossed[1][0], crossed[1][1] = crossed[1][1], crossed[1][0]
     ranks = execute(Program(program.schedule, tuple(tuple(row) for row in crossed)))
     assert any(rank.next < len(rank.instructions) for rank in ranks)
@@ -209,13 +209,13 @@ def test_nothing_crosses_the_ends_of_the_model() -> None:
     first = [
         t
         for step in program.instructions(0)
-        if isinstance(step, Exchange)
+        if isinstance(step, TransferBatch)
         for t in (*step.sends, *step.receives)
     ]
     last = [
         t
         for step in program.instructions(2)
-        if isinstance(step, Exchange)
+        if isinstance(step, TransferBatch)
         for t in (*step.sends, *step.receives)
     ]
     assert not [t for t in first if t.peer == 2 and (t.kind, t.chunk) not in {("F", 1), ("B", 1)}]
@@ -226,7 +226,7 @@ def test_one_stage_exchanges_nothing() -> None:
     assert not [
         step
         for step in plan_transfers(build_schedule("1f1b", 1, 4)).instructions(0)
-        if isinstance(step, Exchange)
+        if isinstance(step, TransferBatch)
     ]
 
 
@@ -237,4 +237,4 @@ def test_split_backwards_send_the_gradient_of_the_input_only() -> None:
         type(step).__name__ + (step.action.kind if isinstance(step, Compute) else "")
         for step in program.instructions(1)
     ]
-    assert kinds == ["Exchange", "ComputeF", "ComputeI", "Exchange", "ComputeW"]
+    assert kinds == ["TransferBatch", "ComputeF", "ComputeI", "TransferBatch", "ComputeW"]

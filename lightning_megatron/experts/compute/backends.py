@@ -12,7 +12,12 @@ from torch.nn import functional as F
 from lightning_megatron.experts.compute.choose_backend import Backend
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.layers.stacked_view import stacked_view
-from lightning_megatron.plan.grouped_gemm import Choice, Pass, choose_variant, workspace_bytes
+from lightning_megatron.plan.grouped_gemm import (
+    Pass,
+    VariantChoice,
+    choose_variant,
+    workspace_bytes,
+)
 
 # Cache size for kernel variants: the number of rows may differ from step to step.
 _REMEMBERED_CHOICES = 1024
@@ -194,7 +199,7 @@ def _launch_swiglu(
 @lru_cache(_REMEMBERED_CHOICES)
 def _choice(
     which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
-) -> tuple[Choice, int, int]:
+) -> tuple[VariantChoice, int, int]:
     """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return (

@@ -18,7 +18,7 @@ from lightning_megatron.kernels.cuda import (
     why_no_library,
 )
 from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
-from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, why_apart
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, reason_against_fusion
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
@@ -89,7 +89,7 @@ def choose_swiglu(
     if product.backend != "bundled":
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
     else:
-        why_not = why_apart(out_features, in_features)
+        why_not = reason_against_fusion(out_features, in_features)
         choice = SwiGLUChoice(
             why_not is None, why_not or "it saves a pass over the product's result"
         )

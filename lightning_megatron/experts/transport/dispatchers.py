@@ -13,13 +13,13 @@ from lightning_megatron.experts.transport.permute import RowMap, map_rows, permu
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_reduce_,
-    exchange_rows,
+    all_to_all_rows,
     reduce_scatter_sequence,
 )
 from lightning_megatron.groups.in_flight import (
     InFlight,
     start_all_gather_sequence,
-    start_row_exchange,
+    start_all_to_all_rows,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange
@@ -247,12 +247,12 @@ class AllToAllDispatcher:
             self.axis.size, -1
         )
         one_each = (1,) * self.axis.size
-        arriving = exchange_rows(counts, one_each, one_each, self.axis)
+        arriving = all_to_all_rows(counts, one_each, one_each, self.axis)
         sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         # `pairs` has room for all choices; dropped choices (-1) are past the rows that are sent.
         leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
         rows, scales = (
-            start_row_exchange(tensor, sends, receives, self.axis)
+            start_all_to_all_rows(tensor, sends, receives, self.axis)
             for tensor in permute_both(hidden, probabilities, leaving)
         )
         # Rows arrive sorted by sending rank, then by expert: rebuild each row's expert index from
@@ -275,7 +275,7 @@ class AllToAllDispatcher:
         assert exchange is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
         return unpermute(
-            exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map
+            all_to_all_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map
         )
 
 

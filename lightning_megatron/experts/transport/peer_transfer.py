@@ -31,7 +31,7 @@ from lightning_megatron.groups.collectives import all_gather_sequence, reduce_sc
 from lightning_megatron.groups.peer_memory import PeerRegion
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.plan.token_slots import TokenSlots
+from lightning_megatron.plan.token_buffer import TokenBuffer
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Slots:
     """
 
     region: PeerRegion
-    layout: TokenSlots
+    layout: TokenBuffer
     rows: Tensor
     scales: Tensor | None
     choices: Tensor | None
@@ -78,8 +78,8 @@ class Slots:
 @lru_cache(1024)
 def _lay_out(
     num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int
-) -> TokenSlots:
-    return TokenSlots(
+) -> TokenBuffer:
+    return TokenBuffer(
         num_ranks=num_ranks,
         num_tokens=num_tokens,
         width=width,

@@ -2,7 +2,7 @@
 
 Ranks write tokens to the ranks of their experts, and sums of expert outputs back to the ranks of
 the tokens. Reads are local. Every rank has one slot for each token of all ranks;
-:class:`~lightning_megatron.plan.token_slots.TokenSlots` defines their memory layout. A slot is
+:class:`~lightning_megatron.plan.token_buffer.TokenBuffer` defines their memory layout. A slot is
 neither written nor read if its token chose no expert of the rank.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
-from lightning_megatron.plan.token_slots import TokenSlots
+from lightning_megatron.plan.token_buffer import TokenBuffer
 
 # Elements of a row in one iteration of a program.
 _BLOCK = 2048
@@ -30,7 +30,7 @@ def put_tokens(
     pointers: Tensor,
     rank: int,
     experts_each: int,
-    slots: TokenSlots,
+    slots: TokenBuffer,
 ) -> None:
     """Write every token into its slot on the ranks of its experts, this rank included.
 
@@ -68,7 +68,7 @@ def put_sums(
     ends: Tensor,
     pointers: Tensor,
     rank: int,
-    slots: TokenSlots,
+    slots: TokenBuffer,
 ) -> None:
     """Sum the rows of every token in float32 and write the sum to the token's rank.
 

@@ -17,7 +17,7 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.plan.settings import settled_arguments
+from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.private.lightning import accumulates, is_logged, logged_step
 
@@ -55,7 +55,7 @@ class ExpertLoad(Callback):
     """
 
     def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
-        given = settled_arguments(ExpertLoad.__init__, locals())
+        given = coerced_arguments(ExpertLoad.__init__, locals())
         self.per_expert: bool = given["per_expert"]
         self.filename: str = given["filename"]
         #: Values of the plot: all layers at the last logged step, and the load of the busiest

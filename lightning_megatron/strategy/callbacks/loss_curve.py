@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.plan.settings import settled_arguments
+from lightning_megatron.plan.settings import coerced_arguments
 
 Curve = list[tuple[int, float]]
 
@@ -37,7 +37,7 @@ class LossCurve(Callback):
         filename: str = "loss.png",
         unit: str = "nats per token",
     ) -> None:
-        given = settled_arguments(LossCurve.__init__, locals())
+        given = coerced_arguments(LossCurve.__init__, locals())
         self.train: str = given["train"]
         self.val: str = given["val"]
         self.filename: str = given["filename"]

@@ -32,7 +32,7 @@ from lightning_megatron.plan.kept_activations import (
     eager_activations,
     fused_activations,
 )
-from lightning_megatron.plan.settings import Count, settled_arguments
+from lightning_megatron.plan.settings import Count, coerced_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 
 _STATIC = ("parameters", "gradients", "mains", "optimizer")
@@ -118,7 +118,7 @@ class MemoryReport(Callback):
     """
 
     def __init__(self, after_steps: Count = 2) -> None:
-        self.after_steps: int = settled_arguments(MemoryReport.__init__, locals())["after_steps"]
+        self.after_steps: int = coerced_arguments(MemoryReport.__init__, locals())["after_steps"]
         #: Printed reports by stage, on every rank.
         self.reports: tuple[StageReport, ...] = ()
         self._first_step = 0

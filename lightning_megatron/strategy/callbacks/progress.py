@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
-from lightning_megatron.plan.settings import Index, settled_arguments
+from lightning_megatron.plan.settings import Index, coerced_arguments
 from lightning_megatron.strategy.logs.log_replay import DeferredReader
 from lightning_megatron.strategy.logs.token_count import count_tokens
 
@@ -73,7 +73,7 @@ class TokensProgressBar(TQDMProgressBar, DeferredReader):
     BAR_FORMAT_STEPS = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
 
     def __init__(self, refresh_rate: Index = 10) -> None:
-        super().__init__(**settled_arguments(TokensProgressBar.__init__, locals()))
+        super().__init__(**coerced_arguments(TokensProgressBar.__init__, locals()))
         self._rate = TokenRate()
         self._started_at = 0.0
         self._first_step = 0

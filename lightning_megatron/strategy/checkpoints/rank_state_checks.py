@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.groups.random import Position
+from lightning_megatron.groups.random import StreamPosition
 
 _WORDS = 624
 _POSITION = {
-    item.name: bool if isinstance(item.default, bool) else int for item in fields(Position)
+    item.name: bool if isinstance(item.default, bool) else int for item in fields(StreamPosition)
 }
 
 

@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint import (
     verify_checkpoint,
 )
 from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
-from lightning_megatron.checkpoint.directory import place_of
+from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
 from lightning_megatron.checkpoint.plain_file import read_file
 from lightning_megatron.errors import CheckpointMismatchError
@@ -59,7 +59,7 @@ class RunCheckpoints:
         self._writer: CheckpointWriter | None = None
         self._random_states: Mapping[str, Any] | None = None
         self._has_reserved = False
-        #: Whether the owner calls :meth:`hold_updates` before saved tensors can change.
+        #: Whether the owner calls :meth:`wait_for_snapshot` before saved tensors can change.
         self.defers_copies = False
         self._verified: str | None = None
         #: The argument of ``fit``, ``validate``, ``test`` or ``predict``.
@@ -146,10 +146,10 @@ class RunCheckpoints:
             tensors |= optimizer_tensors(index, optimizer, main)
         self._writer_on(mesh).reserve(tensors)
 
-    def hold_updates(self) -> None:
+    def wait_for_snapshot(self) -> None:
         """Delay weight updates on the GPU until a background save has copied the weights."""
         if self._writer is not None:
-            self._writer.hold_updates()
+            self._writer.wait_for_snapshot()
 
     def _writer_on(self, mesh: ParallelMesh) -> CheckpointWriter:
         if self._writer is None:
@@ -186,9 +186,9 @@ class RunCheckpoints:
         if writer is not None and not abandon:
             writer.close()
 
-    def foresees(self, path: str | os.PathLike[str]) -> bool | None:
+    def will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a path will exist after the background save; None if it is unaffected."""
-        return None if self._writer is None else self._writer.foresees(path)
+        return None if self._writer is None else self._writer.will_exist(path)
 
     def link(self, target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
         """Schedule a symlink for the end of the background save; False if no save is running."""
@@ -202,7 +202,7 @@ class RunCheckpoints:
         if self._writer is not None:
             self._writer.remove(path)
         elif mesh is None or mesh.rank == 0:
-            place_of(path).remove()
+            checkpoint_path_of(path).remove()
 
     # ---- loading
 

@@ -15,7 +15,7 @@ from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.schedule import ScheduleName
-from lightning_megatron.plan.settings import Count, Elements, Index, Range, settle
+from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
 _PATIENCE = Range(above=0, most=1_000_000_000)
@@ -64,7 +64,7 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
-        settle(self)
+        coerce_fields(self)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())

@@ -127,33 +127,33 @@ def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
     return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
-def foresee_saves(
-    trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
+def announce_saves(
+    trainer: Trainer, will_exist: Callable[[str], bool | None], link: Callable[[str, str], bool]
 ) -> None:
     """Let checkpoint callbacks treat checkpoints being written as existing.
 
     Args:
         trainer: Trainer with the checkpoint callbacks.
-        foresees: Function that returns whether a path will exist, the same on all ranks; None if
+        will_exist: Function that returns whether a path will exist, the same on all ranks; None if
             the file system decides.
         link: Function called with target and link path. It schedules the link for the end of the
             save in progress, and returns False if no save is running.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            _foresee(callback, foresees, link)
+            _announce(callback, will_exist, link)
 
 
-def _foresee(
+def _announce(
     callback: ModelCheckpoint,
-    foresees: Callable[[str], bool | None],
+    will_exist: Callable[[str], bool | None],
     link: Callable[[str, str], bool],
 ) -> None:
     kind = type(callback)
 
     def file_exists(filepath: Any, trainer: Trainer) -> bool:
-        foreseen = foresees(filepath)
-        return kind.file_exists(callback, filepath, trainer) if foreseen is None else foreseen
+        exists = will_exist(filepath)
+        return kind.file_exists(callback, filepath, trainer) if exists is None else exists
 
     def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
         if not link(filepath, linkpath):
@@ -163,8 +163,8 @@ def _foresee(
     callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
 
 
-def foresee_no_saves(trainer: Trainer) -> None:
-    """Undo :func:`foresee_saves`."""
+def announce_no_saves(trainer: Trainer) -> None:
+    """Undo :func:`announce_saves`."""
     for callback in trainer.checkpoint_callbacks:
         for name in ("file_exists", "_link_checkpoint"):
             vars(callback).pop(name, None)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.plan.legal_values import divisors, one_of
+from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
 from lightning_megatron.swap.blocks.between import LatentLinear, with_part_of_rows
 from lightning_megatron.swap.blocks.dropout import TensorDropout
@@ -104,7 +104,7 @@ def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> Non
     if size % tp:
         raise ParallelPlanError(
             f"{what} ({size}) of {site.name!r} must be a multiple of tp ({tp}), because each rank "
-            f"holds an equal part. Use tp of {one_of(divisors(size))}{otherwise}, or the kind "
+            f"holds an equal part. Use tp of {join_or(divisors(size))}{otherwise}, or the kind "
             "'replicate'."
         )
 

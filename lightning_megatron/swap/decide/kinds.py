@@ -38,7 +38,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.stage import PipelinedModule, computed_by
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 
 #: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
@@ -166,7 +166,7 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     if kind not in kinds:
         raise ParallelPlanError(
             f"a kind of {plan} must be one of those that exist: {pattern!r} is given {kind!r}. Use "
-            f"{one_of([repr(known) for known in kinds])}."
+            f"{join_or([repr(known) for known in kinds])}."
         )
 
 
@@ -201,7 +201,7 @@ def _nothing_fits(
     )
     near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     remedy = (
-        f"Did you mean {one_of([repr(name) for name in near])}?"
+        f"Did you mean {join_or([repr(name) for name in near])}?"
         if near
         else "The module has no such layer."
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.plan.legal_values import divisors, one_of
+from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.swap.blocks.rules import rule_for
 from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
 
@@ -136,7 +136,7 @@ def _reason_to_leave(
                     return f"has one head ({field}), which cannot be cut"
                 raise ParallelPlanError(
                     f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because "
-                    f"each rank holds whole heads. Use tp of {one_of(divisors(heads))}."
+                    f"each rank holds whole heads. Use tp of {join_or(divisors(heads))}."
                 )
     for key, owner, parameter in _strangers(module, name, block):
         if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):

@@ -16,7 +16,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.models.around_blocks import Elsewhere, HeldModule, LooseParameter, twin_of
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.swap.decide.kinds import Place, check_kind
 from lightning_megatron.swap.decide.record import SwapRecord
@@ -220,7 +220,7 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
             raise ParallelPlanError(
                 f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. "
                 "A misspelt name would leave a module on the wrong stage. Did you mean "
-                f"{one_of([repr(name) for name in near])}?"
+                f"{join_or([repr(name) for name in near])}?"
             )
         found += matching if kind == "blocks" else []
     lists = [place.name for place in places if type(place.module) in (nn.ModuleList, nn.Sequential)]
@@ -232,7 +232,7 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
         raise ParallelPlanError(
             "pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': "
             f"{named} has it. Its blocks are what the stages share. Use "
-            f"{one_of([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+            f"{join_or([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
         )
     return found[0]
 
@@ -278,7 +278,7 @@ def _check_sides(
             raise ParallelPlanError(
                 f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is "
                 f"not beside {blocks.name!r}. Stages share whole modules. Use "
-                f"{one_of([repr(name) for name in known])}."
+                f"{join_or([repr(name) for name in known])}."
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias
 
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
-from lightning_megatron.plan.settings import Count, NotNegative, Probability, Range, settled, shown
+from lightning_megatron.plan.settings import Count, NotNegative, Probability, Range, coerced, shown
 
 #: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
 Size: TypeAlias = Annotated[int, Range(least=1, most=1 << 28)]
@@ -81,7 +81,7 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
     Args:
         name: Name of the field.
         value: Value of the field.
-        kind: Kind as in :func:`~lightning_megatron.plan.settings.settled`, or a mapping of the
+        kind: Kind as in :func:`~lightning_megatron.plan.settings.coerced`, or a mapping of the
             kinds of nested fields; other nested fields may have any value.
         family: Name of the family, for errors.
 
@@ -90,7 +90,7 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
     """
     if not isinstance(kind, Mapping):
         try:
-            settled(f"{name} of a {family} configuration", value, kind)
+            coerced(f"{name} of a {family} configuration", value, kind)
         except ParallelPlanError as error:
             raise CheckpointMismatchError(f"{error} Correct the configuration.") from error
         return

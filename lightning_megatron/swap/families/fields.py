@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.expert_names import SETTINGS
 from lightning_megatron.swap.families.family import ModelConfig
@@ -294,10 +294,10 @@ def refusal(
     family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)
 ) -> UnsupportedError:
     """Return the error for a field that asks for an unsupported computation."""
-    legal = one_of(only)
+    legal = join_or(only)
     return UnsupportedError(
         f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {why}. "
-        f"Set {name} to {one_of(only[:1])} if the model allows it, or keep Hugging Face's own "
+        f"Set {name} to {join_or(only[:1])} if the model allows it, or keep Hugging Face's own "
         "module."
     )
 
@@ -310,8 +310,8 @@ def one_from(
     def rule(values: Values) -> Mapping[str, Any]:
         if values[name] not in list(choices):
             raise UnsupportedError(
-                f"{name} must be {one_of(list(choices))}: it is {shown(values[name])}. No other is "
-                "computed here. Keep Hugging Face's own module."
+                f"{name} must be {join_or(list(choices))}: it is {shown(values[name])}. No other "
+                "is computed here. Keep Hugging Face's own module."
             )
         return {target: choices[values[name]]}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.fields import Field, Values
@@ -89,7 +89,7 @@ def _rule(
         kind = earlier.get(kind, kind)
         if kind not in _READ:
             raise _refusal(
-                "rope_type", kind, one_of(list(_READ)), "angles of no other kind are computed"
+                "rope_type", kind, join_or(list(_READ)), "angles of no other kind are computed"
             )
         unknown = sorted(given.keys() - _READ[kind] - _ALWAYS)
         for name in unknown:

@@ -17,7 +17,7 @@ from lightning_megatron.groups.after_run import ranks_on_cpu
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import exchange
+from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.swap.families.expert_names import is_of_training
@@ -236,7 +236,7 @@ def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]
 
 def _send(held: _Held | None, world: MeshAxis) -> None:
     for view in () if held is None else held.views:
-        exchange([(_as_bytes(view), 0)], [], world).wait()
+        start_transfers([(_as_bytes(view), 0)], [], world).wait()
 
 
 def _gathered(
@@ -259,7 +259,7 @@ def _gathered(
                 region.copy_(held[name].views[number])
                 continue
             arrived = torch.empty(sizes, dtype=dtype)
-            exchange([], [(_as_bytes(arrived), rank)], world).wait()
+            start_transfers([], [(_as_bytes(arrived), rank)], world).wait()
             region.copy_(arrived)
     return full
 

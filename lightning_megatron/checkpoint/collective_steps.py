@@ -14,7 +14,7 @@ T = TypeVar("T")
 _SHOWN = 4
 
 
-class Caught:
+class CaughtError:
     """Context manager that stores the exception of its block in ``error``.
 
     Args:
@@ -25,7 +25,7 @@ class Caught:
         self._kind = kind
         self.error: BaseException | None = None
 
-    def __enter__(self) -> Caught:
+    def __enter__(self) -> CaughtError:
         return self
 
     def __exit__(
@@ -37,7 +37,7 @@ class Caught:
         return True
 
 
-def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
+def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
     """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
 
     Args:
@@ -53,7 +53,7 @@ def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
     Communication: one gather of results.
     """
     result: T | None = None
-    with Caught(BaseException) as caught:
+    with CaughtError(BaseException) as caught:
         result = action()
     outcomes = all_gather_objects(
         (result, None if caught.error is None else describe(caught.error)), axis

@@ -1,6 +1,6 @@
 """Matrix products with a collective before or after them, optionally overlapped piece by piece.
 
-With ``axis.pipelines_products``, and for half types on GPUs, they run on torch's symmetric memory:
+With ``axis.overlaps_matmul``, and for half types on GPUs, they run on torch's symmetric memory:
 copy engines transfer the pieces of other ranks, so that the products keep all multiprocessors.
 Otherwise the collective and the product run one after the other. The functions have no autograd.
 """
@@ -16,7 +16,7 @@ from lightning_megatron.groups.collectives import all_gather_sequence, reduce_sc
 from lightning_megatron.half_types import HALF_TYPES
 
 
-def gathered_product(
+def all_gather_matmul(
     x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Join the axis's tensors along the first dimension and multiply them by a matrix.
@@ -35,9 +35,9 @@ def gathered_product(
 
     Communication: an all-gather.
     """
-    if _is_pipelined(x, matrix, axis):
+    if _is_overlapped(x, matrix, axis):
         assert axis.group is not None, "an axis of one rank is not pipelined"
-        axis.note("gathered_product")
+        axis.note("all_gather_matmul")
         name = axis.group.group_name
         full, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
             x.contiguous(), [matrix], 0, name, return_A=keep
@@ -47,15 +47,15 @@ def gathered_product(
     return full, full @ matrix
 
 
-def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
     """Multiply by a matrix, sum over the ranks, and return this rank's part of the first dimension.
 
     Shapes: x ``(axis.size * N, ..., K)``; matrix ``(K, M)``; result ``(N, ..., M)``.
     Communication: a reduce-scatter.
     """
-    if _is_pipelined(x, matrix, axis):
+    if _is_overlapped(x, matrix, axis):
         assert axis.group is not None, "an axis of one rank is not pipelined"
-        axis.note("scattered_product")
+        axis.note("matmul_reduce_scatter")
         name = axis.group.group_name
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(
             x.contiguous(), matrix, "sum", 0, name
@@ -65,13 +65,13 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
 
 def release_workspace(axis: MeshAxis) -> None:
     """Free the symmetric memory of an axis, which torch caches under the name of its group."""
-    if axis.pipelines_products and axis.group is not None:
+    if axis.overlaps_matmul and axis.group is not None:
         symmetric_memory._group_name_to_workspace_tensor.pop(axis.group.group_name, None)
 
 
-def _is_pipelined(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:
+def _is_overlapped(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:
     return (
-        axis.pipelines_products
+        axis.overlaps_matmul
         and axis.size > 1
         and x.is_cuda
         and x.dtype in HALF_TYPES

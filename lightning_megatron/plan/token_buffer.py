@@ -11,7 +11,7 @@ _NUMBER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSlots:
+class TokenBuffer:
     """Layout of one slot for every token of every rank: features, probabilities and chosen experts.
 
     Slot ``rank * num_tokens + t`` belongs to token t of a rank. The buffer contains the features of
