@@ -259,7 +259,7 @@ class MegatronStrategy(ModelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._state is not None:
-            self._state.check_values(at_end=True)
+            self._state.checks.check_values(at_end=True)
         self._checkpoints.wait()
 
     @override
@@ -361,7 +361,7 @@ class MegatronStrategy(ModelStrategy):
         """Restore the optimizer groups that callbacks had added before a checkpoint was saved."""
         assert self._state is not None, "setup has run"
         restore_finetuning(self.user_module.trainer, self.user_module, checkpoint)
-        self._state.take_in(self.optimizers)
+        self._state.attach_new(self.optimizers)
 
     def _find_last_checkpoint(self) -> str | None:
         self._checkpoints.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -232,12 +231,11 @@ class ModelStrategy(MeshStrategy):
             return
         forward_zero_grad(self)
         let_finetuning_know(trainer, lambda: {} if self._state is None else self._state.main.mains)
-        self.precision_plugin.gathers_late = self._gathers_late(trainer)
-        if self.precision_plugin.gathers_late:
+        if self._gathers_late(trainer):
             self._state.overlap_gathers()
         reader = gradient_reader(trainer)
         if reader is not None or not self.user_module.automatic_optimization:
-            self._state.lend_gradients()
+            self._state.gradients.expose()
         if reader is not None and self.mesh.model.size > 1:
             rank_zero_info(f"{reader} {SEES_PARTS}")
         install_scheduled_loop(trainer, self._prepare_forget)
@@ -263,6 +261,7 @@ class ModelStrategy(MeshStrategy):
             self.optimizers if fitting else (),
             self.mesh,
             division,
+            self.precision_plugin.loss_scale,
             checks_of(options.check_gradients, dtypes.scales_loss, module.trainer),
             previous.main if previous is not None else None,
             options.replica_check_interval,
@@ -359,8 +358,8 @@ class ModelStrategy(MeshStrategy):
         return BackwardPasses(
             self._forget_gradients,
             self._run_backward,
-            self._state.observer if overlaps else None,
-            self._state.replicas.inspector,
+            self._state.gradients.observer if overlaps else None,
+            self._state.checks.inspector,
             self._experts.loss_weight,
         )
 
@@ -369,11 +368,11 @@ class ModelStrategy(MeshStrategy):
         if self._forget is not None:
             self._forget()
         if self.mesh.pp.size > 1:
-            self._state.hide_gradients()
+            self._state.gradients.hide()
 
     def _run_backward(self, loss: Tensor) -> None:
         assert self._state is not None, "setup has run"
-        run_backward(self.user_module.trainer, loss, self._state.hide_gradients)
+        run_backward(self.user_module.trainer, loss, self._state.gradients.hide)
 
     def _prepare_forget(self, forget: Forget | None) -> None:
         self._forget = forget
@@ -386,9 +385,7 @@ class ModelStrategy(MeshStrategy):
         assert self._steps is not None, "setup has run"
         assert self._state is not None, "setup has run"
         guard = self._steps.reads.guard(self.user_module, "training_step")
-        passes = surrounding_backward(
-            partial(self._state.raw_backward, self.precision_plugin.loss_scale)
-        )
+        passes = surrounding_backward(self._state.gradients.raw_backward)
         uncut = naming_uncut_modules(self.user_module, self.mesh)
         with self.precision_plugin.train_step_context(), guard, passes, uncut:
             output = self.user_module.training_step(*args, **kwargs)
@@ -397,23 +394,21 @@ class ModelStrategy(MeshStrategy):
 
     def _after_backward(self, result: StepResult) -> None:
         assert self._state is not None, "setup has run"
-        self._state.note("loss", result.loss)
         assert self._experts is not None, "setup has run"
         trainer = self.user_module.trainer
-        self._state.gradients_changed(result.num_tokens)
-        if not accumulates(trainer):
-            self.precision_plugin.finish_gradients()
+        will_step = not accumulates(trainer)
+        self._state.checks.note("loss", result.loss)
+        self._state.gradients.end_batch(result.num_tokens, will_step)
+        if will_step:
             self._experts.finish_step()
-        else:
-            self._state.show_gradients()
         call_after_backward_hooks(trainer)
 
     def _prepare_step(self, step: int) -> None:
         """Update the set of trained parameters, and adopt weights that user code has written."""
         assert self._state is not None, "setup has run"
         trainer = self.user_module.trainer
-        self._state.begin_step(step, not accumulates(trainer) and is_logged(trainer))
-        self._state.take_in(self.optimizers, trainer.current_epoch)
+        self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
+        self._state.attach_new(self.optimizers, trainer.current_epoch)
         self._state.main.written.take_noted()
 
     def _check_first_batch(self, batch: Any) -> None:

@@ -20,7 +20,6 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.private.lightning import MixedPrecision
-from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
 from lightning_megatron.training.loss_scale import DynamicLossScale
 
 log = logging.getLogger(__name__)
@@ -82,14 +81,9 @@ class MegatronPrecision(Precision):
         self.dtypes = PRECISIONS[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
         self.converts_inputs = True
-        #: Whether modules wait for their parameters in the next forward pass, not after the step.
-        self.gathers_late = False
         self.skipped_steps = 0
         self.last_grad_norm: Tensor | None = None
         self._state: TrainingState | None = None
-        # The fused update applies the clipping factor itself; it is stored here until then.
-        self._clips_later = False
-        self._coefficient: Tensor | None = None
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -164,16 +158,26 @@ class MegatronPrecision(Precision):
 
     # ---- steps
 
+    @property
+    def _training(self) -> TrainingState:
+        if self._state is None:
+            raise RuntimeError(
+                "gradients and optimizers exist while the Trainer runs: from the `setup` hook to "
+                "the `teardown` hook."
+            )
+        return self._state
+
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run a backward pass of manual optimization."""
-        assert self._state is not None, "modules step while they are trained"
-        self._state.note("loss", tensor)
-        if self._state.replicas.inspector is not None:
-            self._state.replicas.inspector(tensor.grad_fn, True)
-        with self._state.backward_by_hand(self.loss_scale):
+        state = self._training
+        state.checks.note("loss", tensor)
+        inspector = state.checks.inspector
+        if inspector is not None:
+            inspector(tensor.grad_fn, True)
+        with state.gradients.backward_by_hand():
             scaled = tensor * self.loss_factor if self.loss_scale else tensor
             super().backward(scaled, model, optimizer, *args, **kwargs)
 
@@ -181,103 +185,35 @@ class MegatronPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, then reduce and clip gradients and update the parameters.
-
-        Adam and AdamW of torch run as one fused kernel if possible, which also clips gradients and
-        writes the model's parameters.
-        """
-        assert self._state is not None, "optimizers step after the strategy has set them up"
-        state = self._state
-        calls = 0
-        stored = False
-        is_fused = state.fused_update.serves(state.main, optimizer)
-        # User code that reads gradients expects clipped ones, so clipping cannot be deferred.
-        self._clips_later = is_fused and not state.main.lent.is_on
-
-        def with_gradients() -> Any:
-            nonlocal calls
-            if calls:
-                # Optimizers such as LBFGS move main parameters between two evaluations of the loss.
-                state.main.publish()
-            calls += 1
-            result = closure()
-            self.finish_gradients(optimizer)
-            self._after_closure(model, optimizer)
-            state.take_over()
-            state.main.written.take()
-            return result
-
-        try:
-            if self.loss_scale is not None:
-                result, stored = self._scaled_step(
-                    optimizer, with_gradients, self.loss_scale, kwargs
-                )
-            elif is_fused:
-                result = with_gradients()
-                stored = self._step(optimizer, kwargs)
-            else:
-                result = optimizer.step(closure=with_gradients, **kwargs)
-        finally:
-            self._clips_later = False
-            self._coefficient = None
-        state.main.publish(wait=not self.gathers_late, stored=stored)
-        state.check_values()
-        return result
-
-    def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
-        """Update main parameters; return whether the model's parameters are updated, too."""
-        assert self._state is not None, "optimizers step after the strategy has set them up"
-        main = self._state.main
-        fused = self._state.fused_update
-        stored = False
-        # The closure may have changed the optimizer's parameters.
-        if fused.serves(main, optimizer):
-            stored = fused.update(main, optimizer, self._coefficient)
-        else:
-            self._clip_now(optimizer)
-        optimizer.step(**kwargs)
-        return stored
-
-    def _scaled_step(
-        self,
-        optimizer: Any,
-        with_gradients: Callable[[], Any],
-        loss_scale: DynamicLossScale,
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, bool]:
-        if isinstance(optimizer, LBFGS):
+        """Run the closure, finish and clip the gradients, and update the parameters."""
+        if self.loss_scale is not None and isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss "
                 "several times in a step, and each could overflow. Use one of "
                 f"{', '.join(name for name in PRECISIONS if name != '16-mixed')}."
             )
-        result = with_gradients()
-        assert self._state is not None, "with_gradients has used the state"
-        overflowed = self._state.has_overflowed(optimizer)
-        scale = loss_scale.scale
-        stored = False
-        if overflowed:
-            self.skipped_steps += 1
-            if self._state.mesh.rank == 0:
-                log.info(
-                    "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
-                    scale,
-                    self.skipped_steps,
-                )
-        else:
-            stored = self._step(optimizer, kwargs)
-        loss_scale.update(overflowed)
-        self._state.rescale(loss_scale.scale / scale)
-        return result, stored
+        state = self._training
 
-    def finish_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce and unscale gradients, once after the last backward pass.
+        def with_hooks() -> Any:
+            result = closure()
+            state.gradients.finish_for(optimizer)
+            self._after_closure(model, optimizer)
+            return result
 
-        Args:
-            optimizer: Optimizer whose gradients are finished; None means all optimizers.
-        """
-        if self._state is not None:
-            self._state.finish(self.loss_scale, optimizer)
+        scale = self.loss_factor
+        result, is_skipped = state.update(optimizer, with_hooks, kwargs)
+        if is_skipped:
+            self._count_skipped_step(scale)
+        return result
+
+    def _count_skipped_step(self, scale: float) -> None:
+        self.skipped_steps += 1
+        if self._training.mesh.rank == 0:
+            log.info(
+                "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
+                scale,
+                self.skipped_steps,
+            )
 
     # ---- clipping
 
@@ -285,37 +221,20 @@ class MegatronPrecision(Precision):
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        self.finish_gradients(optimizer)
         if self._state is not None:
-            self._state.take_over()
+            self._state.gradients.finish_for(optimizer)
+            self._state.gradients.take_over()
         super().clip_gradients(
             optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm
         )
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self._state is not None, "gradients are clipped while training"
-        self._clip_now(optimizer)
-        clip_by_value_(self._state.main, float(clip_val), self._state.names_of(optimizer))
+        self._training.gradients.clip_by_value(optimizer, float(clip_val))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the global norm, which counts each element of each full tensor once."""
-        assert self._state is not None, "gradients are clipped while training"
-        main, names = self._state.main, self._state.names_of(optimizer)
-        self._clip_now(optimizer)
-        self.last_grad_norm, coefficient = clip_coefficient(main, float(clip_val), names)
-        self._state.note("gradient norm", self.last_grad_norm)
-        if self._clips_later:
-            self._coefficient = coefficient
-        else:
-            scale_gradients_(main, coefficient, names)
-
-    def _clip_now(self, optimizer: Optimizer) -> None:
-        """Apply a deferred clipping factor to the gradients."""
-        if self._coefficient is not None and self._state is not None:
-            scale_gradients_(self._state.main, self._coefficient, self._state.names_of(optimizer))
-        self._coefficient = None
+        self.last_grad_norm = self._training.gradients.clip_by_norm(optimizer, float(clip_val))
 
     # ---- checkpoints
 

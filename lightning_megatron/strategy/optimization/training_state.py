@@ -1,29 +1,24 @@
-"""State of a fit between steps: main parameters, gradient sums and their progress."""
+"""State of a fit between steps: main parameters, gradients and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.strategy.optimization.finite_watch import FiniteWatch
-from lightning_megatron.strategy.optimization.gradient_check import check_finite
-from lightning_megatron.strategy.optimization.replica_check import ReplicaCheck
+from lightning_megatron.strategy.optimization.step_checks import StepChecks
+from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
-from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
+from lightning_megatron.training.main_parameters import Division, MainParameters
 from lightning_megatron.training.ties import TiedCopies, check_ties
 
 
@@ -45,7 +40,7 @@ def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Div
 
 
 class TrainingState:
-    """Main parameters that the optimizers of one fit train, with their gradients.
+    """Main parameters that the optimizers of one fit train, with their gradients and their update.
 
     Args:
         module: The module whose parameters are trained.
@@ -53,6 +48,7 @@ class TrainingState:
             for an evaluation.
         mesh: The groups of this rank.
         division: Division of main parameters and gradients over ranks, and their dtypes.
+        loss_scale: Loss scale of the gradients; None without one.
         checks_gradients: Whether every step checks gradients for values that are not finite; None
             checks gradients, weights and losses at logging steps.
         previous: Main parameters of an earlier fit, reused if the module still has their values.
@@ -71,6 +67,7 @@ class TrainingState:
         optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
         division: Division,
+        loss_scale: DynamicLossScale | None = None,
         checks_gradients: bool | None = False,
         previous: MainParameters | None = None,
         replica_check_interval: int = 0,
@@ -88,33 +85,31 @@ class TrainingState:
         self.main = MainParameters(
             parameters, mesh, division, lambda name: self._chunks.get(id(parameters[name])), stacks
         )
+        self._loss_scale = loss_scale
         self._reducer = GradientReducer(self.main)
-        self._checks_gradients = bool(checks_gradients)
-        self.finite = FiniteWatch(mesh) if checks_gradients is None else None
-        self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
         self._copies = TiedCopies(self.main)
         if optimizers:
             self._copies.follow(optimizers)
         for optimizer in optimizers:
             self._reducer.watch(self.main.attach(optimizer))
             check_ties(optimizer, self.main)
-            self._watch_zero_grad(optimizer, partial(self.names_of, optimizer))
-        if optimizers:
-            self._watch_zero_grad(module, lambda: set(self.main.trained))
-        self.fused_update = FusedUpdate(division.moments_dtype)
-        self.fused_update.check(self.main, optimizers)
+        self._fused_update = FusedUpdate(division.moments_dtype)
+        self._fused_update.check(self.main, optimizers)
         if previous is not None:
             self.main.continue_from(previous)
-        #: Comparison of replicated values.
-        self.replicas = ReplicaCheck(module, self.main, self._reducer, replica_check_interval)
-        self._overflowed: frozenset[str] = frozenset()
-        self._unfinished: frozenset[str] = frozenset()
-        #: Whether this stage trains nothing but must join the collectives after a backward pass.
-        self._only_takes_part = False
-        self._num_tokens: Tensor | None = None
-        self._is_in_backward = False
+        #: Checks of the values of each step.
+        self.checks = StepChecks(
+            module, self.main, self._reducer, checks_gradients, replica_check_interval
+        )
+        #: Gradients of the trained parameters.
+        self.gradients = StepGradients(module, self.main, self._reducer, self.checks, loss_scale)
+        for optimizer in optimizers:
+            self.gradients.watch_zero_grad(optimizer)
+        if optimizers:
+            self.gradients.watch_zero_grad_of_module()
         self._epoch: int | None = None
-        self.step = 0
+        #: Whether layers wait for their own parameters in the next forward pass.
+        self._overlaps_gathers = False
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -130,48 +125,12 @@ class TrainingState:
         """Return whether the module still has the parameters that this state trains."""
         return module is self._module and self.main.still_holds
 
-    @property
-    def observer(self) -> GradientReducer | None:
-        """Return the observer of the last backward pass; None if gradients are checked first."""
-        return None if self._checks_gradients else self._reducer
-
-    def begin_step(self, step: int, looks: bool) -> None:
-        """Start a training step.
-
-        Args:
-            step: Index of the training batch (batches).
-            looks: Whether its values are checked after the optimizer's update.
-        """
-        self.step, finite = step, self.finite
-        if finite is not None:
-            looks = looks or self.replicas.inspector is not None
-            finite.begin(step, looks)
-            self._reducer.look = partial(finite.look, "gradient") if looks else None
-
-    def note(self, kind: str, value: Tensor | None) -> None:
-        """Record a loss or a gradient norm for a later check."""
-        if kind == "loss":
-            self.replicas.loss = value
-        if self.finite is not None and value is not None:
-            self.finite.note(kind, value)
-
-    def check_values(self, *, at_end: bool = False) -> None:
-        """Refuse values that are not finite, at checked steps and at the end of the fit.
-
-        Raises:
-            NonFiniteError: If a value is not finite.
-
-        Communication: that of :meth:`FiniteWatch.check`.
-        """
-        if self.finite is not None and (at_end or self.finite.looks):
-            self.finite.check()
-
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""
         self.main.written.take(all_values=True)
 
-    def take_in(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
-        """Apply callbacks' changes of frozen parameters and optimizer groups since the last step.
+    def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
+        """Attach parameters and groups that callbacks have unfrozen or added since the last step.
 
         Args:
             optimizers: Optimizers of the fit.
@@ -194,214 +153,87 @@ class TrainingState:
                 self._reducer.watch(self.main.attach(optimizer))
 
     def overlap_gathers(self) -> None:
-        """Let the layers of this package's models wait for their own parameters after a step."""
+        """Gather updated parameters during the next forward pass, layer by layer, from now on."""
+        self._overlaps_gathers = True
         for model in self._models:
             self.main.gather.wait_before(model.units(), self.main.buffers)
             # A plain function, because a deep copy of the model does not copy it.
             model.wait_for_parameters = lambda: self.main.wait()
 
-    def lend_gradients(self) -> None:
-        """Expose gradients as ``parameter.grad`` from now on."""
-        self.main.lent.is_on = True
+    def update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """Update the parameters that an optimizer trains.
 
-    def show_gradients(self) -> None:
-        """Expose the gradient sums so far; finished gradients are exposed automatically."""
-        if self.main.lent.is_on:
-            self._reducer.lend_unreduced()
-
-    def take_over(self) -> None:
-        """Adopt the changes of user code to exposed gradients."""
-        if self.main.lent.is_on:
-            self._reducer.take_over()
-
-    def hide_gradients(self) -> None:
-        """Hide exposed gradients before new ones are computed."""
-        if self.main.lent.is_on:
-            self._reducer.take_over()
-            self.main.lent.take_back()
-
-    @contextmanager
-    def backward_by_hand(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
-        """Run a backward pass of manual optimization in the block, and expose full gradients.
-
-        Gradients are reduced immediately, as under ``ddp``, because user code may read or clip
-        them. Sums of earlier passes are set aside and added afterwards. A nested pass is part of
-        the outer one.
-
-        Communication: that of :meth:`finish`, if there are several ranks.
-        """
-        if self._is_in_backward:
-            yield
-            return
-        self._is_in_backward = True
-        try:
-            with self._shown_afterwards(loss_scale):
-                yield
-        finally:
-            self._is_in_backward = False
-
-    @contextmanager
-    def raw_backward(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
-        """Run a backward pass that user code has started, as in :meth:`backward_by_hand`.
-
-        Raises:
-            UnsupportedError: If losses are scaled.
-        """
-        if loss_scale is not None and not self._is_in_backward:
-            raise _needs_manual_backward(loss_scale)
-        with self.backward_by_hand(loss_scale):
-            yield
-
-    @contextmanager
-    def _shown_afterwards(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
-        self.hide_gradients()
-        names = frozenset(name for name in self.main.trained if self.main.is_trainable(name))
-        if self.mesh.world.size == 1:
-            self._reducer.resume(names)
-            self.gradients_changed()
-            yield
-            self.show_gradients()
-            return
-        before = self._reducer.take_finished(names)
-        yield
-        self._unfinished = names
-        self.finish(loss_scale)
-        self._reducer.add_finished(before)
-
-    def gradients_changed(self, num_tokens: Tensor | None = None) -> None:
-        """Record that a backward pass has added to the gradients of this rank.
+        Adam and AdamW of torch run as one fused kernel if possible, which also clips gradients and
+        writes the model's parameters.
 
         Args:
-            num_tokens: Tokens of this rank's batch. Gradient sums are divided by the total over
-                ranks and batches. None means that gradients are averaged over the ranks.
+            optimizer: The optimizer.
+            closure: Function that computes, finishes and clips the gradients. Optimizers such as
+                LBFGS call it several times.
+            options: Further arguments of the optimizer's ``step``.
+
+        Returns:
+            The result of the closure, and whether the update was skipped on all ranks, because
+            gradients have overflowed under the loss scale.
+
+        Communication: that of the closure; gathers of updated parameters over the data axis.
         """
-        self._unfinished = frozenset(self.main.trained)
-        self._only_takes_part = not self._unfinished
-        if num_tokens is not None:
-            self._num_tokens = (
-                num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
-            )
+        num_calls = 0
 
-    def finish(
-        self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None
-    ) -> None:
-        """Reduce gradients, detect overflow and unscale, once after a backward pass.
+        def with_gradients() -> Any:
+            nonlocal num_calls
+            if num_calls:
+                # Optimizers such as LBFGS move main parameters between two evaluations of the loss.
+                self.main.publish()
+            num_calls += 1
+            result = closure()
+            self.gradients.take_over()
+            self.main.written.take()
+            return result
 
-        Args:
-            loss_scale: Loss scale of the gradients.
-            optimizer: Optimizer whose gradients are finished, while others may accumulate further;
-                None means all optimizers.
+        is_fused = self._fused_update.serves(self.main, optimizer)
+        is_skipped = False
+        stored = False
+        # User code that reads gradients expects clipped ones, so clipping cannot be deferred.
+        with self.gradients.deferring_clipping(is_fused and not self.gradients.are_exposed):
+            if self._loss_scale is None and not is_fused:
+                result = optimizer.step(closure=with_gradients, **options)
+            else:
+                result = with_gradients()
+                is_skipped = self._loss_scale is not None and self.gradients.has_overflowed(
+                    optimizer
+                )
+                if not is_skipped:
+                    stored = self._step(optimizer, options)
+        if self._loss_scale is not None:
+            scale = self._loss_scale.scale
+            self._loss_scale.update(is_skipped)
+            self.gradients.rescale(self._loss_scale.scale / scale)
+        self.main.publish(wait=not self._overlaps_gathers, stored=stored)
+        self.checks.check_values()
+        return result, is_skipped
 
-        Raises:
-            NonFiniteError: If gradients are checked and one is infinite or not a number.
-            ReplicaMismatchError: If replicas are compared in this step and differ.
-
-        Communication: that of :meth:`GradientReducer.finish` and of :class:`ReplicaCheck`; one
-        all-reduce over the world with a loss scale, one over the data axis with token counts, and
-        one over the world with checks.
-        """
-        self._see_raw_backward(loss_scale)
-        names = (
-            self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
-        )
-        if not names and not self._only_takes_part:
-            return
-        self._only_takes_part = False
-        if self._checks_gradients:
-            check_finite(self._reducer.unreduced(names), self.mesh, self.step)
-        if self.finite is not None and self.finite.looks:
-            self.main.wait()
-            self.finite.look("weight", dict(self._module.named_parameters()))
-        compares = self.replicas.before_sums(names)
-        self._reducer.finish(names)
-        self._divide_by_tokens(names)
-        self._overflowed -= names
-        if loss_scale is not None:
-            if loss_scale.found_nonfinite(self.main, names):
-                self._overflowed |= names
-            loss_scale.unscale_(self.main, names)
-        if compares:
-            self.check_values()
-            self.replicas.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
-        self._unfinished -= names
-
-    def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's gradients have overflowed; the same on all ranks."""
-        return not self._overflowed.isdisjoint(self.names_of(optimizer))
-
-    def rescale(self, factor: float) -> None:
-        """Rescale unfinished gradients after the loss scale has changed by ``factor``."""
-        gradients = list(self._reducer.unreduced(self._unfinished).values())
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-
-    def names_of(self, optimizer: Optimizer) -> set[str]:
-        """Return the names of the parameters that an optimizer trains."""
-        return names_in(self.main.names_of(optimizer))
+    def _step(self, optimizer: Any, options: Mapping[str, Any]) -> bool:
+        """Update main parameters; return whether the model's parameters are updated, too."""
+        stored = False
+        # The closure may have changed the optimizer's parameters.
+        if self._fused_update.serves(self.main, optimizer):
+            coefficient = self.gradients.take_coefficient()
+            stored = self._fused_update.update(self.main, optimizer, coefficient)
+        else:
+            self.gradients.apply_clipping(optimizer)
+        optimizer.step(**options)
+        return stored
 
     def release(self) -> None:
         """Return gradients to the module's own parameters, without moving parameter values."""
         self.main.gather.release()
-        self._reducer.release()
-        for owner, original in self._zero_grads:
-            if original is None:
-                vars(owner).pop("zero_grad", None)
-            else:
-                owner.zero_grad = original  # type: ignore[method-assign]
-        self._zero_grads.clear()
-
-    def _see_raw_backward(self, loss_scale: DynamicLossScale | None) -> None:
-        """Detect gradients of a plain ``loss.backward()``."""
-        if self._unfinished or not self._reducer.has_unreduced:
-            return
-        if loss_scale is not None:
-            raise _needs_manual_backward(loss_scale)
-        self.gradients_changed()
-
-    def _divide_by_tokens(self, names: frozenset[str]) -> None:
-        if self._num_tokens is None:
-            return
-        data = self.mesh.data
-        total = all_reduce_(self._num_tokens.clone(), data)
-        # The gradients are means over the ranks; without any token they are zero, and stay so.
-        factor = torch.where(total > 0, data.size / total, torch.zeros_like(total))
-        gradients = self.main.gradients(names)
-        if gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        self._num_tokens = None
-
-    def _watch_zero_grad(
-        self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]
-    ) -> None:
-        """Clear gradient sums when ``zero_grad`` of an optimizer or the module is called."""
-        original: Callable[..., None] = owner.zero_grad
-        self._zero_grads.append((owner, vars(owner).get("zero_grad")))
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            original(set_to_none)
-            names = names_of()
-            self._reducer.clear(names)
-            if owner is self._module:
-                # The module's own method does not clear gradients of main parameters.
-                for name in names:
-                    self.main.mains[name].grad = None
-            self.main.lent.take_back(names)
-            self._unfinished -= names
-            self._num_tokens = None
-
-        owner.zero_grad = zero_grad  # type: ignore[method-assign]
+        self.gradients.release()
 
     def _stacks(self) -> Iterator[ParameterStack]:
         for model in self._models:
             for part in model.modules():
                 if isinstance(part, ParameterStack):
                     yield part
-
-
-def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
-    return UnsupportedError(
-        "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain "
-        f"loss.backward(), and the loss must be multiplied by the scale ({loss_scale.scale:g}) "
-        "before. Without it small gradients vanish. Call self.manual_backward(loss), or use "
-        "precision bf16-mixed or 32-true."
-    )

@@ -1,0 +1,344 @@
+"""Gradients of a fit, from the backward passes to the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.strategy.optimization.step_checks import StepChecks
+from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
+from lightning_megatron.training.gradients import GradientReducer
+from lightning_megatron.training.loss_scale import DynamicLossScale
+from lightning_megatron.training.main_parameters import MainParameters, names_in
+
+
+class StepGradients:
+    """Gradients of the trained parameters: the only code that sums, scales and clips them.
+
+    Backward passes add to the gradients of this rank. Gradients that a backward pass has changed
+    are *unfinished*. To finish them means to sum them over the ranks, divide them by the number of
+    tokens, detect overflow and undo the loss scale. In automatic optimization, :meth:`end_batch`
+    finishes them. In manual optimization, user code decides when gradients are used, so
+    :meth:`finish_for` finishes what its backward passes have changed by then.
+
+    Args:
+        module: Module that is trained.
+        main: Its main parameters.
+        reducer: Reducer of the gradients over the ranks.
+        checks: Checks of the values of each step.
+        loss_scale: Loss scale of the gradients; None without one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        main: MainParameters,
+        reducer: GradientReducer,
+        checks: StepChecks,
+        loss_scale: DynamicLossScale | None,
+    ) -> None:
+        self._module = module
+        self._main = main
+        self._reducer = reducer
+        self._checks = checks
+        self._loss_scale = loss_scale
+        self._overflowed: frozenset[str] = frozenset()
+        self._unfinished: frozenset[str] = frozenset()
+        #: Whether this stage trains nothing but must join the collectives after a backward pass.
+        self._only_takes_part = False
+        self._num_tokens: Tensor | None = None
+        self._is_in_backward = False
+        # The fused update applies the clipping factor itself; it is stored here until then.
+        self._defers_clipping = False
+        self._coefficient: Tensor | None = None
+        self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
+
+    @property
+    def observer(self) -> GradientReducer | None:
+        """Return the observer of the last backward pass; None if gradients are checked first."""
+        return None if self._checks.checks_gradients else self._reducer
+
+    # ---- sums
+
+    def end_batch(self, num_tokens: Tensor | None, will_step: bool) -> None:
+        """End the backward passes of a batch in automatic optimization.
+
+        Args:
+            num_tokens: Tokens of this rank's batch. Gradient sums are divided by the total over
+                ranks and batches. None means that gradients are averaged over the ranks.
+            will_step: Whether the optimizer steps after this batch, so that gradients are finished.
+
+        Communication: that of :meth:`finish_for`, if the optimizer steps.
+        """
+        self._add(num_tokens)
+        if will_step:
+            self._finish()
+        else:
+            self._show()
+
+    def finish_for(self, optimizer: Optimizer) -> None:
+        """Finish the gradients of an optimizer that user code has left unfinished, if any.
+
+        Other optimizers may accumulate further. In automatic optimization there are none, unless a
+        hook runs a backward pass of its own.
+
+        Raises:
+            NonFiniteError: If gradients are checked and one is infinite or not a number.
+            ReplicaMismatchError: If replicas are compared in this step and differ.
+            UnsupportedError: If losses are scaled, and a plain ``loss.backward()`` has run.
+
+        Communication: that of :meth:`GradientReducer.finish` and of :class:`StepChecks`; one
+        all-reduce over the world with a loss scale, and one over the data axis with token counts.
+        """
+        self._finish(optimizer)
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's gradients have overflowed; the same on all ranks."""
+        return not self._overflowed.isdisjoint(self._names_of(optimizer))
+
+    def rescale(self, factor: float) -> None:
+        """Rescale unfinished gradients after the loss scale has changed by ``factor``."""
+        gradients = list(self._reducer.unreduced(self._unfinished).values())
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def _add(self, num_tokens: Tensor | None = None) -> None:
+        """Record that a backward pass has added to the gradients of this rank."""
+        self._unfinished = frozenset(self._main.trained)
+        self._only_takes_part = not self._unfinished
+        if num_tokens is not None:
+            self._num_tokens = (
+                num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+            )
+
+    def _finish(self, optimizer: Optimizer | None = None) -> None:
+        self._see_raw_backward()
+        names = self._unfinished
+        if optimizer is not None:
+            names = names & self._names_of(optimizer)
+        if not names and not self._only_takes_part:
+            return
+        self._only_takes_part = False
+        compares = self._checks.before_sums(names)
+        self._reducer.finish(names)
+        self._divide_by_tokens(names)
+        self._overflowed -= names
+        if self._loss_scale is not None:
+            if self._loss_scale.found_nonfinite(self._main, names):
+                self._overflowed |= names
+            self._loss_scale.unscale_(self._main, names)
+        if compares:
+            self._checks.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
+        self._unfinished -= names
+
+    def _see_raw_backward(self) -> None:
+        """Detect gradients of a plain ``loss.backward()``."""
+        if self._unfinished or not self._reducer.has_unreduced:
+            return
+        if self._loss_scale is not None:
+            raise _needs_manual_backward(self._loss_scale)
+        self._add()
+
+    def _divide_by_tokens(self, names: frozenset[str]) -> None:
+        if self._num_tokens is None:
+            return
+        data = self._main.mesh.data
+        total = all_reduce_(self._num_tokens.clone(), data)
+        # The gradients are means over the ranks; without any token they are zero, and stay so.
+        factor = torch.where(total > 0, data.size / total, torch.zeros_like(total))
+        gradients = self._main.gradients(names)
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self._num_tokens = None
+
+    def _names_of(self, optimizer: Optimizer) -> set[str]:
+        """Return the names of the parameters that an optimizer trains."""
+        return names_in(self._main.names_of(optimizer))
+
+    # ---- clipping
+
+    @contextmanager
+    def deferring_clipping(self, defers: bool) -> Iterator[None]:
+        """Store the factor of clipping by norm inside the block, for :meth:`take_coefficient`.
+
+        Args:
+            defers: Whether the factor is stored; otherwise gradients are scaled immediately.
+        """
+        self._defers_clipping = defers
+        try:
+            yield
+        finally:
+            self._defers_clipping = False
+            self._coefficient = None
+
+    def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Clip by the global norm, which counts each element of each full tensor once.
+
+        Args:
+            optimizer: Optimizer whose gradients are clipped.
+            max_norm: Upper limit of the norm.
+
+        Returns:
+            The norm before clipping.
+
+        Communication: one all-reduce of a scalar over the world.
+        """
+        names = self._names_of(optimizer)
+        self.apply_clipping(optimizer)
+        norm, coefficient = clip_coefficient(self._main, max_norm, names)
+        self._checks.note("gradient norm", norm)
+        if self._defers_clipping:
+            self._coefficient = coefficient
+        else:
+            scale_gradients_(self._main, coefficient, names)
+        return norm
+
+    def clip_by_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clip every element of an optimizer's gradients to ``-limit`` and ``limit``."""
+        self.apply_clipping(optimizer)
+        clip_by_value_(self._main, limit, self._names_of(optimizer))
+
+    def apply_clipping(self, optimizer: Optimizer) -> None:
+        """Scale an optimizer's gradients by a stored clipping factor, if there is one."""
+        coefficient = self.take_coefficient()
+        if coefficient is not None:
+            scale_gradients_(self._main, coefficient, self._names_of(optimizer))
+
+    def take_coefficient(self) -> Tensor | None:
+        """Return the stored clipping factor, and forget it; None without one."""
+        coefficient = self._coefficient
+        self._coefficient = None
+        return coefficient
+
+    # ---- exposure as ``parameter.grad``
+
+    def expose(self) -> None:
+        """Expose gradients as ``parameter.grad`` from now on."""
+        self._main.lent.is_on = True
+
+    @property
+    def are_exposed(self) -> bool:
+        """Return whether user code may read and change gradients as ``parameter.grad``."""
+        return self._main.lent.is_on
+
+    def take_over(self) -> None:
+        """Adopt the changes of user code to exposed gradients."""
+        if self.are_exposed:
+            self._reducer.take_over()
+
+    def hide(self) -> None:
+        """Hide exposed gradients before new ones are computed."""
+        if self.are_exposed:
+            self._reducer.take_over()
+            self._main.lent.take_back()
+
+    def _show(self) -> None:
+        """Expose the gradient sums so far; finished gradients are exposed automatically."""
+        if self.are_exposed:
+            self._reducer.lend_unreduced()
+
+    # ---- manual optimization
+
+    @contextmanager
+    def backward_by_hand(self) -> Iterator[None]:
+        """Run a backward pass of manual optimization in the block, and expose full gradients.
+
+        Gradients are finished immediately, as under ``ddp``, because user code may read or clip
+        them. Sums of earlier passes are set aside and added afterwards. A nested pass is part of
+        the outer one.
+
+        Communication: that of :meth:`finish_for`, if there are several ranks.
+        """
+        if self._is_in_backward:
+            yield
+            return
+        self._is_in_backward = True
+        try:
+            with self._shown_afterwards():
+                yield
+        finally:
+            self._is_in_backward = False
+
+    @contextmanager
+    def raw_backward(self) -> Iterator[None]:
+        """Run a backward pass that user code has started, as in :meth:`backward_by_hand`.
+
+        Raises:
+            UnsupportedError: If losses are scaled.
+        """
+        if self._loss_scale is not None and not self._is_in_backward:
+            raise _needs_manual_backward(self._loss_scale)
+        with self.backward_by_hand():
+            yield
+
+    @contextmanager
+    def _shown_afterwards(self) -> Iterator[None]:
+        self.hide()
+        names = frozenset(name for name in self._main.trained if self._main.is_trainable(name))
+        if self._main.mesh.world.size == 1:
+            self._reducer.resume(names)
+            self._add()
+            yield
+            self._show()
+            return
+        before = self._reducer.take_finished(names)
+        yield
+        self._unfinished = names
+        self._finish()
+        self._reducer.add_finished(before)
+
+    # ---- clearing
+
+    def watch_zero_grad(self, optimizer: Optimizer) -> None:
+        """Clear an optimizer's gradient sums when its ``zero_grad`` is called."""
+        self._replace_zero_grad(optimizer, lambda: self._names_of(optimizer))
+
+    def watch_zero_grad_of_module(self) -> None:
+        """Clear all gradient sums when ``zero_grad`` of the module is called."""
+        self._replace_zero_grad(self._module, lambda: set(self._main.trained))
+
+    def _replace_zero_grad(
+        self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]
+    ) -> None:
+        original: Callable[..., None] = owner.zero_grad
+        self._zero_grads.append((owner, vars(owner).get("zero_grad")))
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none)
+            names = names_of()
+            self._reducer.clear(names)
+            if owner is self._module:
+                # The module's own method does not clear gradients of main parameters.
+                for name in names:
+                    self._main.mains[name].grad = None
+            self._main.lent.take_back(names)
+            self._unfinished -= names
+            self._num_tokens = None
+
+        owner.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """Return gradients to the module's own parameters."""
+        self._reducer.release()
+        for owner, original in self._zero_grads:
+            if original is None:
+                vars(owner).pop("zero_grad", None)
+            else:
+                owner.zero_grad = original  # type: ignore[method-assign]
+        self._zero_grads.clear()
+
+
+def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
+    return UnsupportedError(
+        "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain "
+        f"loss.backward(), and the loss must be multiplied by the scale ({loss_scale.scale:g}) "
+        "before. Without it small gradients vanish. Call self.manual_backward(loss), or use "
+        "precision bf16-mixed or 32-true."
+    )
