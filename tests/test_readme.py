@@ -151,5 +151,7 @@ def test_links_and_recipes_exist(page: Path) -> None:
     text = page.read_text()
     linked = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)\)", text)}
     recipes = {ROOT / path for path in re.findall(r"recipes/\w+\.yaml", text)}
+    recipes |= {ROOT / f"recipes/{name}.yaml" for name in re.findall(r"\brecipe:(\w+)", text)}
+    recipes -= {ROOT / "recipes/NAME.yaml"}
     missing = [path for path in linked | recipes if not path.exists()]
     assert not missing, missing

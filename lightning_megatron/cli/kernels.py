@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_megatron import __version__
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda import (
     BuiltLibrary,
@@ -141,7 +141,7 @@ def run_wheel(options: argparse.Namespace) -> None:
     """Package the library of the current sources as a wheel; build it first if necessary."""
     sources = read_sources()
     library = find_library(options.cache, sources) or _build(options, sources)
-    path = build_wheel(options.out, library, sources, version("lightning-megatron"))
+    path = build_wheel(options.out, library, sources, __version__)
     print(f"{path}: {_megabytes(path)}, holds {library.path} ({_versions(library)})")
     print(
         "Where lightning-megatron has the same sources, install it with: pip install --no-deps "

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import NamedTuple
 
+from lightning_megatron import __version__
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -40,10 +40,13 @@ class Command(NamedTuple):
 # `--help` and `layout` need neither.
 TRAINER = "lightning_megatron.strategy.cli"
 COMMANDS = {
-    "fit": Command(TRAINER, "train a model: fit -c recipes/gpt_speeches_cpu.yaml"),
+    "fit": Command(TRAINER, "train a model: fit -c recipe:gpt_speeches_cpu"),
     "validate": Command(TRAINER, "run the validation set: validate -c CONFIG --ckpt_path PATH"),
     "test": Command(TRAINER, "run the test set"),
     "predict": Command(TRAINER, "run the model on data without labels"),
+    "recipes": Command(
+        "lightning_megatron.cli.recipes", "list the recipes that come with the package"
+    ),
     "layout": Command(
         "lightning_megatron.cli.layout", "print and draw which ranks form which group"
     ),
@@ -76,9 +79,8 @@ def help_parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"%(prog)s {version('lightning-megatron')}"
-    )
+    # Not the version of the installed distribution: a source tree works without installation.
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return parser
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.recipe_files import with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STRATEGY_PATHS = (
@@ -20,11 +23,12 @@ _STRATEGY_PATHS = (
 class MegatronCLI(LightningCLI):
     """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
-    The class differs from ``LightningCLI`` in three settings:
+    The class differs from ``LightningCLI`` in four settings:
 
     * ``${...}`` is resolved after all files and command-line options are merged, so that an option
       changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
       meaning in a recipe and under a subcommand.
+    * ``-c recipe:NAME`` reads a recipe that comes with the package.
     * The module creates its optimizers, because they need the parameters that ``configure_model``
       creates.
     * A second run may overwrite the saved ``config.yaml``.
@@ -59,6 +63,22 @@ class MegatronCLI(LightningCLI):
             parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
         if self.datamodule_class is LightningDataModule:
             parser.set_defaults({"data": {"class_path": "lightning_megatron.TokenDataModule"}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if isinstance(args, (dict, Namespace)):
+            super().parse_arguments(parser, args)
+            return
+        # Every rank is started with the command line of the first one, and resolves names itself.
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            resolved = with_recipe_paths(given)
+        except UnsupportedError as error:
+            parser.error(str(error))
+        if resolved == given:
+            super().parse_arguments(parser, args)
+        else:
+            self.config = parser.parse_args(resolved)
 
     @override
     def before_instantiate_classes(self) -> None:

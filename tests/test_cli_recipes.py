@@ -1,0 +1,96 @@
+"""Recipes by name: their list, and configurations that are read from any folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_megatron.cli.main import main
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.recipe_files import recipe_path, recipe_summaries, with_recipe_paths
+from lightning_megatron.strategy.cli import MegatronCLI
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def test_the_command_lists_every_recipe_with_its_first_comment_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["recipes"])
+    printed = capsys.readouterr().out.splitlines()
+    for name in NAMES:
+        (line,) = [line for line in printed if line.startswith(f"{name} ")]
+        first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0]
+        assert line.endswith(first.removeprefix("# "))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_comment_line_of_a_recipe_is_one_sentence(name: str) -> None:
+    summary = recipe_summaries()[name]
+    assert summary.endswith(".")
+    assert len(summary) <= 98
+
+
+def test_the_list_needs_neither_torch_nor_lightning() -> None:
+    program = (
+        "import sys, lightning_megatron.cli.main as c; c.main(['recipes']); "
+        "assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("given", [["-c", "recipe:{}"], ["--config=recipe:{}.yaml"]])
+def test_a_recipe_is_read_by_name_from_any_folder(
+    given: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configs = []
+    path = str(RECIPES / "gpt_speeches_cpu.yaml")
+    for arguments in (
+        [part.format("gpt_speeches_cpu") for part in given],
+        ["-c", path],
+    ):
+        monkeypatch.setattr(
+            sys, "argv", ["lightning-megatron", "fit", *arguments, "--print_config"]
+        )
+        with pytest.raises(SystemExit) as stopped:
+            MegatronCLI()
+        assert stopped.value.code == 0
+        configs.append(yaml.safe_load(capsys.readouterr().out))
+    assert configs[0] == configs[1]
+    assert configs[0]["trainer"]["strategy"]["init_args"]["pp"] == 2
+
+
+def test_an_unknown_recipe_names_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron", "fit", "-c", "recipe:gpt"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "recipe:gpt is not a recipe of this package. The recipes are: " in message
+    assert all(name in message for name in NAMES)
+    assert "Traceback" not in message
+    with pytest.raises(UnsupportedError, match="is not a recipe"):
+        recipe_path("../pyproject")
+
+
+def test_only_values_of_the_option_for_files_name_recipes() -> None:
+    given = [
+        "fit",
+        "--model.text",
+        "recipe:gpt_speeches_cpu",
+        "--data.text=recipe:x",
+        "-c",
+        "a.yaml",
+    ]
+    assert with_recipe_paths(given) == given
