@@ -21,21 +21,21 @@ from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.checkpoints import plain_checkpoint
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
-    average_mains,
-    average_models,
+    average_main_parameters,
+    average_model_parameters,
     averaging_callback,
 )
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
-from lightning_megatron.strategy.checks.callback_checks import check_callbacks, without_example
+from lightning_megatron.strategy.checks.callback_checks import check_callbacks, hiding_example_input
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.optimization.parameter_data import seeing_data
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.lightning import (
-    call_nothing_before_epoch_ends,
-    find_last_checkpoint_by,
-    inject_samplers_as_before,
-    inject_samplers_where,
+    filter_sampler_injection,
     publish_device_mesh,
+    replace_last_checkpoint_search,
+    restore_epoch_ends,
+    restore_sampler_injection,
     training_loader_states,
 )
 from lightning_megatron.strategy.private.lightning_callbacks import (
@@ -44,7 +44,7 @@ from lightning_megatron.strategy.private.lightning_callbacks import (
     restore_finetuning,
 )
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
-from lightning_megatron.strategy.process.garbage import LongLived
+from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.swap.hugging_face.state_dict import to_own_names
 
 
@@ -183,7 +183,7 @@ class MegatronStrategy(ModelStrategy):
     ) -> None:
         super().__init__(StrategyOptions.among(locals()))
         self._checkpoints = RunCheckpoints()
-        self._long_lived = LongLived()
+        self._long_lived = LongLivedObjects()
         #: Trainer whose callbacks this strategy has patched.
         self._prepared: Trainer | None = None
         self._for_the_run = ExitStack()
@@ -208,21 +208,21 @@ class MegatronStrategy(ModelStrategy):
         self._checkpoints.weights_only = arguments.get("weights_only")
         if "train_dataloaders" in arguments:
             check_callbacks(arguments["trainer"], self.layout)
-        find_last_checkpoint_by(arguments["trainer"], self._find_last_checkpoint)
+        replace_last_checkpoint_search(arguments["trainer"], self._find_last_checkpoint)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._prepared = trainer
-        inject_samplers_where(
+        filter_sampler_injection(
             trainer, lambda loader: needs_distributed_sampler(loader, self.data_parallel_size)
         )
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._state is not None, "setup has run"
             self._for_the_run.enter_context(seeing_data(self._state.main.written.note))
             if self.layout.pp > 1:
-                self._for_the_run.enter_context(without_example(self.user_module))
-            average_mains(trainer, self.user_module, self._state.main, self.mesh)
+                self._for_the_run.enter_context(hiding_example_input(self.user_module))
+            average_main_parameters(trainer, self.user_module, self._state.main, self.mesh)
         if self.options.async_save:
             announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
 
@@ -289,7 +289,7 @@ class MegatronStrategy(ModelStrategy):
             )
         assert self._state is not None, "setup has run"
         in_run, trainer = self._mesh is not None, self.user_module.trainer
-        self.settle_buffers()
+        self.synchronise_buffers()
         background = in_run and self.options.async_save and trainer.state.fn == TrainerFn.FITTING
         with self.temporary_mesh() as mesh:
             self._checkpoints.save(
@@ -384,9 +384,9 @@ class MegatronStrategy(ModelStrategy):
         self._steps, self._buffers = None, None
         if self._prepared is not None:
             announce_no_saves(self._prepared)
-            inject_samplers_as_before(self._prepared)
-            average_models(self._prepared)
-            call_nothing_before_epoch_ends(self._prepared)
+            restore_sampler_injection(self._prepared)
+            average_model_parameters(self._prepared)
+            restore_epoch_ends(self._prepared)
             self._prepared = None
         self._checkpoints.close(abandon=self._watch.has_failed)
         self.leave_mesh()

@@ -30,10 +30,10 @@ from lightning_megatron.strategy.private.lightning import (
 )
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.hang_watch import HangWatch, place_of
-from lightning_megatron.strategy.process.joining import check_backend, join_processes
+from lightning_megatron.strategy.process.hang_watch import HangWatch, activity_of
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
+from lightning_megatron.strategy.process.rendezvous import check_backend, join_processes
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
             None if self.root_device.type == "cpu" else device,
             folder,
             notices,
-            lambda: place_of(self.lightning_module),
+            lambda: activity_of(self.lightning_module),
             self._watch.report_hang,
         )
         self._hang_watch.start()

@@ -21,7 +21,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.callback_checks import (
     saves_optimizers,
-    take_callbacks_along,
+    update_callbacks,
 )
 from lightning_megatron.strategy.checks.run_checks import (
     check_module,
@@ -32,8 +32,8 @@ from lightning_megatron.strategy.checks.run_checks import (
     pipelined_module,
 )
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
+from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
-from lightning_megatron.strategy.modules.kept_state import KeptState
 from lightning_megatron.strategy.modules.rebind import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     allowing_empty_optimizers,
@@ -61,16 +61,16 @@ from lightning_megatron.strategy.private.lightning import (
     total_batch_index,
 )
 from lightning_megatron.strategy.private.lightning_callbacks import (
-    let_finetuning_know,
+    patch_finetuning,
     record_module_names_again,
 )
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
 from lightning_megatron.strategy.step.runner import BackwardPasses, StepResult, StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import Forget, install_scheduled_loop
-from lightning_megatron.strategy.trials.feature_parts import naming_uncut_modules
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.decide.model_plan import whole_parts
 from lightning_megatron.training.ties import naming_copies_as_originals
@@ -180,7 +180,7 @@ class ModelStrategy(MeshStrategy):
             rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
         check_module(module, self.mesh)
         if fitting:
-            take_callbacks_along(trainer, module, self.layout)
+            update_callbacks(trainer, module, self.layout)
         models = find_models(module, self.options.recompute)
         check_experts(models, self.layout, self.options.recompute)
         self._experts = ExpertsOfRun(models, self.mesh, self.options.expert_transport)
@@ -203,7 +203,7 @@ class ModelStrategy(MeshStrategy):
             self.options.schedule_name,
             self.options.microbatch_group_size,
         )
-        kept = KeptState(module, self.mesh)
+        kept = AttributeSync(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
         mesh, options = self.mesh, self.options
         trials = (
@@ -230,7 +230,7 @@ class ModelStrategy(MeshStrategy):
         if not fitting:
             return
         forward_zero_grad(self)
-        let_finetuning_know(trainer, lambda: {} if self._state is None else self._state.main.mains)
+        patch_finetuning(trainer, lambda: {} if self._state is None else self._state.main.mains)
         if self._gathers_late(trainer):
             self._state.overlap_gathers()
         reader = gradient_reader(trainer)

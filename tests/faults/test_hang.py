@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.groups.journal import Call, Journal
-from lightning_megatron.strategy.process.positions import (
-    Position,
+from lightning_megatron.strategy.process.rank_status import (
+    RankStatus,
     hang_report,
     is_ahead,
     missing_ranks,
@@ -56,23 +56,23 @@ def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(ki
     assert int(waited[1]) <= TIMEOUT
 
 
-def test_a_live_position_survives_its_journey_as_text() -> None:
+def test_a_status_is_equal_after_its_way_through_text() -> None:
     journal = Journal()
     assert journal.last is None
     first = journal.note("all_reduce", "dp", (0, 1))
     journal.note("broadcast", "tp", (0, 2))
     journal.again(first)
-    position = Position.observe(3, 7, "train, global_step 5", journal)
-    assert position.call == Call("all_reduce", "dp", 1, (0, 1))
-    assert position.counts == {"dp": 1, "tp": 1}
-    assert not position.waits
-    assert "positions.py" in position.lines[0]
-    assert any("test_hang.py" in line for line in position.lines)
-    assert Position.from_text(position.to_text()) == position
+    status = RankStatus.observe(3, 7, "train, global_step 5", journal)
+    assert status.call == Call("all_reduce", "dp", 1, (0, 1))
+    assert status.counts == {"dp": 1, "tp": 1}
+    assert not status.waits
+    assert "rank_status.py" in status.lines[0]
+    assert any("test_hang.py" in line for line in status.lines)
+    assert RankStatus.from_text(status.to_text()) == status
 
 
-def at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> Position:
-    return Position(
+def at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> RankStatus:
+    return RankStatus(
         rank,
         "host",
         100 + rank,
@@ -95,36 +95,36 @@ def test_the_rank_outside_collectives_is_at_fault_not_those_that_wait_for_others
     None
 ):
     # 1 waits for 0 over tp, 0 waits for 2 over dp, 2 computes.
-    positions = {
+    statuses = {
         0: at(0, DP, dp=4, tp=8),
         1: at(1, TP, dp=3, tp=9),
         2: at(2, DP._replace(number=3), False, dp=3),
     }
-    assert missing_ranks(positions, {}, 3) == [2]
+    assert missing_ranks(statuses, {}, 3) == [2]
 
 
 def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() -> None:
-    positions = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
-    assert missing_ranks(positions, {2: 5.0}, 3) == [2]
+    statuses = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
+    assert missing_ranks(statuses, {2: 5.0}, 3) == [2]
     assert (
         "rank 2 (host, process 102): train, global_step 5, no sign of life for 5 s"
-        in hang_report(positions, [2], {2: 5.0})
+        in hang_report(statuses, [2], {2: 5.0})
     )
 
 
 def test_a_rank_that_never_spoke_is_at_fault() -> None:
-    positions = {0: at(0, DP, dp=4)}
-    assert missing_ranks(positions, {}, 3) == [2]
-    assert "rank 2 has never said where it is" in hang_report(positions, [2], {})
+    statuses = {0: at(0, DP, dp=4)}
+    assert missing_ranks(statuses, {}, 3) == [2]
+    assert "rank 2 has never said where it is" in hang_report(statuses, [2], {})
 
 
 def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_counts() -> None:
-    positions = {
+    statuses = {
         0: at(0, DP, dp=4, tp=8),
         1: at(1, TP, tp=9),
         2: at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3),
     }
-    assert missing_ranks(positions, {}, 3) == [0, 1, 2]
+    assert missing_ranks(statuses, {}, 3) == [0, 1, 2]
 
 
 def test_neighbours_in_a_pipeline_are_told_apart_by_who_waits_not_by_counts() -> None:
@@ -134,8 +134,8 @@ def test_neighbours_in_a_pipeline_are_told_apart_by_who_waits_not_by_counts() ->
 
 
 def test_collectives_that_no_mesh_started_name_the_ranks_outside_of_them() -> None:
-    positions = {0: at(0, DP, dp=4), 1: at(1, None, False), 2: at(2, DP, dp=4)}
-    assert missing_ranks(positions, {}, 3) == [1]
+    statuses = {0: at(0, DP, dp=4), 1: at(1, None, False), 2: at(2, DP, dp=4)}
+    assert missing_ranks(statuses, {}, 3) == [1]
 
 
 def test_a_rank_is_ahead_when_a_rank_of_its_group_has_started_less() -> None:

@@ -23,7 +23,7 @@ from lightning_megatron.strategy.process.parent_watch import (
     launcher_is_gone,
     launcher_mark,
 )
-from lightning_megatron.strategy.process.positions import birth_of
+from lightning_megatron.strategy.process.rank_status import start_time_of
 from tests.strategy.scripts import ROOT, run_script
 
 
@@ -235,10 +235,10 @@ def test_what_killed_jobs_left_is_removed_by_the_next_one(
 
 def test_a_process_that_was_killed_has_ended_before_its_parent_asks() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert birth_of(process.pid)
+        assert start_time_of(process.pid)
         process.kill()
         deadline = time.monotonic() + 10
-        while birth_of(process.pid) and time.monotonic() < deadline:
+        while start_time_of(process.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not birth_of(process.pid)
+        assert not start_time_of(process.pid)
         assert Path("/proc", str(process.pid)).exists(), "nobody has asked for its exit code yet"

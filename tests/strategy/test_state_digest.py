@@ -17,8 +17,8 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.modules.kept_state import KeptState
-from lightning_megatron.strategy.modules.parcel import pack, unpack
+from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import digest, num_kept
 from tests.strategy.tiny import TinyLM
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_sent_is_named_and_the_rest_is_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = TinyLM()
-    state = KeptState(module, last_of_two_stages())
+    state = AttributeSync(module, last_of_two_stages())
     state.begin()
     module.held, module.count = Held(), 3
     with caplog.at_level(logging.WARNING):
@@ -140,7 +140,7 @@ def test_a_trial_leaves_no_trace() -> None:
     module = TinyLM()
     module.count, module.kept = 1, [1]
     kept = module.kept
-    state = KeptState(module, last_of_two_stages())
+    state = AttributeSync(module, last_of_two_stages())
     with state.trial():
         module.count, module.new = 2, 3
         kept.append(2)

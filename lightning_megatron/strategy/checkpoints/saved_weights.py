@@ -38,7 +38,7 @@ class SavedWeights:
 
 
 @dataclass(frozen=True)
-class _Changes:
+class _WeightChanges:
     """Differences between a rank's ``state_dict`` and its module; ``added`` has digests.
 
     Changes of experts are kept apart from all others, because experts are replicated on other
@@ -51,7 +51,7 @@ class _Changes:
     complaints: tuple[str, ...] = ()
 
 
-class _Place(NamedTuple):
+class _ShardOwners(NamedTuple):
     """Ranks that hold the same shard of experts, or of all other parameters."""
 
     is_expert: bool
@@ -60,10 +60,12 @@ class _Place(NamedTuple):
     part: int
 
 
-def _places(rank: int, mesh: ParallelMesh) -> tuple[_Place, _Place]:
+def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwners]:
     where, experts = mesh.layout.coordinates(rank), mesh.layout.expert_coordinates(rank)
     pp = where["pp"]
-    return _Place(False, pp, 0, where["tp"]), _Place(True, pp, experts["ep"], experts["etp"])
+    return _ShardOwners(False, pp, 0, where["tp"]), _ShardOwners(
+        True, pp, experts["ep"], experts["etp"]
+    )
 
 
 def weights_to_save(
@@ -83,7 +85,7 @@ def weights_to_save(
         mesh: Process groups of this rank.
 
     Raises:
-        UnsupportedError: On all ranks, for values whose place in the full tensors is unknown.
+        UnsupportedError: On all ranks, for values whose position in the full tensors is unknown.
 
     Communication: one gather of names over the world.
     """
@@ -91,12 +93,12 @@ def weights_to_save(
     _warn_of_extra_states(own)
     changes = _compare(given, own, main, mesh)
     reports = all_gather_objects(changes, mesh.world_cpu)
-    first: dict[_Place, _Changes] = {}
+    first: dict[_ShardOwners, _WeightChanges] = {}
     for rank, report in zip(mesh.world.ranks, reports, strict=True):
-        for place, part in zip(_places(rank, mesh), report, strict=True):
-            first.setdefault(place, part)
+        for owners, part in zip(_owners_of(rank, mesh), report, strict=True):
+            first.setdefault(owners, part)
     _check(reports, first)
-    decided = [first[place] for place in _places(mesh.rank, mesh)]
+    decided = [first[owners] for owners in _owners_of(mesh.rank, mesh)]
     changed = frozenset().union(*(part.changed for part in decided))
     kept_out = changed.union(*(part.removed for part in decided))
     tensors = {
@@ -111,10 +113,10 @@ def weights_to_save(
                 tensors[f"{STATE_DICT}{name}"] = Entry(
                     given[name].detach(), placement, is_exclusive=True
                 )
-    added = {name: place for place, report in reversed(first.items()) for name in report.added}
-    for name, place in added.items():
+    added = {name: owners for owners, report in reversed(first.items()) for name in report.added}
+    for name, owners in added.items():
         # Several stages may have added the same tensor: only one of them saves it.
-        if place.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
+        if owners.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{STATE_DICT}{name}"] = Entry(
                 given[name].detach(), whole_spec(given[name]), is_exclusive=True
             )
@@ -134,7 +136,7 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
 
 def _compare(
     given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
-) -> tuple[_Changes, _Changes]:
+) -> tuple[_WeightChanges, _WeightChanges]:
     """Return the changes of expert weights and of all other weights separately."""
     changed = set()
     added = {}
@@ -176,22 +178,24 @@ def _compare(
                 )
     removed = own.keys() - given.keys()
     return (
-        _Changes(
+        _WeightChanges(
             frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)
         ),
-        _Changes(experts & removed, experts & changed),
+        _WeightChanges(experts & removed, experts & changed),
     )
 
 
-def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Changes]) -> None:
+def _check(
+    reports: Iterable[tuple[_WeightChanges, ...]], first: Mapping[_ShardOwners, _WeightChanges]
+) -> None:
     """Refuse changes that cannot be merged, on all ranks."""
     complaints = [
         complaint for report in reports for part in report for complaint in part.complaints
     ]
     by_name: dict[str, str] = {}
-    for place, report in first.items():
+    for owners, report in first.items():
         # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
-        whole = first[place._replace(part=0)]
+        whole = first[owners._replace(part=0)]
         odd = (
             (report.removed ^ whole.removed)
             | (report.changed ^ whole.changed)

@@ -21,7 +21,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
 from lightning_megatron.strategy.checkpoints.saved_weights import first_names
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
-from lightning_megatron.strategy.private.lightning_callbacks import average_as_before, average_by
+from lightning_megatron.strategy.private.lightning_callbacks import (
+    patch_averaging,
+    restore_averaging,
+)
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -87,7 +90,7 @@ def _current(name: str) -> str:
     return f"{CURRENT}{name.removeprefix(STATE_DICT)}"
 
 
-def average_mains(
+def average_main_parameters(
     trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh
 ) -> None:
     """Let the callback average main parameters if the model has half-precision parameters.
@@ -102,17 +105,17 @@ def average_mains(
     if callback is not None and any(
         main.main(name).dtype != main.parameter(name).dtype for name in main.trained
     ):
-        average_by(callback, _FullMains(module, main, mesh), _Swap())
+        patch_averaging(callback, _FullMainParameters(module, main, mesh), _AverageSwap())
 
 
-def average_models(trainer: Trainer) -> None:
-    """Undo :func:`average_mains`."""
+def average_model_parameters(trainer: Trainer) -> None:
+    """Undo :func:`average_main_parameters`."""
     callback = averaging_callback(trainer)
     if callback is not None:
-        average_as_before(callback)
+        restore_averaging(callback)
 
 
-class _FullMains:
+class _FullMainParameters:
     """Module whose ``parameters`` are full main parameters."""
 
     def __init__(self, module: nn.Module, main: MainParameters, mesh: ParallelMesh) -> None:
@@ -126,9 +129,9 @@ class _FullMains:
         Communication: one all-reduce per dtype over the data ranks.
         """
         full = {id(self._main.parameter(name)): name for name in self._main.trained}
-        mains = self._gathered()
+        main_parameters = self._gathered()
         for parameter in self._module.parameters():
-            yield mains[full[id(parameter)]] if id(parameter) in full else parameter
+            yield main_parameters[full[id(parameter)]] if id(parameter) in full else parameter
 
     def buffers(self) -> Iterator[Tensor]:
         """Return the buffers of the module."""
@@ -161,7 +164,7 @@ class _FullMains:
         flat[start:stop].copy_(one.main.detach().reshape(-1))
 
 
-class _Swap:
+class _AverageSwap:
     """Swap of averages and weights, without rounding the averages."""
 
     def __init__(self) -> None:

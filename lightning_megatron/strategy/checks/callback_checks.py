@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.private.lightning_callbacks import (
-    average_what_is_trained,
-    group_on_every_stage,
+    add_groups_on_every_stage,
+    copy_replaced_parameters,
     pruned_modules,
     resets_weights,
     traces_graph,
@@ -63,7 +63,7 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
 
 
 @contextmanager
-def without_example(module: LightningModule) -> Iterator[None]:
+def hiding_example_input(module: LightningModule) -> Iterator[None]:
     """Hide ``example_input_array``, with which summaries would call a single pipeline stage.
 
     Args:
@@ -81,7 +81,7 @@ def without_example(module: LightningModule) -> Iterator[None]:
         module.example_input_array = example
 
 
-def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
+def update_callbacks(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
     """Point callbacks at the modules that replaced those they reference.
 
     Args:
@@ -95,8 +95,8 @@ def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: Para
     """
     check_callbacks(trainer, layout)
     if layout.pp > 1:
-        group_on_every_stage(trainer)
-    average_what_is_trained(trainer, module)
+        add_groups_on_every_stage(trainer)
+    copy_replaced_parameters(trainer, module)
     known = {id(part) for part in module.modules()}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if resets_weights(callback):

@@ -117,26 +117,26 @@ class BufferStrategy(ParallelStrategy):
     #: None before the setup of a run and after its end.
     _buffers: SharedBuffers | None = None
 
-    def settle_buffers(self) -> None:
+    def synchronise_buffers(self) -> None:
         """Copy the buffers of the first data rank; a collective over the data axis."""
         if self._buffers is not None:
             self._buffers.share(look=True)
 
     @override
     def on_validation_start(self) -> None:
-        self.settle_buffers()
+        self.synchronise_buffers()
 
     @override
     def on_test_start(self) -> None:
-        self.settle_buffers()
+        self.synchronise_buffers()
 
     @override
     def on_predict_start(self) -> None:
-        self.settle_buffers()
+        self.synchronise_buffers()
 
     @override
     def on_train_end(self) -> None:
-        self.settle_buffers()
+        self.synchronise_buffers()
 
 
 def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -25,7 +25,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
-class _Noted:
+class _Recorded:
     """Recorded value of one attribute or buffer.
 
     Args:
@@ -54,11 +54,11 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._held = list(_dictionaries(module))
-        self._noted: dict[int, _Noted] = {}
+        self._recorded: dict[int, _Recorded] = {}
         with torch.no_grad():
             for one in self._held:
                 for key, value in one.kept.items():
-                    self._note(f"{one.prefix}.{key}" if one.is_watched else "", value)
+                    self._record(f"{one.prefix}.{key}" if one.is_watched else "", value)
 
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return the kind of every changed value by name: number, tensor, container or object.
@@ -75,12 +75,12 @@ class ModuleState:
                 if (
                     key not in one.kept
                     or key not in now
-                    or not self._is_as_noted(one.kept[key], now[key], tolerance)
+                    or not self._is_as_recorded(one.kept[key], now[key], tolerance)
                 ):
                     found[f"{one.prefix}.{key}"] = _kind(now.get(key))
-        for noted in self._noted.values():
-            if noted.name and noted.name not in found and not _holds(noted, tolerance):
-                found[noted.name] = noted.kind
+        for recorded in self._recorded.values():
+            if recorded.name and recorded.name not in found and not _holds(recorded, tolerance):
+                found[recorded.name] = recorded.kind
         return found
 
     @torch.no_grad()
@@ -90,31 +90,33 @@ class ModuleState:
             for key in one.now().keys() - one.kept.keys():
                 del one.held[key]
             one.held.update(one.kept)
-        for noted in self._noted.values():
-            if not _holds(noted):
-                _put_back(noted)
+        for recorded in self._recorded.values():
+            if not _holds(recorded):
+                _put_back(recorded)
 
-    def _is_as_noted(self, before: Any, now: Any, tolerance: float) -> bool:
+    def _is_as_recorded(self, before: Any, now: Any, tolerance: float) -> bool:
         if before is now:
             return True
-        noted = self._noted.get(id(before))
+        recorded = self._recorded.get(id(before))
         return _alike(
-            before if noted is None or noted.kind == "object" else noted.copy, now, tolerance
+            before if recorded is None or recorded.kind == "object" else recorded.copy,
+            now,
+            tolerance,
         )
 
-    def _note(self, name: str, value: Any) -> None:
-        if id(value) in self._noted:
+    def _record(self, name: str, value: Any) -> None:
+        if id(value) in self._recorded:
             return
         copy = _copy(value)
         if copy is None:
             return
-        self._noted[id(value)] = _Noted(name, _kind(value), value, copy)
+        self._recorded[id(value)] = _Recorded(name, _kind(value), value, copy)
         for child in _children(value):
-            self._note(name, child)
+            self._record(name, child)
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Attributes:
     """One attribute dictionary of a module, and its recorded content.
 
     Args:
@@ -136,14 +138,14 @@ class _Held:
         return _values(self.held, self.skipped)
 
 
-def _dictionaries(module: nn.Module) -> Iterator[_Held]:
+def _dictionaries(module: nn.Module) -> Iterator[_Attributes]:
     """Return the attribute and buffer dictionaries of a module and its submodules."""
     for name, part in module.named_modules():
         prefix = f"self.{name}" if name else "self"
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
         skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES
         for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
-            yield _Held(prefix, held, left_out, is_watched, _values(held, left_out))
+            yield _Attributes(prefix, held, left_out, is_watched, _values(held, left_out))
 
 
 def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
@@ -203,15 +205,17 @@ def _is_users(value: Any) -> bool:
     )
 
 
-def _holds(noted: _Noted, tolerance: float = 0.0) -> bool:
+def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
     """Return whether a value still equals its recorded content."""
     reader = next(
-        (read for kind, (read, _) in _GENERATORS.items() if isinstance(noted.value, kind)), None
+        (read for kind, (read, _) in _GENERATORS.items() if isinstance(recorded.value, kind)), None
     )
     if reader is not None:
-        return _alike(noted.copy, reader(noted.value), tolerance)
+        return _alike(recorded.copy, reader(recorded.value), tolerance)
     return _alike(
-        noted.copy, vars(noted.value) if noted.kind == "object" else noted.value, tolerance
+        recorded.copy,
+        vars(recorded.value) if recorded.kind == "object" else recorded.value,
+        tolerance,
     )
 
 
@@ -242,8 +246,8 @@ def _alike(before: Any, now: Any, tolerance: float) -> bool:
     return bool(before == now) if isinstance(now, (set, str, bytes)) else False
 
 
-def _put_back(noted: _Noted) -> None:
-    value, copy = noted.value, noted.copy
+def _put_back(recorded: _Recorded) -> None:
+    value, copy = recorded.value, recorded.copy
     writer = next(
         (write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None
     )

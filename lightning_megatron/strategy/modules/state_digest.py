@@ -85,7 +85,7 @@ def digest(value: Any) -> bytes | ListDigest | None:
         and not any(map(_is_untraced, value))
     ):
         return ListDigest(id(value), tuple(map(id, value)), _versions(value))
-    sink = _Sink()
+    sink = _HashSink()
     try:
         _Digester(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except _UNREADABLE:
@@ -115,7 +115,7 @@ def _is_untraced(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_inference()
 
 
-class _Sink:
+class _HashSink:
     def __init__(self) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
 

@@ -243,7 +243,7 @@ def call_before_epoch_ends(trainer: Trainer, function: Callable[[], None]) -> No
         setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
 
 
-def call_nothing_before_epoch_ends(trainer: Trainer) -> None:
+def restore_epoch_ends(trainer: Trainer) -> None:
     """Undo :func:`call_before_epoch_ends`."""
     for owner, name in _epoch_ends(trainer):
         vars(owner).pop(name, None)
@@ -278,7 +278,7 @@ def slurm_save_path(trainer: Trainer) -> str:
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
-def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) -> None:
+def replace_last_checkpoint_search(trainer: Trainer, find: Callable[[], str | None]) -> None:
     """Resolve ``ckpt_path="last"`` by ``find``, once all ranks of the run can communicate.
 
     Lightning searches the file system on every rank separately, before process groups exist. Ranks
@@ -301,7 +301,7 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
     connector.resume_start = start_with_found  # type: ignore[method-assign]
 
 
-def inject_samplers_where(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
+def filter_sampler_injection(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
     """Let Lightning replace a dataloader's sampler only if ``asks`` returns True, too."""
     connector = trainer._data_connector
     requires = type(connector)._requires_distributed_sampler
@@ -312,8 +312,8 @@ def inject_samplers_where(trainer: Trainer, asks: Callable[[DataLoader], bool]) 
     connector._requires_distributed_sampler = asked  # type: ignore[method-assign]
 
 
-def inject_samplers_as_before(trainer: Trainer) -> None:
-    """Undo :func:`inject_samplers_where`."""
+def restore_sampler_injection(trainer: Trainer) -> None:
+    """Undo :func:`filter_sampler_injection`."""
     vars(trainer._data_connector).pop("_requires_distributed_sampler", None)
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 
 
-def group_on_every_stage(trainer: Trainer) -> None:
+def add_groups_on_every_stage(trainer: Trainer) -> None:
     """Let finetuning callbacks add a parameter group on stages with nothing to unfreeze.
 
     The callbacks then set the learning rate of the last group. Without an added group, that would
@@ -55,9 +55,7 @@ def _unfreeze_and_add(
         optimizer.add_param_group({"params": [], "lr": rate / divisor})
 
 
-def let_finetuning_know(
-    trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]
-) -> None:
+def patch_finetuning(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
     """Let finetuning callbacks work on the main parameters that optimizers train.
 
     Args:
@@ -66,21 +64,23 @@ def let_finetuning_know(
     """
     for callback in _finetuning(trainer):
         apply = type(callback)._apply_mapping_to_param_groups
-        callback._apply_mapping_to_param_groups = partial(_apply_with_mains, apply, main_of)  # type: ignore[method-assign]
+        callback._apply_mapping_to_param_groups = partial(  # type: ignore[method-assign]
+            _apply_with_main_parameters, apply, main_of
+        )
 
 
-def _apply_with_mains(
+def _apply_with_main_parameters(
     apply: Callable[..., list[dict[str, Any]]],
     main_of: Callable[[], Mapping[str, nn.Parameter]],
     groups: list[dict[str, Any]],
     mapping: Mapping[Any, Any],
 ) -> list[dict[str, Any]]:
-    mains = main_of()
+    by_name = main_of()
     # Lightning maps parameters to names when it saves, and names to parameters when it restores.
     is_by_name = all(isinstance(key, str) for key in mapping)
     return apply(
         groups,
-        {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})},
+        {**mapping, **(by_name if is_by_name else {main: name for name, main in by_name.items()})},
     )
 
 
@@ -170,7 +170,7 @@ def announce_no_saves(trainer: Trainer) -> None:
             vars(callback).pop(name, None)
 
 
-def average_by(
+def patch_averaging(
     callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]
 ) -> None:
     """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
@@ -188,8 +188,8 @@ def average_by(
     callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
 
 
-def average_as_before(callback: WeightAveraging) -> None:
-    """Undo :func:`average_by`."""
+def restore_averaging(callback: WeightAveraging) -> None:
+    """Undo :func:`patch_averaging`."""
     vars(callback).pop("_swap_models", None)
     vars(callback._average_model or callback).pop("update_parameters", None)
 
@@ -205,7 +205,7 @@ class _Copies(nn.Module):
             )
 
 
-def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
+def copy_replaced_parameters(trainer: Trainer, module: LightningModule) -> None:
     """Let stochastic weight averaging use the parameters that exist after module replacement.
 
     A callback that found no parameters at its ``setup``, because the module was still empty, is

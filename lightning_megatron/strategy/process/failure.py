@@ -20,7 +20,7 @@ from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.private.lightning import SIGTERMException, TunerExitException
 from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.parent_watch import watch_launcher
-from lightning_megatron.strategy.process.positions import Position, birth_of
+from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
 #: Exceptions that end a run without a failure of this rank.
 _ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
@@ -145,7 +145,7 @@ class FailureWatch:
             text = "".join(traceback.format_exception(error))
             self._say(f"failed; the other ranks will be stopped.\n{text}")
             if self._folder is not None:
-                (self._folder / "told").touch()
+                (self._folder / "reported").touch()
         elif self._first_name() != f"rank {self.rank}":
             self._wait_for_first()
             summary = str(error).strip().partition("\n")[0][:200]
@@ -156,26 +156,26 @@ class FailureWatch:
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
-    def report_hang(self, text: str, silent: Sequence[Position]) -> None:
+    def report_hang(self, text: str, silent: Sequence[RankStatus]) -> None:
         """Report that this rank hangs, and end the job.
 
         Args:
             text: Report that names the ranks for which this rank waits.
-            silent: Last positions of ranks that do not respond; those of this machine are killed.
+            silent: Last statuses of ranks that do not respond; those of this machine are killed.
         """
         if not self._claim():
             return
         self._say(text)
         if self._folder is not None:
-            (self._folder / "told").touch()
-        for position in silent:
-            _kill(position)
+            (self._folder / "reported").touch()
+        for status in silent:
+            _kill(status)
 
     def _claim(self) -> bool:
         """Return whether this rank is the first to fail; True without other ranks.
 
         The job folder has three kinds of marker files: ``failed_<rank>`` for each failed rank,
-        ``first`` with the name of the first one, and ``told`` after its report has been printed.
+        ``first`` with the name of the first one, and ``reported`` once its report is printed.
         """
         folder = self._folder
         if folder is None:
@@ -189,7 +189,7 @@ class FailureWatch:
             elsewhere = self._notices.read([_FAILED])
             if elsewhere:
                 (folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")
-                (folder / "told").touch()
+                (folder / "reported").touch()
                 return False
             self._notices.post(_FAILED, f"rank {self.rank}")
         return True
@@ -211,7 +211,7 @@ class FailureWatch:
         deadline = time.monotonic() + _GRACE_SECONDS / 2
         while (
             self._folder is not None
-            and not (self._folder / "told").exists()
+            and not (self._folder / "reported").exists()
             and time.monotonic() < deadline
         ):
             time.sleep(0.02)
@@ -269,7 +269,7 @@ class FailureWatch:
         elsewhere = self._notices.read([_FAILED])
         folder = self._folder
         if elsewhere and self._write_first(elsewhere[_FAILED]) and folder is not None:
-            (folder / "told").touch()
+            (folder / "reported").touch()
 
     def _say(self, text: str) -> None:
         # A single write keeps the lines of different ranks apart. A closed stderr must not keep
@@ -286,12 +286,12 @@ def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Time
     return timer
 
 
-def _kill(position: Position) -> None:
+def _kill(status: RankStatus) -> None:
     """Kill a stopped process of this machine, which cannot exit by itself."""
     if (
-        position.host == socket.gethostname()
-        and position.birth
-        and birth_of(position.pid) == position.birth
+        status.host == socket.gethostname()
+        and status.start_time
+        and start_time_of(status.pid) == status.start_time
     ):
         with suppress(OSError):
-            os.kill(position.pid, signal.SIGKILL)
+            os.kill(status.pid, signal.SIGKILL)

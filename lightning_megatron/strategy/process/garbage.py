@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-class LongLived:
+class LongLivedObjects:
     """Objects that exist when training starts, excluded from garbage collection.
 
     A full collection visits every object of torch, Lightning and the model. It stops all Python

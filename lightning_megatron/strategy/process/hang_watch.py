@@ -14,17 +14,17 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
-from lightning_megatron.strategy.process.positions import (
-    Position,
+from lightning_megatron.strategy.process.rank_status import (
+    RankStatus,
     hang_report,
     is_ahead,
     missing_ranks,
 )
 
-#: Fractions of the timeout after which a waiting rank reads the positions of the others, and after
+#: Fractions of the timeout after which a waiting rank reads the statuses of the others, and after
 #: which it reports a hang. Both precede torch's own timeout error, which names no rank.
 _ASK_AT, _REPORT_AT = 0.8, 0.9
-#: Number of times a rank publishes its position within the timeout, and the longest period between
+#: Number of times a rank publishes its status within the timeout, and the longest period between
 #: two publications (seconds).
 _PARTS, _LONGEST = 40, 30.0
 #: Number of periods, and minimum time (seconds), without a publication after which a rank counts as
@@ -34,11 +34,11 @@ _CLAIM = "hang"
 
 
 class HangWatch:
-    """Watcher of one rank's main thread, which reports its position to the other ranks.
+    """Watcher of one rank's main thread, which reports its status to the other ranks.
 
-    Every rank writes its position to a folder of its machine and, with several machines, to the
+    Every rank writes its status to a folder of its machine and, with several machines, to the
     job's store. A rank that has waited in one collective for most of the timeout reads the
-    positions of all ranks and reports those that have not arrived. The host does not wait in
+    statuses of all ranks and reports those that have not arrived. The host does not wait in
     collectives on a GPU. A rank then counts as waiting if it makes no progress and has started a
     collective that other ranks have not started.
 
@@ -50,8 +50,8 @@ class HangWatch:
         device_timeout: Timeout of collectives on a GPU; None without a GPU (seconds).
         folder: Folder that the ranks of this machine share.
         notices: Messages in the job's store; None if all ranks are on this machine.
-        place: Function that names the Trainer's current stage.
-        fail: Function that ends the job, called with the report and the positions of silent ranks,
+        activity: Function that names the Trainer's current stage.
+        fail: Function that ends the job, called with the report and the statuses of silent ranks,
             which cannot exit by themselves.
     """
 
@@ -64,8 +64,8 @@ class HangWatch:
         device_timeout: float | None,
         folder: Path,
         notices: Notices | None,
-        place: Callable[[], str],
-        fail: Callable[[str, Sequence[Position]], None],
+        activity: Callable[[], str],
+        fail: Callable[[str, Sequence[RankStatus]], None],
     ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
@@ -73,7 +73,7 @@ class HangWatch:
         self._timeout, self._device_timeout = timeout, device_timeout
         self._folder = folder
         self._notices = notices
-        self._place = place
+        self._activity = activity
         self._fail = fail
         self._period = min(min(timeout, device_timeout or timeout) / _PARTS, _LONGEST)
         self._stop = threading.Event()
@@ -81,7 +81,7 @@ class HangWatch:
 
     def start(self) -> None:
         """Start watching, in threads of this process."""
-        # A rank that stops before its first period can be named and killed only if its position,
+        # A rank that stops before its first period can be named and killed only if its status,
         # which contains its process id, is known.
         self._publish()
         threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
@@ -105,9 +105,9 @@ class HangWatch:
             elif timeout is not None and time.monotonic() - since >= ask_at * timeout:
                 self._ask(own, since, timeout)
 
-    def _publish(self) -> Position:
+    def _publish(self) -> RankStatus:
         self._number += 1
-        own = Position.observe(self._rank, self._number, self._place(), self._journal)
+        own = RankStatus.observe(self._rank, self._number, self._activity(), self._journal)
         text = own.to_text()
         with suppress(OSError):  # a full or vanished temporary folder must not stop the training
             written = self._path(self._rank).with_suffix(".new")
@@ -118,16 +118,16 @@ class HangWatch:
         return own
 
     def _path(self, rank: int) -> Path:
-        return self._folder / f"position_{rank}.json"
+        return self._folder / f"status_{rank}.json"
 
-    def _ask(self, own: Position, since: float, timeout: float) -> None:
-        """Read all positions twice, and report a hang if this rank made no progress in between.
+    def _ask(self, own: RankStatus, since: float, timeout: float) -> None:
+        """Read all statuses twice, and report a hang if this rank made no progress in between.
 
-        A rank whose position has the same number in both readings is silent: its process has
+        A rank whose status has the same number in both readings is silent: its process has
         probably stopped.
 
         Args:
-            own: Last position of this rank.
+            own: Last status of this rank.
             since: Time at which this rank last made progress, on the monotonic clock (seconds).
             timeout: Timeout of the collective for which this rank waits (seconds).
         """
@@ -142,28 +142,28 @@ class HangWatch:
             if now.progress != own.progress:
                 self._release()
                 return
-        positions = {**self._read(), self._rank: now}
+        statuses = {**self._read(), self._rank: now}
         if not now.waits:
-            if not is_ahead(now, positions):
+            if not is_ahead(now, statuses):
                 self._release()
                 return
-            positions = _device_waits(positions)
+            statuses = _device_waits(statuses)
         ages = {
-            rank: max(time.monotonic() - first_at, now.time - position.time)
-            for rank, position in positions.items()
-            if rank in first and position.number == first[rank].number
+            rank: max(time.monotonic() - first_at, now.time - status.time)
+            for rank, status in statuses.items()
+            if rank in first and status.number == first[rank].number
         }
-        missing = missing_ranks(positions, ages, self._num_ranks)
+        missing = missing_ranks(statuses, ages, self._num_ranks)
         self._fail(
             f"has waited for {time.monotonic() - since:.0f} s of a timeout of {timeout:.0f} s; "
             "the job is stopped.\n"
-            f"{hang_report(positions, missing, ages)}\n",
-            [positions[rank] for rank in ages],
+            f"{hang_report(statuses, missing, ages)}\n",
+            [statuses[rank] for rank in ages],
         )
         self._stop.set()
 
     def _claim(self) -> bool:
-        """Return whether this rank is the only one of the job that reads all positions."""
+        """Return whether this rank is the only one of the job that reads all statuses."""
         try:
             (self._folder / _CLAIM).open("x").close()
         except OSError:
@@ -175,8 +175,8 @@ class HangWatch:
         if self._notices is not None:
             self._notices.give_up(_CLAIM)
 
-    def _read(self) -> dict[int, Position]:
-        """Read the positions of all ranks; those of this machine come from its folder."""
+    def _read(self) -> dict[int, RankStatus]:
+        """Read the statuses of all ranks; those of this machine come from its folder."""
         texts: dict[int, str] = {}
         for rank in range(self._num_ranks):
             with suppress(OSError):
@@ -184,18 +184,18 @@ class HangWatch:
         elsewhere = [str(rank) for rank in range(self._num_ranks) if rank not in texts]
         if self._notices is not None and elsewhere:
             texts |= {int(name): text for name, text in self._notices.read(elsewhere).items()}
-        return {rank: Position.from_text(text) for rank, text in texts.items()}
+        return {rank: RankStatus.from_text(text) for rank, text in texts.items()}
 
 
-def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
+def _device_waits(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
     """Count ranks that are ahead of others as waiting, since hosts run ahead of their devices."""
     return {
-        rank: replace(position, waits=position.waits or is_ahead(position, positions))
-        for rank, position in positions.items()
+        rank: replace(status, waits=status.waits or is_ahead(status, statuses))
+        for rank, status in statuses.items()
     }
 
 
-def place_of(module: LightningModule | None) -> str:
+def activity_of(module: LightningModule | None) -> str:
     """Return the Trainer's current stage and step as text; safe to call in another thread."""
     trainer = None if module is None else module._trainer
     if trainer is None:

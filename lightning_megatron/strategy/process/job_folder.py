@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_megatron.strategy.process.positions import birth_of
+from lightning_megatron.strategy.process.rank_status import start_time_of
 
 #: Age after its last change at which any job folder is removed, even if its processes are not
 #: visible from this machine. Running ranks write to their folder all the time (seconds).
@@ -39,7 +39,7 @@ class JobFolder:
         self.path.mkdir(exist_ok=True)
         self._own = self.path / f"process_{rank}"
         self._own.write_text(
-            f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
+            f"{os.getpid()} {start_time_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
         )
 
     def leave(self) -> None:
@@ -53,13 +53,13 @@ class JobFolder:
 def _may_live(file: Path) -> bool:
     """Return whether a file's process may be alive; True for processes of other machines."""
     try:
-        pid, birth, host = file.read_text(encoding="utf-8").split(" ", 2)
+        pid, start_time, host = file.read_text(encoding="utf-8").split(" ", 2)
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
         # The file is incomplete: another rank is still writing it.
         return True
-    return host != socket.gethostname() or not birth or birth_of(int(pid)) == birth
+    return host != socket.gethostname() or not start_time or start_time_of(int(pid)) == start_time
 
 
 def _remove_forgotten(parent: Path, prefix: str) -> None:

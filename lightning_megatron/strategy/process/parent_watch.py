@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-from lightning_megatron.strategy.process.positions import birth_of
+from lightning_megatron.strategy.process.rank_status import start_time_of
 
 #: Environment variable with PID and start time of this package's launcher, set for its processes.
 LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.25
 
 def launcher_mark() -> str:
     """Return a mark that identifies this process as a launcher."""
-    return f"{os.getpid()} {birth_of(os.getpid())}"
+    return f"{os.getpid()} {start_time_of(os.getpid())}"
 
 
 def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | None:
@@ -32,10 +32,10 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
     parent, spawner = os.getppid(), multiprocessing.parent_process()
     if spawner is not None:
         return lambda: not spawner.is_alive()
-    pid, _, birth = environment.get(LAUNCHER, "").partition(" ")
+    pid, _, start_time = environment.get(LAUNCHER, "").partition(" ")
     if pid and pid != str(parent):
         # The launcher has already ended, or it is an indirect parent of this process.
-        return lambda: bool(birth) and birth_of(int(pid)) != birth
+        return lambda: bool(start_time) and start_time_of(int(pid)) != start_time
     if pid or (environment.get(_TORCHRUN) and parent != 1):
         return lambda: os.getppid() != parent
     return None

@@ -39,7 +39,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 CHECKPOINT_NAME = "last-preempted.ckpt"
 
 
-class ToldToEnd(SIGTERMException):
+class EndRequested(SIGTERMException):
     """Exit of the process after a termination signal and the checkpoint that follows."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class SignalAgreement:
         self._mesh = mesh
         self._interval = interval
         self._finish_saves = finish_saves
-        self._told_to_end = self._told_to_requeue = False
+        self._end_requested = self._requeue_requested = False
         self._num_batches = 0
 
     def install(self) -> None:
@@ -86,13 +86,13 @@ class SignalAgreement:
 
     def notify(self, signum: Any, *_: Any) -> None:
         """Handle SIGTERM: record it, and forward it to the launched processes."""
-        if not self._told_to_end:
-            self._told_to_end = True
+        if not self._end_requested:
+            self._end_requested = True
             self._pass_on(signum)
 
     def notify_requeue(self, signum: Any, *_: Any) -> None:
         """Handle SLURM's time-limit signal: record it."""
-        self._told_to_requeue = True
+        self._requeue_requested = True
 
     def _pass_on(self, signum: Any) -> None:
         kill: Callable[[Any], None] | None = getattr(self._trainer.strategy.launcher, "kill", None)
@@ -103,7 +103,7 @@ class SignalAgreement:
         """Ask all ranks at an interval of batches for received signals; after one, save and exit.
 
         Raises:
-            ToldToEnd: On all ranks, if any rank has received a signal.
+            EndRequested: On all ranks, if any rank has received a signal.
 
         Communication: one all-reduce of two integers over the world on the CPU, at every
         ``interval``-th call.
@@ -111,18 +111,20 @@ class SignalAgreement:
         self._num_batches += 1
         if self._num_batches % self._interval:
             return
-        received = torch.tensor([int(self._told_to_end), int(self._told_to_requeue)])
-        told_to_end, told_to_requeue = all_reduce_(received, self._mesh.world_cpu, "max").tolist()
-        if told_to_end or told_to_requeue:
-            self._told_to_end = True
+        received = torch.tensor([int(self._end_requested), int(self._requeue_requested)])
+        end_requested, requeue_requested = all_reduce_(
+            received, self._mesh.world_cpu, "max"
+        ).tolist()
+        if end_requested or requeue_requested:
+            self._end_requested = True
             announce_sigterm(self._trainer)
             # This is the call before the first batch: there is nothing new to save.
             if self._num_batches > 1:
                 self._save()
             barrier(self._mesh.world_cpu)
-            if told_to_requeue:
+            if requeue_requested:
                 self._requeue()
-            raise ToldToEnd
+            raise EndRequested
 
     def _save(self) -> None:
         path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)

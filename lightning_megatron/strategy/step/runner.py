@@ -30,14 +30,14 @@ from lightning_megatron.strategy.logs.merge import (
     token_counts_in,
     total_weight,
 )
-from lightning_megatron.strategy.modules.kept_state import KeptState
+from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
 from lightning_megatron.strategy.step.weight_reads import WeightReads
-from lightning_megatron.strategy.trials.feature_parts import naming_uncut_modules
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
+from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class StepRunner:
         mesh: ParallelMesh,
         executor: PipelineExecutor,
         rule: MicrobatchRule,
-        kept: KeptState,
+        kept: AttributeSync,
         trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
     ) -> None:
         self._mesh = mesh
@@ -389,7 +389,7 @@ def _kept_state(module: LightningModule, step: str) -> Iterator[None]:
     """Restore the module's other state after the block, and refuse changed parameters."""
     state = ModuleState(module)
     try:
-        with unwritten_weights(module, step):
+        with refusing_weight_writes(module, step):
             yield
     finally:
         state.restore()

@@ -16,7 +16,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
-from lightning_megatron.strategy.trials.tried_step import Run, TriedStep, is_close, undone
+from lightning_megatron.strategy.trials.trial_step import Run, TrialStep, is_close, undoing_changes
 from lightning_megatron.strategy.trials.weight_writes import WeightWrites
 from lightning_megatron.swap.whole_features import CutLayer, Seen, cut_layers, watching
 
@@ -38,7 +38,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Difference:
     """Location on one rank at which two runs differ.
 
     Args:
@@ -118,11 +118,11 @@ class FeatureTrials:
         # Stages have different layers, but the trial is collective: all stages run it, or none.
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
-        with undone(self._module, self._mesh) as state, _uncompiled(self._module):
-            _Trial(self._mesh, self._module, step, run, state, layers).compare(part)
+        with undoing_changes(self._module, self._mesh) as state, _uncompiled(self._module):
+            _FeatureTrial(self._mesh, self._module, step, run, state, layers).compare(part)
 
 
-class _Trial:
+class _FeatureTrial:
     """One trial: two runs of a step and their comparison.
 
     Args:
@@ -147,7 +147,7 @@ class _Trial:
         self._module = module
         self._step = step
         self._state, self._layers = state, layers
-        self._step_tried = TriedStep(mesh, step, run, state)
+        self._trial_step = TrialStep(mesh, step, run, state)
 
     def compare(self, part: Microbatch) -> None:
         """Run the step with sharded features, and again with all features on every rank.
@@ -160,7 +160,7 @@ class _Trial:
         """
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
-        tolerance = self._step_tried.tolerance()
+        tolerance = self._trial_step.tolerance()
         errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
         if errors:
             self._warn(
@@ -168,34 +168,34 @@ class _Trial:
                 f"({errors[0]})"
             )
             return
-        values, place = (
+        values, difference = (
             _differences(cut, whole, tolerance),
             _first_difference(cut.seen, whole.seen, tolerance),
         )
-        if not self._any(bool(values) or place is not None):
+        if not self._any_rank(bool(values) or difference is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
         # make equal for a shard and for all features. A second sharded run with another seed
         # changes them: if its values differ from the first, the comparison is not valid.
         again = self._run(
-            part, is_whole=False, seed=int(self._any(self._step_tried.has_other_draws))
+            part, is_whole=False, seed=int(self._any_rank(self._trial_step.has_other_draws))
         )
-        unsteady = bool(_differences(cut, again, tolerance)) or _first_difference(
+        unrepeatable = bool(_differences(cut, again, tolerance)) or _first_difference(
             cut.seen, again.seen, tolerance
         )
-        if self._any(bool(unsteady)):
+        if self._any_rank(bool(unrepeatable)):
             self._warn(
                 "it gives other values when Python and NumPy draw other numbers, or at another time"
             )
             return
-        self._judge(values, place)
+        self._judge(values, difference)
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result, writes = _Result(), WeightWrites(self._module)
         with watching(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
             try:
                 with writes:
-                    readings = self._step_tried.read([part], seed)
+                    readings = self._trial_step.read([part], seed)
                 result.values = {
                     name: value for one in readings for name, (value, _) in one.values.items()
                 }
@@ -215,16 +215,18 @@ class _Trial:
                 self._state.restore()
         return result
 
-    def _any(self, is_true: bool) -> bool:
+    def _any_rank(self, is_true: bool) -> bool:
         return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
-    def _judge(self, values: dict[str, tuple[float, float]], place: _Place | None) -> None:
+    def _judge(
+        self, values: dict[str, tuple[float, float]], difference: _Difference | None
+    ) -> None:
         """Refuse a difference, and name the location that the first rank found."""
-        everyone = all_gather_objects((values, place), self._mesh.world_cpu)
+        everyone = all_gather_objects((values, difference), self._mesh.world_cpu)
         # Features are not sharded at the input of a column layer. A difference there has its cause
         # in earlier code, and is not reported by itself.
-        places = [one for _, one in everyone if one is not None]
-        first = min(places, key=lambda one: one.number, default=None)
+        differences = [one for _, one in everyone if one is not None]
+        first = min(differences, key=lambda one: one.number, default=None)
         found = next((one for one, _ in everyone if one), None) or {}
         if not found and (first is None or not first.is_inside):
             return
@@ -243,23 +245,24 @@ class _Trial:
             f"brings), or compute over heads, or behind the 'row' layer. {_TO_MEAN_IT}"
         )
 
-    def _text_of(self, place: _Place | None) -> str:
+    def _text_of(self, difference: _Difference | None) -> str:
         """Name the layers between which user code mixes features."""
         rule = (
             "works across features, of which each rank has a part (a sum, a mean, chunk, a size "
             "that is divided by)"
         )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
-        if place is None or (place.kind == "column" and not place.before):
+        if difference is None or (difference.kind == "column" and not difference.before):
             near = ", ".join(map(repr, columns[:_SHOWN])) + (
                 ", ..." if len(columns) > _SHOWN else ""
             )
             return f"Code behind a 'column' layer ({near}) {rule}."
-        before = ", ".join(map(repr, place.before[:_SHOWN]))
-        if place.kind == "column":
-            return f"Code between {before or 'the input'} and {place.layer!r} {rule}."
+        before = ", ".join(map(repr, difference.before[:_SHOWN]))
+        if difference.kind == "column":
+            return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."
         return (
-            f"Code between {before or 'the input'} ('column') and {place.layer!r} ('row') {rule}."
+            f"Code between {before or 'the input'} ('column') and {difference.layer!r} ('row') "
+            f"{rule}."
         )
 
     def _warn(self, reason: str) -> None:
@@ -281,13 +284,13 @@ def _differences(
 
 def _first_difference(
     cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float
-) -> _Place | None:
+) -> _Difference | None:
     """Return the first module call whose input differs, or None."""
     before: list[str] = []
     for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
         distance = mine.distance(theirs)
         if distance is None or distance > _DISTANCES[tolerance]:
-            return _Place(
+            return _Difference(
                 number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance
             )
         before = [] if mine.layer.kind == "row" else [*before, mine.layer.name]

@@ -15,16 +15,16 @@ from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cu
 from lightning_megatron.strategy.modules.buffers import BatchStatistics
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.modules.rebind import find_models
-from lightning_megatron.strategy.trials.tried_step import (
-    Reading,
+from lightning_megatron.strategy.trials.trial_step import (
     Run,
-    TriedStep,
+    StepResults,
+    TrialStep,
+    combined,
     is_close,
-    joined,
-    undone,
+    undoing_changes,
 )
 from lightning_megatron.strategy.trials.uneven_masks import UnevenMasks
-from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
+from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _WAYS_OUT = (
 
 
 class MicrobatchTrials:
-    """Comparison of separate with joined microbatches, for each kind of step.
+    """Comparison of separate with combined microbatches, for each kind of step.
 
     The first batch is tried, and later ones that are the first with unequally many labels of -100,
     or zeros of a mask, in their microbatches.
@@ -61,7 +61,7 @@ class MicrobatchTrials:
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
-        self._settled: set[tuple[Any, ...]] = set()
+        self._finished: set[tuple[Any, ...]] = set()
         self._uneven = UnevenMasks(mesh)
         layers = [part for model in find_models(module, None) for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
@@ -98,15 +98,15 @@ class MicrobatchTrials:
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
-            self._settled.add(key)
+            self._finished.add(key)
             return
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
-        with undone(self._module, self._mesh) as state:
-            trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
+        with undoing_changes(self._module, self._mesh) as state:
+            trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
-                with unwritten_weights(self._module, key[0]):
+                with refusing_weight_writes(self._module, key[0]):
                     if trial.compare(together, groups, parts):
-                        self._settled.add(key)
+                        self._finished.add(key)
             except UnsupportedError:
                 raise
             except Exception as error:
@@ -128,14 +128,14 @@ class MicrobatchTrials:
             self._tried.add(key)
             self._uneven.begin(key, batch, parts)
             return True
-        if key in self._settled:
+        if key in self._finished:
             return False
         # Data ranks may have different numbers of batches in an evaluation.
         may_gather = key[0] == "training_step" or self._mesh.data.size == 1
         return may_gather and self._uneven.is_new(key, batch, parts)
 
 
-class _Trial:
+class _MicrobatchTrial:
     """One trial: runs of a step on parts of a batch, and their comparison."""
 
     def __init__(
@@ -151,16 +151,16 @@ class _Trial:
         self._module = module
         self._step = step
         self._state, self._whole = state, whole
-        self._tried = TriedStep(mesh, step, run, state)
+        self._tried = TrialStep(mesh, step, run, state)
 
     def compare(
         self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
     ) -> bool:
-        """Run the step on single parts and on several joined ones.
+        """Run the step on single parts and on several combined ones.
 
         Args:
             pairs: Joined microbatches.
-            groups: Indices of the parts in each joined microbatch.
+            groups: Indices of the parts in each combined microbatch.
             parts: Single microbatches.
 
         Returns:
@@ -170,25 +170,25 @@ class _Trial:
         self._state.restore()
         alone = self._run(parts, seed=0)
         tolerance = self._tried.tolerance()
-        changed = self._left_behind(pairs[0], parts, tolerance)
+        changed = self._changed_attributes(pairs[0], parts, tolerance)
         self._state.restore()
         found = _differences(together, groups, alone, tolerance)
-        if self._gathered(bool(found)):
+        if self._any_rank(bool(found)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
-            again = self._run(pairs, seed=int(self._gathered(self._tried.has_other_draws)))
-            unsteady = {
+            again = self._run(pairs, seed=int(self._any_rank(self._tried.has_other_draws)))
+            unrepeatable = {
                 name
                 for before, after in zip(together, again, strict=True)
                 for name in before.values
                 if name in after.values
                 and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
-            self._warn_of_unsteady(sorted(unsteady & found.keys()))
-            found = {name: numbers for name, numbers in found.items() if name not in unsteady}
+            self._warn_of_unrepeatable(sorted(unrepeatable & found.keys()))
+            found = {name: numbers for name, numbers in found.items() if name not in unrepeatable}
         self._judge(found, changed, parts[0].num_samples)
-        is_counted = self._gathered(any("num_tokens" in reading.values for reading in alone))
+        is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
         if alone and not is_counted and tolerance > _COARSE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
         return is_counted
@@ -212,7 +212,7 @@ class _Trial:
             return False
         return True
 
-    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
+    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage."""
         try:
             return self._tried.read(parts, seed)
@@ -228,10 +228,10 @@ class _Trial:
             error.add_note(note)
         return error
 
-    def _left_behind(
+    def _changed_attributes(
         self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float
     ) -> dict[str, str]:
-        """Return attributes that differ after two microbatches and their joined batch, by kind.
+        """Return attributes that differ after two microbatches and their combined batch, by kind.
 
         A repeated call separates attributes that count calls from those that hold results of the
         last call: only the former change.
@@ -252,7 +252,7 @@ class _Trial:
             for name, kind in different.items()
         }
 
-    def _gathered(self, is_so: bool) -> bool:
+    def _any_rank(self, is_so: bool) -> bool:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
     def _judge(
@@ -287,7 +287,7 @@ class _Trial:
                 self._step,
             )
 
-    def _warn_of_unsteady(self, names: Sequence[str]) -> None:
+    def _warn_of_unrepeatable(self, names: Sequence[str]) -> None:
         if names:
             log.warning(
                 "check_microbatches cannot compare %s of %s: the same samples give another value "
@@ -304,12 +304,15 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    together: Sequence[Reading], groups: Sequence[range], alone: Sequence[Reading], tolerance: float
+    together: Sequence[StepResults],
+    groups: Sequence[range],
+    alone: Sequence[StepResults],
+    tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
-    """Return each name's largest difference: joined value, separate value and group size."""
+    """Return each name's largest difference: combined value, separate value and group size."""
     found: dict[str, tuple[float, float, int]] = {}
-    for reading, group in zip(together, groups, strict=False):
-        for name, (value, weight) in reading.values.items():
+    for results, group in zip(together, groups, strict=False):
+        for name, (value, weight) in results.values.items():
             single = [
                 alone[number].values[name] for number in group if name in alone[number].values
             ]
@@ -319,7 +322,7 @@ def _differences(
                 or len(group) > found.get(name, (0.0, 0.0, 3))[2]
             ):
                 continue
-            average = joined(single)[0]
+            average = combined(single)[0]
             worst = found.get(name, (0.0, 0.0, 0))
             # "not >=" also reports NaN, which "<" would hide.
             if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(

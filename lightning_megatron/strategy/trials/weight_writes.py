@@ -14,7 +14,7 @@ from lightning_megatron.errors import UnsupportedError
 
 
 @contextmanager
-def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
+def refusing_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse weights that a trial step in the block changes, such as those of a teacher.
 
     Args:

@@ -1,4 +1,4 @@
-"""Positions of the ranks of a job, and the ranks that others wait for."""
+"""Status of each rank of a job, and the ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NUM_LINES = 4
 
 
 @dataclass(frozen=True)
-class Position:
-    """Position of one rank: its code location, collectives and progress.
+class RankStatus:
+    """State of one rank: its code location, collectives and progress.
 
     Args:
         rank: Global rank.
         host: Host name.
         pid: Process ID.
-        birth: Start time of the process in system ticks; distinguishes it from a later process with
-            the same ``pid``.
+        start_time: Start time of the process in system ticks; distinguishes it from a later process
+            with the same ``pid``.
         number: Number of this report.
         time: Time of this report, by the clock of the host (seconds).
-        place: State of the Trainer, such as ``train, global_step 12``.
+        activity: State of the Trainer, such as ``train, global_step 12``.
         waits: Whether the main thread is inside a collective.
         call: Collective that the rank started or waited for last.
         counts: Number of started collectives by axis.
@@ -53,28 +53,28 @@ class Position:
     rank: int
     host: str
     pid: int
-    birth: str
+    start_time: str
     number: int
     time: float
-    place: str
+    activity: str
     waits: bool
     call: Call | None
     counts: dict[str, int] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
 
     @classmethod
-    def observe(cls, rank: int, number: int, place: str, journal: Journal) -> Position:
-        """Return the position of this process's main thread."""
+    def observe(cls, rank: int, number: int, activity: str, journal: Journal) -> RankStatus:
+        """Return the status of this process's main thread."""
         frames = list(_main_frames())
         pid = os.getpid()
         return cls(
             rank=rank,
             host=socket.gethostname(),
             pid=pid,
-            birth=birth_of(pid),
+            start_time=start_time_of(pid),
             number=number,
             time=time.time(),
-            place=place,
+            activity=activity,
             waits=bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAITING),
             call=journal.last,
             # An atomic copy, because the main thread keeps counting.
@@ -85,15 +85,15 @@ class Position:
     @property
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes whenever the rank makes progress."""
-        return self.place, self.waits, self.call, sum(self.counts.values())
+        return self.activity, self.waits, self.call, sum(self.counts.values())
 
     def to_text(self) -> str:
-        """Return this position as JSON."""
+        """Return this status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Position:
-        """Return the position that :meth:`to_text` has written."""
+    def from_text(cls, text: str) -> RankStatus:
+        """Return the status that :meth:`to_text` has written."""
         values = json.loads(text)
         call = values.pop("call")
         kind, axis, number, ranks = call or ("", "", 0, ())
@@ -120,7 +120,7 @@ def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
     )
 
 
-def birth_of(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """Return a local process's start time in system ticks; empty if it is gone or hidden."""
     try:
         # The process name may contain spaces and parentheses. After it, the first field is the
@@ -133,7 +133,7 @@ def birth_of(pid: int) -> str:
 
 
 def missing_ranks(
-    positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int
+    statuses: Mapping[int, RankStatus], silent: Iterable[int], num_ranks: int
 ) -> list[int]:
     """Return the ranks that the others wait for.
 
@@ -142,17 +142,15 @@ def missing_ranks(
     collectives.
 
     Args:
-        positions: Last known position of each rank.
+        statuses: Last known status of each rank.
         silent: Ranks without a recent report.
         num_ranks: Number of ranks in the job.
     """
-    silent = set(silent) | (set(range(num_ranks)) - positions.keys())
-    waiting = {
-        rank for rank, position in positions.items() if position.waits and rank not in silent
-    }
+    silent = set(silent) | (set(range(num_ranks)) - statuses.keys())
+    waiting = {rank for rank, status in statuses.items() if status.waits and rank not in silent}
     wanted: set[int] = set()
     for rank in waiting:
-        wanted.update(_absent(positions[rank], positions, silent))
+        wanted.update(_absent(statuses[rank], statuses, silent))
     # Collectives that do not go through a mesh, such as those of torch's own checkpoints, are not
     # counted.
     wanted = wanted or set(range(num_ranks)) - waiting
@@ -160,75 +158,71 @@ def missing_ranks(
 
 
 def _absent(
-    waiting: Position, positions: Mapping[int, Position], silent: set[int]
+    waiting: RankStatus, statuses: Mapping[int, RankStatus], silent: set[int]
 ) -> Iterator[int]:
     """Return the ranks that have not arrived at the point where one rank waits."""
     call = waiting.call
     if call is None:
         return
     for rank in call.ranks:
-        if rank in silent or not _has_arrived(positions[rank], call):
+        if rank in silent or not _has_arrived(statuses[rank], call):
             yield rank
 
 
-def _has_arrived(position: Position, call: Call) -> bool:
+def _has_arrived(status: RankStatus, call: Call) -> bool:
     # Counts of exchanges cannot be compared: ranks may exchange with their neighbours at different
     # rates.
     return (
-        position.waits
-        if call.kind == "exchange"
-        else position.counts.get(call.axis, 0) >= call.number
+        status.waits if call.kind == "exchange" else status.counts.get(call.axis, 0) >= call.number
     )
 
 
-def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
+def is_ahead(own: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
     """Return whether a rank has started a collective that a rank of its group has not."""
     call = own.call
     if call is None or call.kind == "exchange":
         return False
-    return any(not _has_arrived(positions[rank], call) for rank in call.ranks if rank in positions)
+    return any(not _has_arrived(statuses[rank], call) for rank in call.ranks if rank in statuses)
 
 
 def hang_report(
-    positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]
+    statuses: Mapping[int, RankStatus], missing: Iterable[int], ages: Mapping[int, float]
 ) -> str:
     """Return the message that describes a hanging job.
 
     Args:
-        positions: Last known position of each rank.
+        statuses: Last known status of each rank.
         missing: Ranks that the others wait for.
         ages: Time since the last report of each silent rank (seconds).
     """
     missing = set(missing)
     lines = ["did not arrive:"]
     for rank in sorted(missing):
-        if rank not in positions:
+        if rank not in statuses:
             lines.append(f"  rank {rank} has never said where it is")
             continue
-        position = positions[rank]
+        status = statuses[rank]
         life = f", no sign of life for {ages[rank]:.0f} s" if rank in ages else ""
-        called = (
-            "no collective yet" if position.call is None else f"last collective: {_name(position)}"
-        )
+        called = "no collective yet" if status.call is None else f"last collective: {_name(status)}"
         lines.append(
-            f"  rank {rank} ({position.host}, process {position.pid}): {position.place}{life}; "
+            f"  rank {rank} ({status.host}, process {status.pid}): {status.activity}{life}; "
             f"{called}"
         )
         lines += [
             f"      {'at' if index == 0 else 'from'} {line}"
-            for index, line in enumerate(position.lines)
+            for index, line in enumerate(status.lines)
         ]
     lines.append("wait for them:")
     lines += [
-        f"  rank {rank}: {position.place}; in {_name(position)}"
-        for rank, position in sorted(positions.items())
-        if rank not in missing and position.waits
+        f"  rank {rank}: {status.activity}; in {_name(status)}"
+        for rank, status in sorted(statuses.items())
+        if rank not in missing and status.waits
     ]
     return "\n".join(lines)
 
 
-def _name(position: Position) -> str:
-    call = position.call
+def _name(status: RankStatus) -> str:
+    call = status.call
     if call is None:
         return "a collective"
     ranks = ", ".join(map(str, call.ranks[:16])) + (", ..." if len(call.ranks) > 16 else "")

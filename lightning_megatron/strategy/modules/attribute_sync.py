@@ -16,7 +16,7 @@ from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.strategy.modules.parcel import pack, unpack
+from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.strategy.private.lightning import is_overridden
@@ -40,7 +40,7 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "predict_step": ("on_predict_batch_end",),
 }
 #: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
-_Place = tuple[str, bool, str]
+_Location = tuple[str, bool, str]
 
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
@@ -59,7 +59,7 @@ _NOT_SENDABLE = (
 
 
 @dataclass(frozen=True)
-class _Change:
+class _AttributeChange:
     """A new value of an attribute, or the items appended to a list.
 
     Args:
@@ -72,7 +72,7 @@ class _Change:
 
 
 @dataclass(frozen=True)
-class _Changes:
+class _AttributeChanges:
     """Changes that the last stage sends.
 
     Args:
@@ -80,11 +80,11 @@ class _Changes:
         removed: Locations of deleted attributes.
     """
 
-    changed: dict[_Place, _Change]
-    removed: tuple[_Place, ...]
+    changed: dict[_Location, _AttributeChange]
+    removed: tuple[_Location, ...]
 
 
-class KeptState:
+class AttributeSync:
     """Module attributes outside the model that steps change, kept equal over the stages.
 
     Step code after the call of a pipelined model runs only on the last stage. Values that it stores
@@ -104,16 +104,16 @@ class KeptState:
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
         self._module, self._mesh = module, mesh
         self._is_here = mesh.pp.size > 1 and mesh.pp.is_last
-        self._before: dict[_Place, bytes | ListDigest | None] | None = None
+        self._before: dict[_Location, bytes | ListDigest | None] | None = None
         # Digests contain object ids. A reference to each object keeps its id from being reused.
         self._alive: list[Any] = []
-        self._warned: set[_Place] = set()
+        self._warned: set[_Location] = set()
 
     def begin(self) -> None:
         """Record the state before a step, unless steps have run since the last exchange."""
         if self._is_here and self._before is None:
             values = self._values()
-            self._before = {place: digest(value) for place, value in values.items()}
+            self._before = {location: digest(value) for location, value in values.items()}
             self._alive = list(values.values())
 
     def share(self) -> None:
@@ -182,44 +182,46 @@ class KeptState:
             return None
         values, before = self._values(), self._before
         changed = {
-            place: _Change(value[kept:], kept)
-            if (kept := num_kept(value, before.get(place)))
-            else _Change(value)
-            for place, value in values.items()
-            if place not in before or digest(value) != before[place]
+            location: _AttributeChange(value[kept:], kept)
+            if (kept := num_kept(value, before.get(location)))
+            else _AttributeChange(value)
+            for location, value in values.items()
+            if location not in before or digest(value) != before[location]
         }
-        removed = tuple(place for place in before if place not in values)
+        removed = tuple(location for location in before if location not in values)
         if not changed and not removed:
             return None
         try:
-            return pack(_Changes(changed, removed), self._module)
+            return pack(_AttributeChanges(changed, removed), self._module)
         except _NOT_SENDABLE:
             # The error does not name the value, so each value is tried separately.
             sendable = {
-                place: change
-                for place, change in changed.items()
-                if self._is_sendable(place, change)
+                location: change
+                for location, change in changed.items()
+                if self._is_sendable(location, change)
             }
-            return pack(_Changes(sendable, removed), self._module)
+            return pack(_AttributeChanges(sendable, removed), self._module)
 
-    def _is_sendable(self, place: _Place, change: _Change) -> bool:
+    def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:
         try:
             pack(change, self._module)
         except _NOT_SENDABLE as error:
-            if place not in self._warned:
-                self._warned.add(place)
+            if location not in self._warned:
+                self._warned.add(location)
                 log.warning(
                     "%s has changed in the steps of the last pipeline stage and cannot be sent to "
                     "the others: %s: %s. Hooks on other ranks see their own. Keep tensors, numbers "
                     "and plain containers in the module.",
-                    ".".join(("self", *place[0].split(".")[bool(not place[0]) :], place[2])),
+                    ".".join(
+                        ("self", *location[0].split(".")[bool(not location[0]) :], location[2])
+                    ),
                     type(error).__name__,
                     error,
                 )
             return False
         return True
 
-    def _take(self, changes: _Changes) -> None:
+    def _take(self, changes: _AttributeChanges) -> None:
         holders = dict(self._module.named_modules())
         for (holder, is_buffer, name), change in changes.changed.items():
             if holder in holders:
@@ -228,8 +230,8 @@ class KeptState:
             if holder in holders:
                 _held(holders[holder], is_buffer).pop(name, None)
 
-    def _values(self) -> dict[_Place, Any]:
-        values: dict[_Place, Any] = {}
+    def _values(self) -> dict[_Location, Any]:
+        values: dict[_Location, Any] = {}
         for name, part in self._module.named_modules():
             if part is not self._module and (
                 isinstance(part, (PipelinedModule, Shell)) or any(True for _ in part.parameters())
@@ -249,7 +251,7 @@ def _held(part: nn.Module, is_buffer: bool) -> dict[str, Any]:
     return part._buffers if is_buffer else part.__dict__
 
 
-def _put(held: dict[str, Any], name: str, change: _Change) -> None:
+def _put(held: dict[str, Any], name: str, change: _AttributeChange) -> None:
     """Set a value; containers are updated in place, because other code may reference them."""
     value: Any = change.value
     old: Any = held.get(name)

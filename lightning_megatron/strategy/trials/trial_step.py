@@ -19,8 +19,8 @@ from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
-from lightning_megatron.strategy.trials.seeded_draws import SeededDraws
-from lightning_megatron.strategy.trials.steady_draws import SteadyDraws
+from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
+from lightning_megatron.strategy.trials.seeded_generators import SeededGenerators
 
 #: Function that runs the step on parts of a batch, and calls its last argument before each part. On
 #: the last stage it returns the output of each part.
@@ -31,7 +31,7 @@ _TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
 
 
 @dataclass
-class Reading:
+class StepResults:
     """Results of a step for some samples.
 
     Args:
@@ -41,7 +41,7 @@ class Reading:
     values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
 
-class TriedStep:
+class TrialStep:
     """Trial runs of a step on parts of a batch.
 
     Args:
@@ -68,7 +68,7 @@ class TriedStep:
         """Return whether parts differ in their draws from Python's or NumPy's generators."""
         return len(self._ends) > 1
 
-    def read(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
+    def read(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage.
 
         Args:
@@ -89,7 +89,7 @@ class TriedStep:
             self._state.restore()
             recorder = Recorder()
             outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
-        return _readings(outputs, parts, recorder)
+        return _results(outputs, parts, recorder)
 
     def tolerance(self) -> float:
         """Return the relative tolerance for rounding, by the least precise dtype in use.
@@ -106,19 +106,22 @@ class TriedStep:
         seed: int,
         gradients: AbstractContextManager[Any],
     ) -> list[Any]:
-        steady, seeded = SteadyDraws(), SeededDraws(seed)
+        constant_values, seeded = ConstantRandomValues(), SeededGenerators(seed)
         try:
-            with gradients, steady, seeded.running():
+            with gradients, constant_values, seeded.running():
                 # The same batch runs several times, so a step that removes its entries gets copies
                 # of the containers.
                 tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
                 return self._run(tried, recorder, seeded.begin)
         finally:
-            self._spacing, self._ends = max(self._spacing, steady.spacing), self._ends | seeded.ends
+            self._spacing, self._ends = (
+                max(self._spacing, constant_values.spacing),
+                self._ends | seeded.ends,
+            )
 
 
 @contextmanager
-def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
+def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
     """Restore the module's state outside its parameters, and random streams, after the block.
 
     Args:
@@ -138,7 +141,7 @@ def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]
         mesh.random.seek(position.layer, position)
 
 
-def joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
+def combined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
     """Return the weighted mean of values, or their sum without weights."""
     weights = [weight for _, weight in values if weight is not None]
     if not weights:
@@ -155,31 +158,31 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
-def _readings(
+def _results(
     outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder
-) -> list[Reading]:
+) -> list[StepResults]:
     if not outputs:
         return []
     counts = token_counts_in(outputs)
-    readings = [Reading() for _ in outputs]
+    results = [StepResults() for _ in outputs]
     for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
         loss = _scalar_loss(output)
         weight: Weight = part.num_samples if counts is None else counts[number]
         if loss is not None:
-            readings[number].values["the loss"] = loss.item(), float(weight)
+            results[number].values["the loss"] = loss.item(), float(weight)
         if counts is not None:
-            readings[number].values["num_tokens"] = float(counts[number]), None
+            results[number].values["num_tokens"] = float(counts[number]), None
     for name, call in recorder.calls.items():
         if call.reduction not in ("mean", "sum"):
             continue
         for entry in recorder.values[name]:
             is_mean = call.reduction == "mean"
             weight = entry.weight if counts is None else counts[entry.run]
-            reading = readings[entry.run].values
-            before = reading.get(f"log {name!r}")
+            values = results[entry.run].values
+            before = values.get(f"log {name!r}")
             value = float(entry.value), float(weight) if is_mean else None
-            reading[f"log {name!r}"] = value if before is None else joined([before, value])
-    return readings
+            values[f"log {name!r}"] = value if before is None else combined([before, value])
+    return results
 
 
 def _scalar_loss(output: Any) -> Tensor | None:

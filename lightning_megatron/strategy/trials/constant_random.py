@@ -17,7 +17,7 @@ _DRAW = 0.125
 _OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 
 
-class SteadyDraws(TorchDispatchMode):
+class ConstantRandomValues(TorchDispatchMode):
     """Mode that replaces torch's random values by shape-independent ones; dropout is off.
 
     A forward pass over a batch and passes over its parts then see the same numbers. Draws of
@@ -56,8 +56,8 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             **kwargs,
             **{name: off[name] for name in off if name not in names[: len(args)]},
         )
-    steady = _STEADY.get(func._schema.name.removeprefix("aten::").rstrip("_"))
-    value = None if steady is None else steady(bound)
+    constant = _CONSTANTS.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+    value = None if constant is None else constant(bound)
     result = func(*args, **kwargs)
     if isinstance(value, Tensor):
         result.copy_(value.to(result.dtype))
@@ -94,7 +94,7 @@ def _choices(bound: Mapping[str, Any]) -> Tensor:
     return chances.topk(count).indices
 
 
-_STEADY: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+_CONSTANTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "rand": lambda bound: _DRAW,
     "rand_like": lambda bound: _DRAW,
     "randn": lambda bound: _DRAW,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 
-class SeededDraws:
+class SeededGenerators:
     """Python and NumPy generators, seeded before each part of a batch, and their positions.
 
     Random orders (``shuffle``, ``permutation``) become a rotation by one place and draw nothing.
