@@ -30,19 +30,19 @@ from lightning_megatron.strategy.checks.callback_checks import check_callbacks, 
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.optimization.parameter_data import seeing_data
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
-from lightning_megatron.strategy.private.lightning import (
-    filter_sampler_injection,
-    publish_device_mesh,
-    replace_last_checkpoint_search,
-    restore_epoch_ends,
-    restore_sampler_injection,
-    training_loader_states,
-)
-from lightning_megatron.strategy.private.lightning_callbacks import (
+from lightning_megatron.strategy.private.callback_patches import (
     announce_no_saves,
     announce_saves,
     restore_finetuning,
 )
+from lightning_megatron.strategy.private.checkpoint_search import replace_last_checkpoint_search
+from lightning_megatron.strategy.private.data_loading import (
+    filter_sampler_injection,
+    restore_sampler_injection,
+    training_loader_states,
+)
+from lightning_megatron.strategy.private.loops import restore_epoch_ends
+from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.swap.hugging_face.state_dict import to_own_names

@@ -23,11 +23,8 @@ from lightning_megatron.groups.notices import Notices
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.modules.buffers import BufferStrategy
-from lightning_megatron.strategy.private.lightning import (
-    publish_device_mesh,
-    reset_seed,
-    utils_rank_zero_only,
-)
+from lightning_megatron.strategy.private.processes import reset_seed, utils_rank_zero_only
+from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import HangWatch, activity_of

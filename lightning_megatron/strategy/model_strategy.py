@@ -50,7 +50,11 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
-from lightning_megatron.strategy.private.lightning import (
+from lightning_megatron.strategy.private.callback_patches import (
+    patch_finetuning,
+    record_module_names_again,
+)
+from lightning_megatron.strategy.private.loops import (
     accumulates,
     call_after_backward_hooks,
     call_before_epoch_ends,
@@ -60,10 +64,7 @@ from lightning_megatron.strategy.private.lightning import (
     skips_backward,
     total_batch_index,
 )
-from lightning_megatron.strategy.private.lightning_callbacks import (
-    patch_finetuning,
-    record_module_names_again,
-)
+from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
 from lightning_megatron.strategy.step.runner import BackwardPasses, StepResult, StepRunner
@@ -143,7 +144,7 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def configuration(self) -> dict[str, str | int]:
-        layout, trainer = super().configuration(), self.user_module._trainer
+        layout, trainer = super().configuration(), attached_trainer(self.user_module)
         arguments = {
             name: value for name, value in self.options.as_dict().items() if name not in layout
         }

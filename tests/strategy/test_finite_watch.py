@@ -20,7 +20,7 @@ from lightning_megatron.strategy.optimization.finite_watch import (
     checks_of,
     describe,
 )
-from lightning_megatron.strategy.private.lightning import LRSearch
+from lightning_megatron.strategy.private.loops import LRSearch
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 

@@ -20,7 +20,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.strategy.private.lightning import automatic_optimization
+from lightning_megatron.strategy.private.loops import automatic_optimization
 from lightning_megatron.strategy.step.scheduled_loop import ScheduledOptimization
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.strategy.tiny import TinyLM, loader

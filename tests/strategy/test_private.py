@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import inspect
 from functools import reduce
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,20 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_megatron.strategy.private import lightning as private
+import lightning_megatron
+from lightning_megatron.strategy import private
+from lightning_megatron.strategy.private.loops import AutomaticOptimization, Closure
 
+PACKAGE = Path(lightning_megatron.__file__).parent
 ROOM = Path(private.__file__).parent
+MODULES = [
+    import_module(f"{private.__name__}.{path.stem}")
+    for path in sorted(ROOM.glob("*.py"))
+    if path.stem != "__init__"
+]
+TRAINER_ATTRIBUTES = sorted(
+    {pair for module in MODULES for pair in getattr(module, "TRAINER_ATTRIBUTES", ())}
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +50,14 @@ def trainer() -> Trainer:
     )
 
 
-@pytest.mark.parametrize(("where", "name"), private.TRAINER_ATTRIBUTES)
+@pytest.mark.parametrize(("where", "name"), TRAINER_ATTRIBUTES)
 def test_what_we_read_of_a_trainer_is_there(trainer: Trainer, where: str, name: str) -> None:
     owner = reduce(getattr, where.split("."), trainer) if where else trainer
     assert hasattr(type(owner), name) or name in vars(owner)
 
 
 def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
-    loop = private.AutomaticOptimization
+    loop = AutomaticOptimization
     assert list(inspect.signature(loop._make_closure).parameters) == [
         "self",
         "kwargs",
@@ -53,7 +65,7 @@ def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
         "batch_idx",
     ]
     assert list(inspect.signature(loop._training_step).parameters) == ["self", "kwargs"]
-    assert list(inspect.signature(private.Closure.__init__).parameters)[1:] == [
+    assert list(inspect.signature(Closure.__init__).parameters)[1:] == [
         "step_fn",
         "backward_fn",
         "zero_grad_fn",
@@ -122,16 +134,58 @@ def test_callbacks_and_profilers_have_the_names_that_we_use() -> None:
     assert "self.unfreeze_and_add_param_group(" in inspect.getsource(BackboneFinetuning)
 
 
-def test_private_names_are_imported_in_one_file_only() -> None:
-    wrong = []
-    for path in sorted(ROOM.glob("*.py")):
-        if path.name == "private.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
-                wrong += [
-                    f"{path.name}: {alias.name}"
-                    for alias in node.names
-                    if alias.name.startswith("_")
-                ]
+def files_outside_of_the_room() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != ROOM]
+
+
+def test_private_names_are_imported_in_one_room_only() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {alias.name}"
+        for path in files_outside_of_the_room()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning.")
+        for alias in node.names
+        if alias.name.startswith("_") or "._" in (node.module or "")
+    ]
     assert not wrong
+
+
+def test_private_attributes_are_read_in_one_room_only() -> None:
+    """The strategy itself may read those that it inherits."""
+    names = {name for _, name in TRAINER_ATTRIBUTES if name.startswith("_")}
+    names |= {
+        part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".") if part[:1] == "_"
+    }
+    names |= {"_trainer", "_device_mesh", "_lightning_optimizers"}
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} reads {node.attr}"
+        for path in files_outside_of_the_room()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in names
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
+    assert not wrong
+
+
+def test_the_room_is_complete(trainer: Trainer) -> None:
+    """Every private attribute of the Trainer's own parts that the room reads is in its tables."""
+    listed = {name for _, name in TRAINER_ATTRIBUTES} | {
+        part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".")
+    }
+    owners = [
+        trainer,
+        *(reduce(getattr, where.split("."), trainer) for where, _ in TRAINER_ATTRIBUTES if where),
+    ]
+    known = {
+        name
+        for owner in owners
+        for name in (*dir(type(owner)), *vars(owner))
+        if name[:1] == "_" and name[:2] != "__"
+    }
+    read = {
+        node.attr
+        for module in MODULES
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    assert read & known <= listed

@@ -19,7 +19,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
-from lightning_megatron.strategy.private.lightning import accumulates, is_logged, logged_step
+from lightning_megatron.strategy.private.loops import accumulates, is_logged, logged_step
 
 #: Names of the values that are logged for every layer, and as means over the layers.
 _FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")

@@ -21,7 +21,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
 from lightning_megatron.strategy.checkpoints.saved_weights import first_names
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
-from lightning_megatron.strategy.private.lightning_callbacks import (
+from lightning_megatron.strategy.private.callback_patches import (
     patch_averaging,
     restore_averaging,
 )

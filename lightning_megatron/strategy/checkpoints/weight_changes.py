@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-from lightning_megatron.strategy.private.lightning import is_overridden
+from lightning_megatron.strategy.private.user_module import is_overridden
 
 #: Hooks that run between a save and the end of the next backward pass.
 _HOOKS = (

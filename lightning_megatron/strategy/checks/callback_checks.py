@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.private.lightning_callbacks import (
+from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,
     copy_replaced_parameters,
     pruned_modules,

@@ -27,7 +27,7 @@ from lightning_megatron.strategy.options.sizes import (
     check_optimization,
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
-from lightning_megatron.strategy.private.lightning import train_dataloaders
+from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.swap.decide.stages import suggested_plan
 
 log = logging.getLogger(__name__)

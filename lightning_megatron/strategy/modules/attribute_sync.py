@@ -19,7 +19,7 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
-from lightning_megatron.strategy.private.lightning import is_overridden
+from lightning_megatron.strategy.private.user_module import is_overridden
 from lightning_megatron.swap.hugging_face.shells import Shell
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_megatron.strategy.private.user_module import attached_trainer
+
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None), list, dict, tuple, set})
 
 
@@ -47,7 +49,7 @@ def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
 class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, module: LightningModule) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._trainer = module._trainer
+        self._trainer = attached_trainer(module)
         self._modules = {id(part): name for name, part in module.named_modules()}
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._tensors: dict[int, tuple[int, Tensor]] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.errors import NonFiniteError
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.private.lightning import searches_learning_rate
+from lightning_megatron.strategy.private.loops import searches_learning_rate
 
 #: Kinds of values in the order in which one spreads to the next within a step: a message names the
 #: first.

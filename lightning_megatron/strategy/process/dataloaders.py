@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_megatron.groups.random import derive_seed
-from lightning_megatron.strategy.private.lightning import seed_worker
+from lightning_megatron.strategy.private.data_loading import seed_worker
 
 
 def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:

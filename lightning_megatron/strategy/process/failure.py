@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from lightning_megatron.groups.notices import Notices
-from lightning_megatron.strategy.private.lightning import SIGTERMException, TunerExitException
+from lightning_megatron.strategy.private.processes import TunerExitException
+from lightning_megatron.strategy.private.signal_handling import SIGTERMException
 from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.parent_watch import watch_launcher
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of

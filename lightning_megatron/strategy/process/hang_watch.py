@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
+from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.rank_status import (
     RankStatus,
     hang_report,
@@ -197,7 +198,7 @@ def _device_waits(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
 
 def activity_of(module: LightningModule | None) -> str:
     """Return the Trainer's current stage and step as text; safe to call in another thread."""
-    trainer = None if module is None else module._trainer
+    trainer = None if module is None else attached_trainer(module)
     if trainer is None:
         return "no run"
     stage = trainer.state.stage or trainer.state.fn

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_megatron.strategy.private.lightning import (
+from lightning_megatron.strategy.private.processes import (
     SubprocessScriptLauncher,
     set_num_threads_if_needed,
 )

@@ -18,7 +18,7 @@ from lightning_megatron.groups.collectives import (
     is_world,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.private.lightning import reduce_over_group
+from lightning_megatron.strategy.private.processes import reduce_over_group
 
 
 class MeshCommunication(ParallelStrategy):

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.strategy.private.lightning import (
+from lightning_megatron.strategy.private.loops import (
     AutomaticOptimization,
     Closure,
     ClosureResult,

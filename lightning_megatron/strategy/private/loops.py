@@ -1,0 +1,174 @@
+"""Private names of Lightning's loops: optimization, logging steps, hooks and ends of epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure as Closure
+from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
+from lightning.pytorch.loops.optimization.automatic import (
+    _AutomaticOptimization as AutomaticOptimization,
+)
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.tuner.lr_finder import _LRCallback as LRSearch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "AutomaticOptimization",
+    "Closure",
+    "ClosureResult",
+    "LRSearch",
+    "accumulates",
+    "automatic_optimization",
+    "call_after_backward_hooks",
+    "call_before_epoch_ends",
+    "call_strategy_step",
+    "forward_zero_grad",
+    "is_logged",
+    "logged_step",
+    "replace_automatic_optimization",
+    "restore_epoch_ends",
+    "run_backward",
+    "searches_learning_rate",
+    "skips_backward",
+    "total_batch_index",
+]
+
+#: Attributes that the functions below use: (path of the owner from the Trainer, name).
+TRAINER_ATTRIBUTES = (
+    ("fit_loop.epoch_loop", "automatic_optimization"),
+    ("fit_loop.epoch_loop", "total_batch_idx"),
+    ("fit_loop.epoch_loop.automatic_optimization", "optim_progress"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_skip_backward"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_closure"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_zero_grad_fn"),
+    ("fit_loop", "_should_accumulate"),
+    ("fit_loop", "_skip_backward"),
+    ("", "log_every_n_steps"),
+    ("fit_loop.epoch_loop", "_batches_that_stepped"),
+    ("fit_loop", "on_advance_end"),
+    ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
+    ("fit_loop.epoch_loop.val_loop", "_on_evaluation_epoch_end"),
+    ("predict_loop", "_on_predict_epoch_end"),
+)
+
+
+def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:
+    """Return the loop that runs the closure and the optimizer."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization
+
+
+def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization) -> None:
+    """Replace the optimization loop, and keep the counters and settings of the previous one."""
+    previous = automatic_optimization(trainer)
+    loop.optim_progress = previous.optim_progress
+    loop._skip_backward = previous._skip_backward
+    trainer.fit_loop.epoch_loop.automatic_optimization = loop
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Return whether stochastic weight averaging runs this pass without gradients."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Return whether the optimizer steps at a later batch."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step number under which Lightning logs this batch."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def is_logged(trainer: Trainer) -> bool:
+    """Return whether loggers receive the values of this batch; the same on all ranks."""
+    # Lightning's own condition also depends on should_stop, which one rank may set earlier than
+    # another.
+    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (logged_step(trainer) + 1) % every == 0
+
+
+def searches_learning_rate(trainer: Trainer) -> bool:
+    """Return whether this fit is one of the Tuner's, in which losses are expected to explode."""
+    return any(isinstance(one, LRSearch) for one in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def total_batch_index(trainer: Trainer) -> int:
+    """Return the number of training batches before this one, over all epochs (batches)."""
+    return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def call_after_backward_hooks(trainer: Trainer) -> None:
+    """Call ``on_after_backward`` of callbacks and module, as Lightning's backward does."""
+    call._call_callback_hooks(trainer, "on_after_backward")
+    call._call_lightning_module_hook(trainer, "on_after_backward")
+
+
+def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) -> None:
+    """Call ``on_before_backward`` hooks, then the module's ``backward``, as Lightning does.
+
+    Args:
+        trainer: Trainer of the fit.
+        loss: Loss from which the backward pass starts.
+        prepare: Function called between the hooks and the backward pass.
+    """
+    call._call_callback_hooks(trainer, "on_before_backward", loss)
+    call._call_lightning_module_hook(trainer, "on_before_backward", loss)
+    prepare()
+    with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):  # type: ignore[attr-defined]
+        trainer.lightning_module.backward(loss)
+
+
+def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
+    """Run the strategy's training step under the profiler, with the hook's name for logging."""
+    return call._call_strategy_hook(trainer, "training_step", *args)
+
+
+def forward_zero_grad(strategy: Strategy) -> None:
+    """Forward ``zero_grad`` of Lightning's optimizer wrappers to the wrapped optimizers.
+
+    A wrapper's own method is that of the optimizer's class, and ignores a method that was replaced
+    on the instance.
+    """
+    for wrapper in strategy._lightning_optimizers:
+        wrapper.zero_grad = partial(_zero_grad_of, wrapper._optimizer)  # type: ignore[attr-defined]
+
+
+def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none)
+
+
+def call_before_epoch_ends(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function before the hooks and metrics at the end of an epoch or dataloader."""
+    for owner, name in _epoch_ends(trainer):
+        setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
+
+
+def restore_epoch_ends(trainer: Trainer) -> None:
+    """Undo :func:`call_before_epoch_ends`."""
+    for owner, name in _epoch_ends(trainer):
+        vars(owner).pop(name, None)
+
+
+def _epoch_ends(trainer: Trainer) -> list[tuple[Any, str]]:
+    evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [
+        (trainer.fit_loop, "on_advance_end"),
+        *(
+            (loop, name)
+            for loop in evaluations
+            for name in ("_store_dataloader_outputs", "_on_evaluation_epoch_end")
+        ),
+        (trainer.predict_loop, "_on_predict_epoch_end"),
+    ]
+
+
+def _after(function: Callable[[], None], method: Callable[[Any], Any], owner: Any) -> Any:
+    function()
+    return method(owner)
