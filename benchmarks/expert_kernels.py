@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.experts.compute.grouped_mlp import weighted_activation
+from lightning_megatron.experts.compute.grouped_linear import weighted_activation
 from lightning_megatron.experts.routing.exact_linear import exact_linear
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute

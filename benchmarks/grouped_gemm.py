@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.experts.compute.backends import PRODUCTS
-from lightning_megatron.experts.compute.choose_backend import choose_product
+from lightning_megatron.experts.compute.backends import BACKENDS
+from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
 
@@ -125,7 +125,7 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
     ends = problem.ends
     sums = problem.sums
     weights = problem.weights.unbind()
-    products = {OURS: PRODUCTS[ours], TORCH: PRODUCTS["grouped_mm"]}  # type: ignore[index]
+    products = {OURS: BACKENDS[ours], TORCH: BACKENDS["grouped_mm"]}  # type: ignore[index]
     if which is Pass.FORWARD:
         found = {
             name: lambda product=product: product.output(rows, weights, ends)
@@ -140,7 +140,7 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
         return {**found, LOOP: lambda: loop_over_groups(problem, which)}
     if which is Pass.WEIGHT_GRAD_BF16:
         return {
-            OURS: lambda: PRODUCTS[ours].weight_gradients(grad, rows, ends),  # type: ignore[index]
+            OURS: lambda: BACKENDS[ours].weight_gradients(grad, rows, ends),  # type: ignore[index]
             TORCH: lambda: F.grouped_mm(grad.t(), rows, offs=ends),
             LOOP: lambda: loop_over_groups(problem, which),
         }
@@ -149,7 +149,7 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
     def add() -> Tensor:
         for slot in slots:
             slot.is_empty = False
-        PRODUCTS[ours].add_weight_gradients(grad, rows, ends, slots)  # type: ignore[index]
+        BACKENDS[ours].add_weight_gradients(grad, rows, ends, slots)  # type: ignore[index]
         return sums
 
     return {
@@ -378,7 +378,7 @@ def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
         "--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only"
     )
     options = parser.parse_args()
-    choice = choose_product(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
+    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
     if choice.backend != "bundled":
         parser.error(f"the bundled kernels cannot be used: {choice.reason}")
     return options

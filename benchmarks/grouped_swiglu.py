@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.grouped_gemm import burst, draw, group_sizes, publish, read_options
 from lightning_megatron.experts.compute.backends import Bundled
-from lightning_megatron.experts.compute.grouped_mlp import weighted_activation
+from lightning_megatron.experts.compute.grouped_linear import weighted_activation
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant, reason_against_fusion
 
 #: Groups, k, n and rows.

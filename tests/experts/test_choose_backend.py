@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.compute import choose_backend
-from lightning_megatron.experts.compute.choose_backend import ProductChoice, choose_product
+from lightning_megatron.experts.compute import choose_backend as choosing
+from lightning_megatron.experts.compute.choose_backend import BackendChoice, choose_backend
 from lightning_megatron.kernels.cuda import BuiltLibrary
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -20,9 +20,9 @@ GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that the GPU is an H100 and that a library is built which can be loaded."""
     library = BuiltLibrary(Path("/cache/liblm_kernels.so"), "13.0", "4.2", 1.0)
-    monkeypatch.setattr(choose_backend, "why_not_runnable", lambda index: None)
-    monkeypatch.setattr(choose_backend, "find_library", lambda cache, sources: library)
-    monkeypatch.setattr(choose_backend, "load_library", lambda path: None)
+    monkeypatch.setattr(choosing, "why_not_runnable", lambda index: None)
+    monkeypatch.setattr(choosing, "find_library", lambda cache, sources: library)
+    monkeypatch.setattr(choosing, "load_library", lambda path: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     forget()
     yield
@@ -30,20 +30,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    choose_product.cache_clear()
-    choose_backend._load.cache_clear()
+    choose_backend.cache_clear()
+    choosing._load.cache_clear()
 
 
 def chosen(
     dtype: torch.dtype = BF16, num_groups: int = 4, n: int = 64, k: int = 64
-) -> ProductChoice:
-    return choose_product(GPU, dtype, num_groups, k, n)
+) -> BackendChoice:
+    return choose_backend(GPU, dtype, num_groups, k, n)
 
 
 def test_built_kernels_come_first_and_the_choice_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("INFO", logger=choose_backend.__name__):
+    with caplog.at_level("INFO", logger=choosing.__name__):
         assert chosen().backend == chosen().backend == "bundled"
     assert [record.getMessage() for record in caplog.records] == [
         f"grouped products by bundled: {chosen().reason}"
@@ -53,7 +53,7 @@ def test_built_kernels_come_first_and_the_choice_is_logged_once(
 def test_without_a_library_torchs_kernel_is_taken_and_the_command_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choose_backend, "find_library", lambda cache, sources: None)
+    monkeypatch.setattr(choosing, "find_library", lambda cache, sources: None)
     assert chosen().backend == "grouped_mm"
     assert "Build one: lightning-megatron kernels build" in chosen().reason
 
@@ -62,14 +62,14 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
     def refuse(path: Path) -> None:
         raise UnsupportedError(f"the library must be loadable: {path} is not")
 
-    monkeypatch.setattr(choose_backend, "load_library", refuse)
+    monkeypatch.setattr(choosing, "load_library", refuse)
     assert chosen().backend == "grouped_mm"
     assert "/cache/liblm_kernels.so is not" in chosen().reason
 
 
 def test_other_gpus_take_torchs_kernel_or_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        choose_backend, "why_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
+        choosing, "why_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen().backend == "grouped_mm"
@@ -85,7 +85,7 @@ def test_what_no_kernel_can_do_is_done_by_the_loop() -> None:
         (chosen(dtype=torch.float32), "made for bfloat16"),
         (chosen(n=60), r"out_features (60) must make rows of whole 16 bytes"),
         (chosen(k=4), r"in_features (4) must make rows of whole 16 bytes"),
-        (choose_product(torch.device("cpu"), BF16, 4, 64, 64), "cpu: ends are on the host already"),
+        (choose_backend(torch.device("cpu"), BF16, 4, 64, 64), "cpu: ends are on the host already"),
     ):
         assert choice.backend == "loop"
         assert why in choice.reason

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.experts.compute.backends import stacked
-from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 
@@ -37,7 +37,7 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @backends
 @pytest.mark.parametrize("case", ENDS)
 def test_outputs_and_gradients_equal_those_of_one_product_a_group(
-    case: str, backend: Backend, dtype: torch.dtype, limit: float
+    case: str, backend: BackendName, dtype: torch.dtype, limit: float
 ) -> None:
     if backend == "grouped_mm" and not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has none")
@@ -110,6 +110,6 @@ def test_gradients_go_to_slots_where_there_are_some() -> None:
 
 
 def test_the_choice_says_why() -> None:
-    choice = choose_product(torch.device("cpu"), torch.float32, 4, 8, 8)
+    choice = choose_backend(torch.device("cpu"), torch.float32, 4, 8, 8)
     assert choice.backend == "loop"
     assert "cpu" in choice.reason

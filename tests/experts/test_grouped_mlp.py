@@ -5,6 +5,8 @@ included.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.experts.compute import grouped_mlp
 from lightning_megatron.experts.compute.backends import stacked
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
@@ -192,3 +195,26 @@ def test_more_ranks_than_experts_are_refused() -> None:
         match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or",
     ):
         even_range(NUM_EXPERTS, 8, 0, what="num_experts", axis="ep")
+
+
+def test_backends_are_chosen_once_and_again_for_another_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.dtype] = []
+    choose = grouped_mlp.choose_layer_backends
+
+    def counted(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        asked.append(dtype)
+        return choose(device, dtype, *args, **kwargs)
+
+    monkeypatch.setattr(grouped_mlp, "choose_layer_backends", counted)
+    module = experts_of().float()
+    rows, probabilities = torch.ones(5, SIZE), torch.ones(5)
+    ends = torch.tensor([1, 2, 2, 5], dtype=torch.int32)
+    for _ in range(3):
+        module(rows, probabilities, ends)
+    assert asked == [torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        module(rows, probabilities, ends)
+    deepcopy(module).double()(rows.double(), probabilities, ends)
+    assert asked == [torch.float32, torch.bfloat16, torch.float64]

@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.compute import backends, choose_backend, grouped_mlp, grouped_swiglu
-from lightning_megatron.experts.compute.choose_backend import ProductChoice, choose_swiglu
-from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute import backends
+from lightning_megatron.experts.compute import choose_backend as choosing
+from lightning_megatron.experts.compute import grouped_linear as linear
+from lightning_megatron.experts.compute.choose_backend import (
+    BackendChoice,
+    LayerBackends,
+    choose_swiglu,
+)
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear, grouped_swiglu
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
@@ -71,8 +77,10 @@ class Computed(torch.autograd.Function):
 
 
 def apply_weighted_swiglu(
-    gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor
+    gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor | None = None
 ) -> Tensor:
+    if computed is None:
+        return swiglu(gate_up, probabilities)
     return Computed.apply(gate_up, probabilities, (computed,))
 
 
@@ -83,7 +91,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(backends, "_launch", kernels)
     monkeypatch.setattr(backends, "_launch_swiglu", found)
     module = SimpleNamespace(apply_weighted_swiglu=apply_weighted_swiglu)
-    monkeypatch.setattr(grouped_swiglu, "fused_kernels", lambda rows: module)
+    monkeypatch.setattr(linear, "fused_kernels", lambda rows: module)
     return found
 
 
@@ -91,7 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that the bundled kernels are there."""
     monkeypatch.setattr(
-        choose_backend, "choose_product", lambda *kind: ProductChoice("bundled", "they are there")
+        choosing, "choose_backend", lambda *kind: BackendChoice("bundled", "they are there")
     )
     choose_swiglu.cache_clear()
     yield
@@ -113,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Lau
         torch.nn.init.constant_(probabilities, 0.7)
         weights = [draw(2 * FEATURES, IN, seed=3 + e).requires_grad_() for e in range(4)]
         if fused:
-            output = grouped_swiglu.grouped_swiglu(rows, weights, probabilities, ENDS)
+            output = grouped_swiglu(rows, weights, probabilities, ENDS)
         else:
             inner = grouped_linear(rows, weights, ENDS, "loop").nan_to_num()
             output = swiglu(inner, probabilities)
@@ -129,28 +137,34 @@ def test_without_gradients_the_product_is_not_kept(launches: Launches) -> None:
         draw(NUM_ROWS, IN),
         [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)],
     )
-    kept = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+    kept = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     with torch.no_grad():
-        alone = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+        alone = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == [True, False]
     assert torch.equal(kept, alone)
     assert kept.requires_grad
     assert not alone.requires_grad
 
 
+def experts_of(activation: str) -> GroupedMLP:
+    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=FEATURES)
+    module = GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)  # type: ignore[arg-type]
+    wrapped = nn.ModuleDict({"experts": module})
+    initialize_(wrapped, "cpu", 0)
+    return wrapped["experts"].bfloat16()
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_experts_take_one_launch_for_swiglu_where_it_is_chosen(
     activation: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=FEATURES)
-    wrapped = nn.ModuleDict(
-        {"experts": GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)}
-    )  # type: ignore[arg-type]
-    initialize_(wrapped, "cpu", 0)
-    module, rows = wrapped["experts"].bfloat16(), draw(NUM_ROWS, IN)
+    module, rows = experts_of(activation), draw(NUM_ROWS, IN)
     expected = module(rows, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == []
-    monkeypatch.setattr(grouped_mlp, "is_one_launch", lambda rows, weights: True)
+    is_swiglu = activation == "swiglu"
+    monkeypatch.setattr(
+        GroupedMLP, "_backends", lambda *_: LayerBackends("loop", "loop", fuses_swiglu=is_swiglu)
+    )
     found = module(rows, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == ([True] if activation == "swiglu" else [])
     last = int(ENDS[-1])
@@ -159,14 +173,15 @@ def test_experts_take_one_launch_for_swiglu_where_it_is_chosen(
 
 def test_without_the_kernels_it_is_two_launches_or_refused() -> None:
     rows, weights = draw(NUM_ROWS, IN), [draw(2 * FEATURES, IN)]
-    assert not grouped_swiglu.is_one_launch(rows, weights)
+    chosen = experts_of("swiglu")._backends(rows, weights, [draw(IN, FEATURES)], False)
+    assert chosen == LayerBackends("loop", "loop", fuses_swiglu=False)
     with pytest.raises(UnsupportedError, match="half type on a GPU with Triton.*bfloat16 on cpu"):
-        grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS[:1])
+        grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS[:1])
 
 
 @pytest.mark.usefixtures("bundled")
 def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger=choose_backend.__name__):
+    with caplog.at_level("INFO", logger=choosing.__name__):
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert not choose_swiglu(GPU, BF16, 32, 4096, 1024).is_fused

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.compute.backends import Bundled, stacked
 from lightning_megatron.experts.compute.backends import _launch as launch
-from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -32,7 +32,7 @@ HALF, SUM = 4e-3, 5e-5
 @pytest.fixture(scope="module", autouse=True)
 def _library() -> None:
     """Skip where the kernels are not built or cannot run."""
-    choice = choose_product(torch.device("cuda", 0), torch.bfloat16, E, K, N)
+    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, E, K, N)
     if choice.backend != "bundled":
         pytest.skip(choice.reason)
 
@@ -55,7 +55,7 @@ def expected(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("backend", ["bundled", "grouped_mm", "loop"])
-def test_autograd_equals_float64(backend: Backend, sizes: list[int]) -> None:
+def test_autograd_equals_float64(backend: BackendName, sizes: list[int]) -> None:
     weights = [draw(N, K).requires_grad_() for _ in range(E)]
     rows, outer = poisoned(draw(R, K), sizes).requires_grad_(), poisoned(draw(R, N), sizes)
     output = grouped_linear(rows, weights, ends_of(sizes), backend)
@@ -70,7 +70,7 @@ def test_autograd_equals_float64(backend: Backend, sizes: list[int]) -> None:
 @pytest.mark.parametrize("backend", ["bundled", "loop"])
 @pytest.mark.parametrize("gap", [0, 2 * K, 64, None], ids=["dense", "whole rows", "any", "apart"])
 def test_microbatches_are_summed_in_float32_where_the_slots_are(
-    gap: int | None, backend: Backend
+    gap: int | None, backend: BackendName
 ) -> None:
     step = N * K + (gap or 0)
     memory = draw(E * step)

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.experts.compute import grouped_mlp
 from lightning_megatron.experts.compute.backends import Bundled
-from lightning_megatron.experts.compute.choose_backend import choose_swiglu
-from lightning_megatron.experts.compute.grouped_linear import grouped_linear
-from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP, weighted_activation
-from lightning_megatron.experts.compute.grouped_swiglu import grouped_swiglu, is_one_launch
+from lightning_megatron.experts.compute.choose_backend import LayerBackends, choose_swiglu
+from lightning_megatron.experts.compute.grouped_linear import (
+    grouped_linear,
+    grouped_swiglu,
+    weighted_activation,
+)
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -64,7 +67,7 @@ def _library() -> None:
     choice = choose_swiglu(torch.device("cuda", 0), torch.bfloat16, E, K, N)
     if not choice.is_fused:
         pytest.skip(choice.reason)
-    if not is_one_launch(draw(1, K), draw(E, N, K)):
+    if fused_kernels(draw(1, K)) is None:
         pytest.skip("needs triton, which comes with the CUDA builds of torch")
 
 
@@ -238,9 +241,10 @@ def test_experts_take_one_launch_and_give_the_same(
         return launch(*args, keep=keep)
 
     monkeypatch.setattr(Bundled, "swiglu", staticmethod(counted))
+    apart = LayerBackends("bundled", "bundled", fuses_swiglu=False)
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(grouped_mlp, "is_one_launch", lambda rows, weights: False)
+            monkeypatch.setattr(GroupedMLP, "_backends", lambda *_: apart)
         arguments = (rows, probabilities, ends)
         output = (
             checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.experts.compute.choose_backend import Backend
+from lightning_megatron.experts.compute.choose_backend import BackendName
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.grouped_gemm import (
@@ -20,7 +20,7 @@ from lightning_megatron.plan.grouped_gemm import (
 )
 
 # Cache size for kernel variants: the number of rows may differ from step to step.
-_REMEMBERED_CHOICES = 1024
+_REMEMBERED_LAUNCHES = 1024
 
 
 class Loop:
@@ -148,7 +148,11 @@ class Bundled(GroupedMM):
             super().add_weight_gradients(grad, rows, ends, slots)
 
 
-PRODUCTS: dict[Backend, type[Loop]] = {"bundled": Bundled, "grouped_mm": GroupedMM, "loop": Loop}
+BACKENDS: dict[BackendName, type[Loop]] = {
+    "bundled": Bundled,
+    "grouped_mm": GroupedMM,
+    "loop": Loop,
+}
 
 
 def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
@@ -172,10 +176,10 @@ def _launch(
     A CUDA graph can capture it: the workspace comes from the graph's memory pool.
     """
     stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
-    choice, num_sms, num_bytes = _choice(which, a.shape[0], *stack.shape, a.device)
+    chosen, num_sms, num_bytes = _plan_launch(which, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
-    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms, alpha)
+    run(result, a, b, ends, workspace, chosen.variant, chosen.along_n, chosen.band, num_sms, alpha)
     return result
 
 
@@ -187,17 +191,17 @@ def _launch_swiglu(
     probabilities: Tensor,
     ends: Tensor,
 ) -> None:
-    choice, num_sms, num_bytes = _choice(
+    chosen, num_sms, num_bytes = _plan_launch(
         Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device
     )
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
     run = torch.ops.lm_kernels.grouped_swiglu.default
-    order = (choice.variant, choice.along_n, choice.band, num_sms)
+    order = (chosen.variant, chosen.along_n, chosen.band, num_sms)
     run(result, kept, rows, stack, probabilities, ends, workspace, *order)
 
 
-@lru_cache(_REMEMBERED_CHOICES)
-def _choice(
+@lru_cache(_REMEMBERED_LAUNCHES)
+def _plan_launch(
     which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
 ) -> tuple[VariantChoice, int, int]:
     """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
@@ -23,11 +25,11 @@ from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, reason_against_fusi
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
 
-Backend = Literal["bundled", "grouped_mm", "loop"]
+BackendName = Literal["bundled", "grouped_mm", "loop"]
 
 
 @dataclass(frozen=True)
-class ProductChoice:
+class BackendChoice:
     """Backend of grouped products, with the reason for its choice.
 
     Args:
@@ -37,14 +39,14 @@ class ProductChoice:
         reason: Reason for the choice, for the log.
     """
 
-    backend: Backend
+    backend: BackendName
     reason: str
 
 
 @cache
-def choose_product(
+def choose_backend(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
-) -> ProductChoice:
+) -> BackendChoice:
     """Choose the backend of grouped products of one size, and log the choice once.
 
     Args:
@@ -85,7 +87,7 @@ def choose_swiglu(
         in_features: Size of each input row (elements).
         out_features: Size of each output row before SwiGLU (elements).
     """
-    product = choose_product(device, dtype, num_groups, in_features, out_features)
+    product = choose_backend(device, dtype, num_groups, in_features, out_features)
     if product.backend != "bundled":
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
     else:
@@ -101,25 +103,64 @@ def choose_swiglu(
     return choice
 
 
+@dataclass(frozen=True)
+class LayerBackends:
+    """Backends of the two grouped products of a layer's experts.
+
+    Args:
+        first: Backend of the product before the activation; None chooses it at each call.
+        down: Backend of the product after the activation; None chooses it at each call.
+        fuses_swiglu: Whether one kernel launch computes the first product and SwiGLU.
+    """
+
+    first: BackendName | None
+    down: BackendName | None
+    fuses_swiglu: bool
+
+
+def choose_layer_backends(
+    device: torch.device,
+    dtype: torch.dtype,
+    first: Sequence[Tensor],
+    down: Sequence[Tensor],
+    *,
+    can_fuse: bool,
+) -> LayerBackends:
+    """Choose the backends of a layer's experts.
+
+    Args:
+        device: Device of the rows.
+        dtype: Dtype of the products.
+        first: Weights of the first product, one for each group.
+        down: Weights of the second product, one for each group.
+        can_fuse: Whether the layer's activation and the kernels of its gradients allow the fusion
+            of SwiGLU into the first product.
+    """
+    sizes = [(len(weights), weights[0].shape[1], weights[0].shape[0]) for weights in (first, down)]
+    names = [choose_backend(device, dtype, *size).backend for size in sizes]
+    fuses = can_fuse and choose_swiglu(device, dtype, *sizes[0]).is_fused
+    return LayerBackends(names[0], names[1], fuses)
+
+
 def _choose(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
-) -> ProductChoice:
+) -> BackendChoice:
     if device.type != "cuda":
-        return ProductChoice("loop", f"{device.type}: ends are on the host already")
+        return BackendChoice("loop", f"{device.type}: ends are on the host already")
     neither = _why_no_kernel(dtype, in_features, out_features)
     if neither is not None:
-        return ProductChoice("loop", neither)
+        return BackendChoice("loop", neither)
     not_bundled = _why_not_bundled(device, num_groups)
     if not_bundled is None:
-        return ProductChoice(
+        return BackendChoice(
             "bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels"
         )
     not_torchs = _why_not_torchs(device)
     if not_torchs is None:
-        return ProductChoice(
+        return BackendChoice(
             "grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}"
         )
-    return ProductChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
+    return BackendChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
 
 
 def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Grouped linear layer: rows sorted by group, one weight per group, on the fastest kernel."""
+"""Grouped linear layer and the activation after it, as two operators or fused into one launch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute import grouped_operator
-from lightning_megatron.experts.compute.backends import PRODUCTS, Loop
-from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.backends import BACKENDS, Bundled, Loop
+from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
+from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.mlp import Activation, activate
 
 #: Function from rows, weights (or their stack) and ends to the output.
 Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
 
 def grouped_linear(
-    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None
+    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: BackendName | None = None
 ) -> Tensor:
     """Multiply each group of rows by the transpose of its own weight.
 
@@ -33,6 +36,7 @@ def grouped_linear(
     first copied into one tensor. Pass a stack ``(E, N, K)`` as ``stack.unbind()``.
 
     Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
+    The dtype of rows is that of the product, also under autocast.
 
     Shapes: rows ``(R, K)``; weights E of ``(N, K)``; ends ``(E)`` int32 on the device of rows;
         output ``(R, N)``.
@@ -41,25 +45,93 @@ def grouped_linear(
         rows: Rows sorted by group.
         weights: One weight for each group.
         ends: Index one past the last row of each group.
-        backend: Backend of the product; None leaves the choice to :func:`choose_product`.
+        backend: Backend of the product; None asks :func:`choose_backend` at each call.
     """
     weights = tuple(weights)
-    kind = rows.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-    rows = rows.to(dtype)
     if torch.compiler.is_compiling():
         return grouped_operator.grouped_linear(rows, weights, ends, backend)
     if backend is None:
         out_features, in_features = weights[0].shape
-        backend = choose_product(
-            rows.device, dtype, len(weights), in_features, out_features
+        backend = choose_backend(
+            rows.device, rows.dtype, len(weights), in_features, out_features
         ).backend
-    product = PRODUCTS[backend]
-    return differentiable_product(rows, weights, ends, product, product.output)
+    chosen = BACKENDS[backend]
+    return _differentiable_product(rows, weights, ends, chosen, chosen.output)
 
 
-def differentiable_product(
-    rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, product: type[Loop], output: Output
+def grouped_swiglu(
+    rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor
+) -> Tensor:
+    """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
+
+    Equal to ``silu(gate) * up * probability`` with
+    ``gate, up = grouped_linear(rows, weights, ends).chunk(2, -1)``. The product is rounded to the
+    dtype of rows before the activation, so the result equals that of the two separate operators.
+    Their kernels compute the gradients, from the product that the forward pass saves. With
+    gradients off the product is not stored. This includes the first forward pass of recomputed
+    experts.
+
+    Weights, slots, ends and rows past the last end follow the rules of :func:`grouped_linear`.
+
+    Shapes: rows ``(R, K)``; weights E of ``(2 F, K)``, gates first; probabilities ``(R)``; ends
+    ``(E)`` int32 on the device of rows; output ``(R, F)``.
+
+    Args:
+        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
+        weights: One weight for each group.
+        probabilities: Factor of each row, in float32.
+        ends: Index one past the last row of each group.
+
+    Raises:
+        UnsupportedError: If the Triton kernels of the backward pass are not available.
+
+    Source: Shazeer 2020.
+    """
+    kernels = fused_kernels(rows)
+    if kernels is None:
+        raise UnsupportedError(
+            "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
+            f"{rows.dtype} on {rows.device}. The kernels of this project compute the gradients. "
+            "Use grouped_linear and an activation."
+        )
+    weights = tuple(weights)
+    factors = probabilities.detach().float().contiguous()
+    if not torch.is_grad_enabled():
+        return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0]
+    activated: list[Tensor] = []
+
+    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+        result, kept = Bundled.swiglu(rows, weights, factors, ends, keep=True)
+        assert kept is not None, "the product is asked for"
+        activated.append(result)
+        return kept
+
+    inner = _differentiable_product(rows, weights, ends, Bundled, output)
+    return kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+
+
+def weighted_activation(
+    inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation
+) -> Tensor:
+    """Apply an activation to rows, and multiply each row by its probability.
+
+    Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output
+    ``(R, F)``. Rows past the last end are undefined.
+
+    Args:
+        inner: Input of the activation.
+        probabilities: Factor of each row, in float32 or wider.
+        ends: Index one past the last row of each local expert.
+        activation: Activation, one of those of ``layers.mlp``.
+    """
+    kernels = fused_kernels(inner) if activation == "swiglu" else None
+    if kernels is not None:
+        return kernels.apply_weighted_swiglu(inner, probabilities, ends)
+    return (activate(inner, activation) * probabilities.unsqueeze(-1)).to(inner.dtype)
+
+
+def _differentiable_product(
+    rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, backend: type[Loop], output: Output
 ) -> Tensor:
     """Compute a grouped product with gradients, as documented in :func:`grouped_linear`.
 
@@ -67,16 +139,16 @@ def differentiable_product(
         rows: Rows sorted by group.
         weights: One weight for each group.
         ends: Index one past the last row of each group.
-        product: Backend that computes the gradients.
+        backend: Backend that computes the gradients.
         output: Function that computes the output.
     """
     rows = rows.contiguous()
-    slots = (
-        [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
-    )
+    slots: list[GradientSlot] = []
+    if torch.is_grad_enabled():
+        slots = [slot for slot in slots_of(weights) if slot is not None]
     if len(slots) == len(weights):
-        return _IntoSlots.apply(rows, ends, product, output, weights[0], weights, slots)
-    return _GroupedLinear.apply(rows, ends, product, output, *weights)
+        return _IntoSlots.apply(rows, ends, backend, output, weights[0], weights, slots)
+    return _GroupedLinear.apply(rows, ends, backend, output, *weights)
 
 
 class _IntoSlots(torch.autograd.Function):
@@ -92,14 +164,14 @@ class _IntoSlots(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         ends: Tensor,
-        product: type[Loop],
+        backend: type[Loop],
         output: Output,
         first: Tensor,
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
     ) -> Tensor:
         ctx.save_for_backward(rows, ends)
-        ctx.product = product
+        ctx.backend = backend
         ctx.weights = weights
         ctx.slots = slots
         # The weights bypass `save_for_backward`, so the check for in-place changes is made here.
@@ -121,10 +193,10 @@ class _IntoSlots(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = ctx.product.input_gradient(
+            grad_rows = ctx.backend.input_gradient(
                 grad, ctx.weights if ctx.view is None else ctx.view, ends
             )
-        ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
+        ctx.backend.add_weight_gradients(grad, rows, ends, ctx.slots)
         return grad_rows, None, None, None, None, None, None
 
 
@@ -135,11 +207,11 @@ def _versions(weights: tuple[Tensor, ...]) -> list[int]:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], output: Output, *weights: Tensor
+        ctx: Any, rows: Tensor, ends: Tensor, backend: type[Loop], output: Output, *weights: Tensor
     ) -> Tensor:
         needs_weights = any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
-        ctx.product = product
+        ctx.backend = backend
         # Slots at the time of the forward pass: a weight that is frozen now gets no gradient, even
         # if it is unfrozen before the backward pass.
         ctx.slots = slots_of(weights)
@@ -152,10 +224,10 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = ctx.product.input_gradient(grad, weights, ends)
+            grad_rows = ctx.backend.input_gradient(grad, weights, ends)
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if rows is not None:
-            found = ctx.product.weight_gradients(grad, rows, ends)
+            found = ctx.backend.weight_gradients(grad, rows, ends)
             for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
                 if slot is not None:
                     slot.add(found[number])

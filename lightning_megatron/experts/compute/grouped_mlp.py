@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.compute.grouped_linear import grouped_linear
-from lightning_megatron.experts.compute.grouped_swiglu import grouped_swiglu, is_one_launch
+from lightning_megatron.experts.compute.choose_backend import (
+    LayerBackends,
+    choose_layer_backends,
+)
+from lightning_megatron.experts.compute.grouped_linear import (
+    grouped_linear,
+    grouped_swiglu,
+    weighted_activation,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer, sharded_parameter
-from lightning_megatron.layers.mlp import Activation, activate, is_gated
+from lightning_megatron.layers.mlp import Activation, is_gated
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
+
+#: Operators of a compiled graph choose their backends when they run; the compiler fuses the rest.
+_CHOSEN_AT_RUN_TIME = LayerBackends(None, None, fuses_swiglu=False)
 
 
 class ExpertWeight(nn.Module):
@@ -89,6 +101,8 @@ class GroupedMLP(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self.activation = activation
+        # The backends, with the kind of rows and weights that they were chosen for.
+        self._chosen: tuple[tuple[object, ...], LayerBackends] | None = None
         self.first_name = "gate_up" if is_gated(activation) else "up"
         inner = config.ffn_hidden_size
         etp = mesh.etp
@@ -123,36 +137,39 @@ class GroupedMLP(nn.ModuleDict):
             ends: Index one past the last row of each local expert (int32, on the device).
         """
         first = self.weights(self.first_name)
-        if self.activation == "swiglu" and is_one_launch(rows, first):
+        down = self.weights("down")
+        autocast_dtype = _autocast_dtype(rows)
+        if autocast_dtype is not None:
+            rows = rows.to(autocast_dtype)
+        backends = self._backends(rows, first, down, autocast_dtype is not None)
+        if backends.fuses_swiglu:
             weighted = grouped_swiglu(rows, first, probabilities, ends)
         else:
-            weighted = weighted_activation(
-                grouped_linear(rows, first, ends), probabilities, ends, self.activation
-            )
-        return grouped_linear(weighted, self.weights("down"), ends)
+            inner = grouped_linear(rows, first, ends, backends.first)
+            weighted = weighted_activation(inner, probabilities, ends, self.activation)
+        return grouped_linear(weighted, down, ends, backends.down)
+
+    def _backends(
+        self, rows: Tensor, first: Sequence[Tensor], down: Sequence[Tensor], is_autocast: bool
+    ) -> LayerBackends:
+        """Return the backends of the products; they are chosen again only for another kind."""
+        if torch.compiler.is_compiling():
+            return _CHOSEN_AT_RUN_TIME
+        # Autocast excludes the fused kernels, even where it does not change the dtype.
+        kind = (rows.device, rows.dtype, is_autocast, first[0].shape, len(first))
+        if self._chosen is None or self._chosen[0] != kind:
+            can_fuse = self.activation == "swiglu" and fused_kernels(rows) is not None
+            chosen = choose_layer_backends(rows.device, rows.dtype, first, down, can_fuse=can_fuse)
+            self._chosen = (kind, chosen)
+        return self._chosen[1]
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _weight_of(module: Any) -> Tensor:
     """Return a module's weight, without the slow attribute lookup of ``nn.Module`` if possible."""
     weight = module._parameters.get("weight")
     return module.weight if weight is None else weight
-
-
-def weighted_activation(
-    inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation
-) -> Tensor:
-    """Apply an activation to rows, and multiply each row by its probability.
-
-    Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output
-    ``(R, F)``. Rows past the last end are undefined.
-
-    Args:
-        inner: Input of the activation.
-        probabilities: Factor of each row, in float32 or wider.
-        ends: Index one past the last row of each local expert.
-        activation: Activation, one of those of ``layers.mlp``.
-    """
-    kernels = fused_kernels(inner) if activation == "swiglu" else None
-    if kernels is not None:
-        return kernels.apply_weighted_swiglu(inner, probabilities, ends)
-    return (activate(inner, activation) * probabilities.unsqueeze(-1)).to(inner.dtype)

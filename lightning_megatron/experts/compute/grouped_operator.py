@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.compute.backends import PRODUCTS, Loop
-from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.backends import BACKENDS, Loop
+from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 
 _NAME = "lightning_megatron::grouped_linear"
 
@@ -21,8 +21,8 @@ _NAME = "lightning_megatron::grouped_linear"
 )
 def _output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
     out_features, in_features = weights[0].shape
-    product = _product(rows, ends, in_features, out_features, backend)
-    return product.output(rows.contiguous(), weights, ends)
+    chosen = _backend(rows, ends, in_features, out_features, backend)
+    return chosen.output(rows.contiguous(), weights, ends)
 
 
 @torch.library.custom_op(
@@ -34,8 +34,8 @@ def _input_gradient(
     grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None
 ) -> Tensor:
     out_features, in_features = weights[0].shape
-    product = _product(grad, ends, in_features, out_features, backend)
-    return product.input_gradient(grad.contiguous(), weights, ends)
+    chosen = _backend(grad, ends, in_features, out_features, backend)
+    return chosen.input_gradient(grad.contiguous(), weights, ends)
 
 
 @torch.library.custom_op(
@@ -44,8 +44,8 @@ def _input_gradient(
     schema="(Tensor grad, Tensor rows, Tensor ends, str? backend) -> Tensor",
 )
 def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
-    product = _product(rows, ends, rows.shape[1], grad.shape[1], backend)
-    return product.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
+    chosen = _backend(rows, ends, rows.shape[1], grad.shape[1], backend)
+    return chosen.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
 
 
 @_output.register_fake
@@ -88,22 +88,22 @@ _output.register_autograd(_differentiate, setup_context=_keep)
 
 
 def grouped_linear(
-    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None
+    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: BackendName | None = None
 ) -> Tensor:
     """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
 
     Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient
-    slots. The backend is chosen at run time.
+    slots. Without a backend the operator chooses one when it runs.
     """
     return cast(Tensor, _output(rows, list(weights), ends, backend))
 
 
-def _product(
+def _backend(
     tensor: Tensor, ends: Tensor, in_features: int, out_features: int, backend: str | None
 ) -> type[Loop]:
     if backend is None:
         num_groups = ends.shape[0]
-        backend = choose_product(
+        backend = choose_backend(
             tensor.device, tensor.dtype, num_groups, in_features, out_features
         ).backend
-    return PRODUCTS[cast(Backend, backend)]
+    return BACKENDS[cast(BackendName, backend)]

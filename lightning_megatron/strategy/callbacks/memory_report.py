@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.compute.choose_backend import choose_product
+from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.choose_kernels import fused_kernels
@@ -261,7 +261,7 @@ def _makes_expert_gradients(model: GPT) -> bool:
     """Return whether new gradients of all experts exist before they are accumulated."""
     for layer in model.mixtures().values():
         first, *others = layer.experts.weights("down")
-        kind = choose_product(
+        kind = choose_backend(
             first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
         )
         return kind.backend == "grouped_mm"
