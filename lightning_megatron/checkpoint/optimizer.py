@@ -198,7 +198,7 @@ def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
     one = main.slices.get(name)
     if one is not None:
         return one.placement, one.is_exclusive
-    return None if name in main.mains else (main.spec(name), False)
+    return None if name in main.main_parameters else (main.spec(name), False)
 
 
 def _placement(

@@ -76,7 +76,7 @@ class StageMemory:
         num_parameters: Elements of this rank's parameters.
         parameters: Parameters of the model.
         gradients: Buffers of the summed gradients.
-        mains: Main parameters of the optimizer.
+        main_parameters: Main parameters of the optimizer.
         optimizer: Optimizer state.
         activations: Activations that layers keep for backward.
         loss: Logits, and tensors that the loss derives from them.
@@ -91,7 +91,7 @@ class StageMemory:
     num_parameters: int
     parameters: int
     gradients: int
-    mains: int
+    main_parameters: int
     optimizer: int
     activations: int = 0
     loss: int = 0
@@ -102,7 +102,7 @@ class StageMemory:
     @property
     def static(self) -> int:
         """Return the bytes that are allocated during the whole training."""
-        return self.parameters + self.gradients + self.mains + self.optimizer
+        return self.parameters + self.gradients + self.main_parameters + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -252,7 +252,7 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
     return {
         "parameters": num_parameters * training.parameter_bytes,
         "gradients": num_parameters * training.gradient_bytes,
-        "mains": owned * training.main_bytes,
+        "main_parameters": owned * training.main_bytes,
         "optimizer": owned * training.state_bytes,
     }
 

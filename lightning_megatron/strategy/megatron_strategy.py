@@ -219,7 +219,7 @@ class MegatronStrategy(ModelStrategy):
         )
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._state is not None, "setup has run"
-            self._for_the_run.enter_context(seeing_data(self._state.main.written.note))
+            self._for_the_run.enter_context(seeing_data(self._state.main.user_writes.note))
             if self.layout.pp > 1:
                 self._for_the_run.enter_context(hiding_example_input(self.user_module))
             average_main_parameters(trainer, self.user_module, self._state.main, self.mesh)

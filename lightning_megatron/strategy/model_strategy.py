@@ -231,7 +231,9 @@ class ModelStrategy(MeshStrategy):
         if not fitting:
             return
         forward_zero_grad(self)
-        patch_finetuning(trainer, lambda: {} if self._state is None else self._state.main.mains)
+        patch_finetuning(
+            trainer, lambda: {} if self._state is None else self._state.main.main_parameters
+        )
         if self._gathers_late(trainer):
             self._state.overlap_gathers()
         reader = gradient_reader(trainer)
@@ -256,7 +258,7 @@ class ModelStrategy(MeshStrategy):
             previous.mesh = self.mesh
             return previous
         options, dtypes = self.options, self.precision_plugin.dtypes
-        division = division_of(options, dtypes.mains if fitting else None)
+        division = division_of(options, dtypes.main_parameters if fitting else None)
         return TrainingState(
             module,
             self.optimizers if fitting else (),
@@ -410,7 +412,7 @@ class ModelStrategy(MeshStrategy):
         trainer = self.user_module.trainer
         self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
         self._state.attach_new(self.optimizers, trainer.current_epoch)
-        self._state.main.written.take_noted()
+        self._state.main.user_writes.adopt_noted()
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""

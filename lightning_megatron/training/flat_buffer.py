@@ -52,7 +52,7 @@ def counted_views(placement: Placement, tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(view for box, view in placement.local_views(tensor) if box.copy == 0)
 
 
-def cut_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
+def slice_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
     """Cut and convert existing optimizer state of a parameter like its main parameter."""
     if not isinstance(state, dict):
         return state
@@ -104,7 +104,9 @@ class FlatBuffer:
         make = partial(torch.zeros, device=first.device)
         self.parameters = make(plan.size, dtype=first.dtype)
         self.gradients = make(plan.size, dtype=gradient_dtype)
-        self.mains = make(plan.shard_size, dtype=main_dtype) if main_dtype != first.dtype else None
+        self.main_parameters = (
+            make(plan.shard_size, dtype=main_dtype) if main_dtype != first.dtype else None
+        )
         self._shapes = {name: parameter.shape for name, parameter in members.items()}
         for name, parameter in members.items():
             place = plan.place(name)
@@ -112,7 +114,7 @@ class FlatBuffer:
             view.copy_(parameter.detach())
             parameter.data = view
         self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
-        self.load_mains()
+        self.load_main_parameters()
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
 
@@ -127,19 +129,19 @@ class FlatBuffer:
         return flat[start:stop]
 
     @torch.no_grad()
-    def load_mains(self) -> None:
+    def load_main_parameters(self) -> None:
         """Copy this rank's part of the model's parameters into the main parameters."""
         for own, main in self._own_parts():
             main.copy_(own)
 
     @torch.no_grad()
-    def store_mains(self) -> None:
+    def store_main_parameters(self) -> None:
         """Round the main parameters into this rank's part of the model's parameters."""
         for own, main in self._own_parts():
             own.copy_(main)
 
     @torch.no_grad()
-    def take_written(self, names: Collection[str] = ()) -> None:
+    def adopt_user_writes(self, names: Collection[str] = ()) -> None:
         """Copy values that user code wrote into the model's parameters to the main parameters.
 
         Such values are loaded or scaled weights, for example. A main parameter keeps its elements
@@ -150,7 +152,7 @@ class FlatBuffer:
             names: Names of parameters to compare in any case, because the version counter may have
                 missed a write.
         """
-        if self.mains is None:
+        if self.main_parameters is None:
             return
         versions = self._count_writes()
         if versions == self._versions and not names:
@@ -162,7 +164,7 @@ class FlatBuffer:
         self._versions = versions
 
     @torch.no_grad()
-    def bring_back(self, names: Iterable[str]) -> None:
+    def restore_views(self, names: Iterable[str]) -> None:
         """Copy values from replaced memory into the buffer, and restore the parameters' views."""
         # Copy all values before the first write: two parameters may have swapped their memory.
         values = {name: self.members[name].detach().clone() for name in names}
@@ -172,7 +174,7 @@ class FlatBuffer:
             view.copy_(value)
             self.members[name].data = view
 
-    def has_in_place(self, name: str) -> bool:
+    def is_view(self, name: str) -> bool:
         """Return whether a parameter is a view of its place in this buffer."""
         start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
         return self.members[name].data_ptr() == start + self.plan.place(name).start * itemsize
@@ -180,7 +182,7 @@ class FlatBuffer:
     @property
     def still_holds(self) -> bool:
         """Return whether the parameters are views of this buffer; moving a module ends that."""
-        return all(map(self.has_in_place, self.members))
+        return all(map(self.is_view, self.members))
 
     def _count_writes(self) -> list[int]:
         """List torch's version counters of the parameters of which this rank has a part."""
@@ -188,13 +190,13 @@ class FlatBuffer:
 
     def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Pair this rank's part of every bucket with its main parameters, if these are separate."""
-        if self.mains is None:
+        if self.main_parameters is None:
             return []
         pairs = []
         done = 0
         for bucket in range(len(self.plan.buckets)):
             own = self.own_part(self.parameters, bucket)
-            pairs.append((own, self.mains[done : done + own.numel()]))
+            pairs.append((own, self.main_parameters[done : done + own.numel()]))
             done += own.numel()
         return pairs
 
@@ -202,11 +204,11 @@ class FlatBuffer:
         size = one.stop - one.start
         shape = self._shapes[one.name]
         is_whole = size == shape.numel()
-        if self.mains is None:
+        if self.main_parameters is None:
             flat = self.parameters
             start = one.buffer_start
         else:
-            flat = self.mains
+            flat = self.main_parameters
             start = one.shard_start
         # A whole parameter keeps its shape, because some optimizers depend on it.
         form = shape if is_whole else torch.Size((size,))
@@ -216,7 +218,7 @@ class FlatBuffer:
         main = nn.Parameter(flat[start : start + size].view(form))
         own = slice(one.buffer_start, one.buffer_start + size)
         gradient = self.gradients[own].view(form)
-        half = None if self.mains is None else self.parameters[own].view(form)
+        half = None if self.main_parameters is None else self.parameters[own].view(form)
         if is_whole:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,68 +12,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
+from lightning_megatron.training.buffer_planner import LATE_GROUP
 from lightning_megatron.training.flat_buffer import FlatBuffer
-from lightning_megatron.training.main_parameters import LATE, MainParameters
+from lightning_megatron.training.gradient_bucket import GradientBucket
+from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_sums import PartialSums
 from lightning_megatron.training.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """State of one bucket during a step.
-
-    Args:
-        buffer: Buffer that contains the bucket.
-        index: Number of the bucket in its buffer.
-        names: Names of the parameters whose gradients are in the bucket.
-        missing: Names of parameters whose gradients are incomplete while the last backward pass
-            runs.
-        pending: Reduction over the data-parallel ranks, once it has started.
-    """
-
-    buffer: FlatBuffer
-    index: int
-    names: tuple[str, ...]
-    missing: set[str]
-    pending: Pending | None = None
-
-    @classmethod
-    def of(cls, buffer: FlatBuffer, index: int) -> _Bucket:
-        """Return a bucket of a buffer."""
-        return cls(
-            buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set()
-        )
-
-    @property
-    def group(self) -> int:
-        """Return the group of buckets whose gradients are complete at the same time."""
-        return self.buffer.plan.buckets[self.index].group
-
-    def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
-        """Start averaging over the replicas: this rank's part, or the whole bucket."""
-        axis = mesh.copies(self.buffer.is_expert)
-        buffer = self.buffer
-        place = buffer.plan.buckets[self.index]
-        whole = buffer.gradients[place.start : place.stop]
-        if is_whole or buffer.plan.num_parts == 1:
-            self.pending = start_all_reduce(whole, axis, "mean")
-        else:
-            self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
-
-    def wait(self) -> None:
-        """Wait for the reduction, if it has started."""
-        if self.pending is not None:
-            self.pending.wait()
-
-    @property
-    def own(self) -> Tensor:
-        """Return this rank's part of the gradients."""
-        return self.buffer.own_part(self.buffer.gradients, self.index)
 
 
 class GradientReducer:
@@ -103,11 +49,11 @@ class GradientReducer:
     def __init__(self, main: MainParameters) -> None:
         self._main = main
         #: Callback that gets this rank's own gradients by name before the reduction.
-        self.look: Callable[[Mapping[str, Tensor]], None] | None = None
+        self.before_reduction: Callable[[Mapping[str, Tensor]], None] | None = None
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[GradientSlot, str] = {}
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[str, _Bucket] = {}
+        self._buckets: list[GradientBucket] = []
+        self._bucket_of: dict[str, GradientBucket] = {}
         self._armed: set[int] = set()
         self._seen: dict[str, int] = {}
         self._expected: dict[str, int] = {}
@@ -125,7 +71,9 @@ class GradientReducer:
         call it.
         """
         for buffer in buffers:
-            buckets = [_Bucket.of(buffer, index) for index in range(len(buffer.plan.buckets))]
+            buckets = [
+                GradientBucket.of(buffer, index) for index in range(len(buffer.plan.buckets))
+            ]
             self._buckets += buckets
             self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
             mesh = self._main.mesh
@@ -183,7 +131,7 @@ class GradientReducer:
             if names
             else []
         )
-        late = [name for bucket in buckets if bucket.group == LATE for name in bucket.names]
+        late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
         self._add_ties(buckets, alone=False)
@@ -194,7 +142,7 @@ class GradientReducer:
         self._add_ties(buckets, alone=True)
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
-        dormant = self._unused.agree(finished)
+        dormant = self._unused.find_dormant(finished)
         self._hand_over(finished, dormant)
         self._reset(buckets)
         self._finished.update(finished)
@@ -221,16 +169,16 @@ class GradientReducer:
         """Return whether this rank has accumulated gradients that are not reduced yet."""
         return any(not slot.is_empty for slot in self._slots.values())
 
-    def lend_unreduced(self) -> None:
+    def expose_unreduced(self) -> None:
         """Show this rank's accumulated gradients as ``parameter.grad``."""
         for name, slot in self._slots.items():
             if not slot.is_empty:
-                self._main.lent.lend(name, self._main.parameter(name), slot.gradient)
+                self._main.exposed_gradients.expose(name, self._main.parameter(name), slot.gradient)
 
-    def take_over(self) -> None:
+    def adopt_user_changes(self) -> None:
         """Adopt changes that user code made to gradients shown as ``parameter.grad``."""
         slices = self._main.slices
-        for name in self._main.lent.take_over():
+        for name in self._main.exposed_gradients.adopt_user_changes():
             self._slots[name].clear()
             self._finished.discard(name)
             if name in slices:
@@ -257,7 +205,7 @@ class GradientReducer:
 
     def release(self) -> None:
         """Remove slots and hooks, so that autograd writes to ``parameter.grad`` again."""
-        self._main.lent.take_back()
+        self._main.exposed_gradients.withdraw()
         for hook in self._hooks:
             hook.remove()
         for name in self._slots:
@@ -269,7 +217,7 @@ class GradientReducer:
             if one.main.grad is not None and one.main.dtype != one.gradient.dtype:
                 one.main.grad.copy_(one.gradient)
 
-    def _in_group(self, group: int) -> Iterator[_Bucket]:
+    def _in_group(self, group: int) -> Iterator[GradientBucket]:
         return (bucket for bucket in self._buckets if bucket.group == group)
 
     def _gradient_of(self, name: str) -> Tensor:
@@ -283,8 +231,11 @@ class GradientReducer:
 
     def _arrived(self, names: list[str]) -> None:
         """Record gradients that have arrived, and start the buckets that are complete now."""
+        # This runs in the backward pass, once for each gradient of each microbatch.
         seen = self._seen
         touched = set(map(self._bucket_of.__getitem__, names))
+        # A parameter that the model uses several times gets several gradients. Its bucket starts
+        # after as many as the first steps have counted, so one more comes too late.
         if any(bucket.pending is not None for bucket in touched):
             name = next(name for name in names if self._bucket_of[name].pending is not None)
             raise RuntimeError(
@@ -295,37 +246,41 @@ class GradientReducer:
             )
         for name in names:
             seen[name] = seen.get(name, 0) + 1
+        # A slot that still has the sum of a finished step was not cleared by `zero_grad`.
         if self._finished:
             for name in names:
-                self._unused.forgive_missing_zero_grad(name, self._finished)
+                self._unused.discard_without_zero_grad(name, self._finished)
+        # Only the last backward pass of a step completes gradients; `_armed` has its chunks.
         if self._armed:
-            self._take_off(names, touched)
+            self._start_complete_groups(names, touched)
 
-    def _take_off(self, names: list[str], touched: Collection[_Bucket]) -> None:
+    def _start_complete_groups(self, names: list[str], touched: Collection[GradientBucket]) -> None:
         """Remove complete gradients from their buckets' missing sets, and start complete groups."""
-        seen, expected = self._seen, self._expected
+        seen = self._seen
+        expected = self._expected
+        # In the first step nothing is expected yet: `start_reduction` starts its buckets.
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:
             bucket.missing.difference_update(complete)
         for group in sorted(
             {bucket.group for bucket in touched if not bucket.missing} & self._armed
         ):
-            self._start_complete(group)
+            self._start_group(group)
 
-    def _start_complete(self, group: int) -> None:
+    def _start_group(self, group: int) -> None:
         """Start the complete buckets of a group, in order, up to the first incomplete one."""
         for bucket in self._in_group(group):
             if bucket.missing:
                 return
             self._start(bucket)
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _start(self, bucket: GradientBucket) -> None:
         if bucket.pending is not None:
             return
         self._fill(bucket.names)
-        if self.look is not None:
-            self.look({name: self._gradient_of(name) for name in bucket.names})
-        bucket.start(self._main.mesh, self._main.lent.is_on)
+        if self.before_reduction is not None:
+            self.before_reduction({name: self._gradient_of(name) for name in bucket.names})
+        bucket.start(self._main.mesh, self._main.exposed_gradients.is_on)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Fill the gradients that have not arrived with zeros."""
@@ -337,7 +292,7 @@ class GradientReducer:
                 if self._main.is_trainable(name):
                     self._unused.note(name)
 
-    def _add_ties(self, buckets: Collection[_Bucket], *, alone: bool) -> None:
+    def _add_ties(self, buckets: Collection[GradientBucket], *, alone: bool) -> None:
         """Add the gradients of tied embeddings and of their copies on another stage.
 
         A tied gradient in a bucket of its own has the same layout on both stages, so that each rank
@@ -347,7 +302,11 @@ class GradientReducer:
         mesh = self._main.mesh
         for name in (name for pair in self._main.ties or () for name in pair):
             bucket = self._bucket_of.get(name)
-            if bucket is None or bucket not in buckets or (name in self._main.ties_alone) != alone:
+            if (
+                bucket is None
+                or bucket not in buckets
+                or (name in self._main.planner.ties_alone) != alone
+            ):
                 continue
             self._fill([name])
             own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
@@ -380,8 +339,8 @@ class GradientReducer:
         for name in names:
             one = slices.get(name)
             has_none = name in dormant or (has_frozen and not main.is_trainable(name))
-            if main.lent.is_on and not has_none:
-                main.lent.lend(name, main.parameter(name), self._gradient_of(name))
+            if main.exposed_gradients.is_on and not has_none:
+                main.exposed_gradients.expose(name, main.parameter(name), self._gradient_of(name))
             if one is None:
                 continue
             if has_none:
@@ -392,7 +351,7 @@ class GradientReducer:
                 # The gradients were accumulated in bfloat16, the main parameter is float32.
                 one.main.grad = one.gradient.to(one.main.dtype)
 
-    def _reset(self, buckets: Iterable[_Bucket]) -> None:
+    def _reset(self, buckets: Iterable[GradientBucket]) -> None:
         for bucket in buckets:
             bucket.pending = None
             bucket.missing = set()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,43 +14,14 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.training.buffer_planner import BufferPlanner, DistributedOptimizerConfig
 from lightning_megatron.training.counted_gradients import CountedGradients
-from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, cut_state
-from lightning_megatron.training.lent_gradients import LentGradients
-from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
+from lightning_megatron.training.exposed_gradients import ExposedGradients
+from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, slice_state
 from lightning_megatron.training.parameter_gather import ParameterGather
+from lightning_megatron.training.shard_granularity import ShardGranularity
 from lightning_megatron.training.shared_gradients import resolve_ties
-from lightning_megatron.training.written import WrittenParameters
-
-#: Groups of buckets in addition to the chunks of a pipeline stage.
-LATE = -2
-OUTSIDE = -1
-
-
-@dataclass(frozen=True)
-class Division:
-    """Dtypes and partitioning of the trained parameters.
-
-    Args:
-        main_dtype: Dtype of the main parameters of half-precision parameters; None trains the
-            parameters themselves.
-        gradient_dtype: Dtype of the accumulated gradients of such parameters; None means
-            ``main_dtype``.
-        zero: ZeRO stage: 1 gives every data-parallel rank a part of the main parameters, 0 all of
-            them.
-        slices: Granularity of a part: ``elements``, whole ``parameters``, or ``auto`` by what the
-            optimizer supports.
-        bucket_size: Approximate size of one gradient message (elements).
-        moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
-    """
-
-    main_dtype: torch.dtype | None = None
-    gradient_dtype: torch.dtype | None = None
-    zero: int = 1
-    slices: Literal["auto", "elements", "parameters"] = "auto"
-    bucket_size: int = 40_000_000
-    moments_dtype: torch.dtype = torch.float32
+from lightning_megatron.training.user_writes import UserWrites
 
 
 class MainParameters:
@@ -66,7 +35,7 @@ class MainParameters:
     Args:
         named_parameters: Parameters of this rank by name; the names must not depend on the layout.
         mesh: Process groups of this rank.
-        division: Dtypes and partitioning.
+        config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
             one outside the pipelined model.
         stacks: Names of parameters that one matrix product reads, from the first row to the last;
@@ -77,25 +46,19 @@ class MainParameters:
         self,
         named_parameters: Mapping[str, nn.Parameter],
         mesh: ParallelMesh,
-        division: Division | None = None,
+        config: DistributedOptimizerConfig | None = None,
         chunk_of: Callable[[str], int | None] = lambda name: 0,
         stacks: Iterable[tuple[str, ...]] = (),
     ) -> None:
         self.mesh = mesh
-        self.division = division or Division()
+        self.config = config or DistributedOptimizerConfig()
+        self.planner = BufferPlanner(mesh, self.config, chunk_of, stacks)
         self.buffers: list[FlatBuffer] = []
         self.gather = ParameterGather()
-        self.lent = LentGradients(mesh)
+        self.exposed_gradients = ExposedGradients(mesh)
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
-        #: Tied parameters whose bucket holds nothing else, so that both stages cut it in the same
-        #: way.
-        self.ties_alone: set[str] = set()
-        self._chunk_of = chunk_of
-        self._stack_of = {
-            name: (number, stack) for number, stack in enumerate(stacks) for name in stack
-        }
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
@@ -103,8 +66,8 @@ class MainParameters:
                 seen.add(id(parameter))
                 self._parameters[name] = parameter
         #: Tracking of user writes into the parameters.
-        self.written = WrittenParameters(self._parameters, self.buffers, self.wait)
-        self._mains: dict[str, nn.Parameter] = {}
+        self.user_writes = UserWrites(self._parameters, self.buffers, self.wait)
+        self._main_parameters: dict[str, nn.Parameter] = {}
         self._slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
         self._counted = CountedGradients()
@@ -129,12 +92,12 @@ class MainParameters:
     @property
     def trained(self) -> tuple[str, ...]:
         """List the parameters of this stage that some data-parallel rank's optimizer trains."""
-        return tuple(self._mains)
+        return tuple(self._main_parameters)
 
     @property
-    def mains(self) -> Mapping[str, nn.Parameter]:
+    def main_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return each trained parameter's main parameter by name; empty if not on this rank."""
-        return self._mains
+        return self._main_parameters
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return the model's own parameter."""
@@ -142,16 +105,19 @@ class MainParameters:
 
     def main(self, name: str) -> nn.Parameter:
         """Return a parameter's main parameter; it is empty if this rank has no part."""
-        return self._mains.get(name, self._parameters[name])
+        return self._main_parameters.get(name, self._parameters[name])
 
     def is_trainable(self, name: str) -> bool:
         """Return whether a parameter and its main parameter both require gradients."""
-        return self._parameters[name].requires_grad and self._mains[name].requires_grad
+        return self._parameters[name].requires_grad and self._main_parameters[name].requires_grad
 
     def are_trainable(self, names: Iterable[str]) -> bool:
         """Return whether :meth:`is_trainable` is true of all these parameters."""
-        parameters, mains = self._parameters, self._mains
-        return all(parameters[name].requires_grad and mains[name].requires_grad for name in names)
+        parameters = self._parameters
+        main_parameters = self._main_parameters
+        return all(
+            parameters[name].requires_grad and main_parameters[name].requires_grad for name in names
+        )
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
         """Return a parameter's shard spec; without one, it is whole on every rank of tp."""
@@ -170,14 +136,14 @@ class MainParameters:
             for name, one in self._slices.items()
             if one.main.grad is not None and (names is None or name in names)
         ]
-        if not self.lent.is_on:
+        if not self.exposed_gradients.is_on:
             return [one.main.grad for one in own if one.main.grad is not None]
         apart = [
             one.main.grad
             for one in own
             if one.main.grad is not None and one.main.dtype != one.gradient.dtype
         ]
-        return self.lent.gradients(names) + apart
+        return self.exposed_gradients.gradients(names) + apart
 
     def counted_gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the gradient pieces that this rank counts in a norm, adjacent pieces joined.
@@ -245,13 +211,16 @@ class MainParameters:
         new = [
             n
             for n in self.names
-            if n in names and n not in self._mains and self._parameters[n].requires_grad
+            if n in names and n not in self._main_parameters and self._parameters[n].requires_grad
         ]
         if not new:
-            self._exchange(optimizer)
+            # Parameters that were attached before may be in a group that is new.
+            self._put_main_parameters_into(optimizer)
             return []
-        unit = self._unit_of(optimizer)
+        granularity = self.planner.granularity_for(optimizer)
         made = []
+        # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
+        # are replicated over fewer ranks than other parameters.
         alike: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
         for name in new:
             parameter = self._parameters[name]
@@ -259,8 +228,10 @@ class MainParameters:
                 (parameter.dtype, parameter.device, self.spec(name).is_expert), []
             ).append(name)
         for (dtype, _, is_expert), members in alike.items():
-            made.append(self._make_buffer(members, dtype, unit, self.mesh.copies(is_expert)))
-        self._exchange(optimizer)
+            made.append(self._make_buffer(members, dtype, granularity, self.mesh.copies(is_expert)))
+        # Each buffer has given the parameters new memory, but left the objects alone: groups and
+        # state still refer to them, and get the main parameters in their place.
+        self._put_main_parameters_into(optimizer)
         self.buffers += made
         return made
 
@@ -278,7 +249,7 @@ class MainParameters:
         in the order of use.
         """
         for buffer in () if stored else self.buffers:
-            buffer.store_mains()
+            buffer.store_main_parameters()
         self.gather.start(self.buffers, self.mesh)
         if wait:
             self.wait()
@@ -303,14 +274,22 @@ class MainParameters:
                     one.main.copy_(before.main)
 
     def memory(self) -> dict[str, int]:
-        """Count the memory of ``parameters``, ``gradients`` and ``mains`` on this rank (bytes)."""
-        counted = {"parameters": 0, "gradients": 0, "mains": 0}
+        """Count the memory of this rank (bytes).
+
+        Returns:
+            Bytes of ``parameters``, ``gradients`` and ``main_parameters``.
+        """
+        counted = {"parameters": 0, "gradients": 0, "main_parameters": 0}
         for buffer in self.buffers:
             counted["parameters"] += buffer.parameters.nbytes
             counted["gradients"] += buffer.gradients.nbytes
-            counted["mains"] += 0 if buffer.mains is None else buffer.mains.nbytes
+            counted["main_parameters"] += (
+                0 if buffer.main_parameters is None else buffer.main_parameters.nbytes
+            )
         counted["parameters"] += sum(
-            self._parameters[name].nbytes for name in self.names if name not in self._mains
+            self._parameters[name].nbytes
+            for name in self.names
+            if name not in self._main_parameters
         )
         return counted
 
@@ -331,28 +310,18 @@ class MainParameters:
                         "self.parameters()."
                     )
 
-    def _unit_of(self, optimizer: Optimizer) -> Unit:
-        if self.mesh.data.size == 1 and self.mesh.model.size == 1:
-            return "model"
-        unit = smallest_unit(optimizer)
-        check_unit(optimizer, unit, cut=self.mesh.model.size > 1)
-        if self.division.zero == 0 or unit == "model":
-            return "model"
-        if self.division.slices == "elements" and unit != "elements":
-            raise UnsupportedError(
-                "optimizer_slices 'elements' needs an optimizer that treats every element alike: "
-                f"{type(optimizer).__name__} looks at whole parameters. Parts of them would be "
-                "trained otherwise. Use optimizer_slices='auto' or 'parameters', or zero=0."
-            )
-        return unit if self.division.slices == "auto" else self.division.slices
-
     def _make_buffer(
-        self, names: list[str], dtype: torch.dtype, unit: Unit, axis: MeshAxis
+        self, names: list[str], dtype: torch.dtype, granularity: ShardGranularity, axis: MeshAxis
     ) -> FlatBuffer:
-        has_mains = self.division.main_dtype is not None and dtype in HALF_TYPES
-        main_dtype = self.division.main_dtype if has_mains and self.division.main_dtype else dtype
-        gradient_dtype = (self.division.gradient_dtype or main_dtype) if has_mains else dtype
-        plan = self._plan(names, unit, axis.size)
+        main_dtype = dtype
+        gradient_dtype = dtype
+        if self.config.main_dtype is not None and dtype in HALF_TYPES:
+            main_dtype = self.config.main_dtype
+            gradient_dtype = self.config.gradient_dtype or main_dtype
+        tied = {name for pair in self.ties or () for name in pair}
+        partial = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
+        sizes = {name: self._parameters[name].numel() for name in names}
+        plan = self.planner.plan(sizes, granularity, axis.size, partial, tied)
         part = axis.rank if plan.num_parts > 1 else 0
         members = {name: self._parameters[name] for name in names}
         specs = {name: self.spec(name) for name in names}
@@ -364,53 +333,14 @@ class MainParameters:
                 if one is None
                 else one.main
             )
-            self._mains[name] = main
+            self._main_parameters[name] = main
             self._names_by_id[id(main)] = name
             self._main_ids.add(id(main))
         self._slices |= buffer.slices
         return buffer
 
-    def _plan(self, names: list[str], unit: Unit, num_copies: int) -> BufferPlan:
-        late = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
-        tied = {name for pair in self.ties or () for name in pair}
-        if unit == "elements":
-            self.ties_alone |= tied
-        else:
-            # The stages cut the two copies differently, so whole gradients are added first.
-            late |= tied
-        pieces = []
-        for name in self._with_neighbours(names):
-            group = LATE if name in late else self._group_of(name)
-            stack, _ = self._stack_of.get(name, (None, ()))
-            numel = self._parameters[name].numel()
-            pieces.append(Piece(name, numel, group, name in self.ties_alone, stack))
-        pieces.sort(key=lambda piece: piece.group)
-        num_parts = 1 if unit == "model" else num_copies
-        if unit == "parameters":
-            return plan_by_parameters(pieces, num_parts)
-        return plan_by_elements(pieces, num_parts, self.division.bucket_size)
-
-    def _with_neighbours(self, names: Sequence[str]) -> list[str]:
-        """Order names so that the members of a stack are next to each other.
-
-        Buffers are laid out from the last name to the first, so the last row of a stack comes
-        first.
-        """
-        ordered: dict[str, None] = {}
-        present = set(names)
-        for name in names:
-            _, stack = self._stack_of.get(name, (0, (name,)))
-            ordered |= dict.fromkeys(one for one in reversed(stack) if one in present)
-        return list(ordered)
-
-    def _group_of(self, name: str) -> int:
-        """Return a parameter's bucket group; gradients of one group are complete together."""
-        if self.mesh.pp.size == 1:
-            return 0
-        chunk = self._chunk_of(name)
-        return OUTSIDE if chunk is None else chunk
-
-    def _exchange(self, optimizer: Optimizer) -> None:
+    def _put_main_parameters_into(self, optimizer: Optimizer) -> None:
+        """Replace parameters in an optimizer's groups and state by their main parameters."""
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 name = self._names_by_id[id(parameter)]
@@ -421,7 +351,7 @@ class MainParameters:
                 if parameter in optimizer.state:
                     state = optimizer.state.pop(parameter)
                     if name in self._slices:
-                        optimizer.state[main] = cut_state(self._slices[name], parameter, state)
+                        optimizer.state[main] = slice_state(self._slices[name], parameter, state)
 
 
 def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:

@@ -12,17 +12,18 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
-_Place = tuple[int, int]
+#: A bucket: (index of its buffer, index in the buffer).
+_BucketKey = tuple[int, int]
 
 
 class ParameterGather:
     """Pending all-gathers of parameter buckets, in the order of the forward pass."""
 
     def __init__(self) -> None:
-        self._pending: dict[_Place, Pending] = {}
+        self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
         # Buckets whose parameters are all awaited by the modules that read them.
-        self._awaited: set[_Place] = set()
+        self._awaited: set[_BucketKey] = set()
 
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket that is partitioned over ranks.
@@ -41,36 +42,40 @@ class ParameterGather:
                 self._pending[index, number] = start_all_gather(
                     whole, own, mesh.copies(buffer.is_expert)
                 )
-        self._wait_for([place for place in self._pending if place not in self._awaited])
+        self._wait_for([bucket for bucket in self._pending if bucket not in self._awaited])
 
     def wait(self) -> None:
         """Wait for all buckets."""
         self._wait_for(tuple(self._pending))
 
-    def wait_before(self, units: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
+    def wait_before(self, modules: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
         """Make each module wait before its forward pass for the buckets of its parameters.
 
         Args:
-            units: Modules that read no parameter of another module, unless that module ran before
+            modules: Modules that read no parameter of another module, unless that module ran before
                 them.
             buffers: Buffers in the order in which :meth:`start` gets them.
         """
-        places = _places_by_parameter(buffers)
+        buckets_of = _buckets_by_parameter(buffers)
         read = set[int]()
-        for unit in units:
+        for module in modules:
             needed = tuple(
-                dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ()))
+                dict.fromkeys(
+                    bucket for one in module.parameters() for bucket in buckets_of.get(id(one), ())
+                )
             )
             if needed:
-                self._hooks.append(unit.register_forward_pre_hook(_waiting(self._wait_for, needed)))
-            read.update(map(id, unit.parameters()))
-        elsewhere = {
-            place
-            for parameter, held_in in places.items()
+                self._hooks.append(
+                    module.register_forward_pre_hook(_waiting(self._wait_for, needed))
+                )
+            read.update(map(id, module.parameters()))
+        unread = {
+            bucket
+            for parameter, held_in in buckets_of.items()
             if parameter not in read
-            for place in held_in
+            for bucket in held_in
         }
-        self._awaited |= {place for held_in in places.values() for place in held_in} - elsewhere
+        self._awaited |= {bucket for held_in in buckets_of.values() for bucket in held_in} - unread
 
     def release(self) -> None:
         """Remove the hooks from the modules."""
@@ -80,27 +85,27 @@ class ParameterGather:
         self._hooks.clear()
         self._awaited.clear()
 
-    def _wait_for(self, places: Iterable[_Place]) -> None:
+    def _wait_for(self, buckets: Iterable[_BucketKey]) -> None:
         if not self._pending:
             return
-        for place in places:
-            pending = self._pending.pop(place, None)
+        for bucket in buckets:
+            pending = self._pending.pop(bucket, None)
             if pending is not None:
                 pending.wait()
 
 
 def _waiting(
-    wait_for: Callable[[Iterable[_Place]], None], places: tuple[_Place, ...]
+    wait_for: Callable[[Iterable[_BucketKey]], None], buckets: tuple[_BucketKey, ...]
 ) -> Callable[..., None]:
     # A plain function: a module that is copied keeps it as it is.
     def hook(module: nn.Module, args: Any) -> None:
-        wait_for(places)
+        wait_for(buckets)
 
     return hook
 
 
-def _places_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_Place]]:
-    found: dict[int, list[_Place]] = {}
+def _buckets_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_BucketKey]]:
+    found: dict[int, list[_BucketKey]] = {}
     for index, buffer in enumerate(buffers):
         for number, bucket in enumerate(buffer.plan.buckets):
             for placed in bucket.placed:

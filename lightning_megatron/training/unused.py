@@ -32,13 +32,13 @@ class UnusedParameters:
         self._known: set[str] = set()
         self._dormant: set[str] = set()
         self._named: set[str] = set()
-        self._has_told_of_zero_grad = False
+        self._has_warned_of_zero_grad = False
 
     def note(self, name: str) -> None:
         """Record that this rank has no gradient for a parameter in this step."""
         self._without.add(name)
 
-    def agree(self, names: Sequence[str]) -> set[str]:
+    def find_dormant(self, names: Sequence[str]) -> set[str]:
         """Return the dormant parameters among these, the same on all data-parallel ranks.
 
         Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new
@@ -56,30 +56,30 @@ class UnusedParameters:
                 if alike:
                     all_reduce_(flags, axis, "min")
                 unused |= {name for name, flag in zip(alike, flags.tolist(), strict=True) if flag}
-            self._tell(
+            self._warn(
                 unused - self._dormant,
                 "had no gradient on any rank, and are left as they are until they do",
             )
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
         filled = [name for name in names if name in self._without and name not in self._dormant]
-        self._tell(filled, "had no gradient on this rank, and take part with zeros")
+        self._warn(filled, "had no gradient on this rank, and take part with zeros")
         self._without.difference_update(names)
         return self._dormant
 
-    def forgive_missing_zero_grad(self, name: str, finished: set[str]) -> None:
+    def discard_without_zero_grad(self, name: str, finished: set[str]) -> None:
         """Warn once that gradients of an earlier step are discarded without ``zero_grad``."""
         if name in finished:
             finished.discard(name)
-            if not self._has_told_of_zero_grad:
-                self._has_told_of_zero_grad = True
+            if not self._has_warned_of_zero_grad:
+                self._has_warned_of_zero_grad = True
                 logger.warning(
                     "Gradients do not add up over optimizer steps here: zero_grad() was not called "
                     "after one that used the gradient of %s, and it starts from zero all the same.",
                     name,
                 )
 
-    def _tell(self, names: Iterable[str], what: str) -> None:
+    def _warn(self, names: Iterable[str], what: str) -> None:
         new = [name for name in names if name not in self._named]
         if new:
             self._named.update(new)

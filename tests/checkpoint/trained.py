@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import Division
+from lightning_megatron.training import DistributedOptimizerConfig
 from tests.training.runs import Run
 from tests.training.synthetic import HEAD, WORD, parameters, set_gradients
 
@@ -29,9 +29,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 # Buckets are small, so that slices end anywhere inside parameters.
 WAYS = {
-    "whole parameters": Division(slices="parameters"),
-    "zero0": Division(zero=0, bucket_size=40),
-    "elements": Division(slices="elements", bucket_size=40),
+    "whole parameters": DistributedOptimizerConfig(slices="parameters"),
+    "zero0": DistributedOptimizerConfig(zero=0, bucket_size=40),
+    "elements": DistributedOptimizerConfig(slices="elements", bucket_size=40),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -105,5 +105,5 @@ def mesh_of(layout: str, size: int) -> ParallelMesh:
     return ParallelMesh.create(ParallelLayout(size, **LAYOUTS[layout]))
 
 
-def division_of(layout: str) -> Division:
+def division_of(layout: str) -> DistributedOptimizerConfig:
     return next((division for way, division in WAYS.items() if way in layout), WAYS["elements"])

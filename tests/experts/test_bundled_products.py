@@ -17,7 +17,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
-from lightning_megatron.training import Division
+from lightning_megatron.training import DistributedOptimizerConfig
 from tests.training.runs import Run
 
 NUM_ROWS, OUT, IN = 16, 24, 16
@@ -174,7 +174,7 @@ def test_experts_in_training_are_multiplied_and_summed_in_place(kernels: Kernels
     Run(
         dict(module.named_parameters()),
         ParallelMesh.single(),
-        Division(main_dtype=torch.float32),
+        DistributedOptimizerConfig(main_dtype=torch.float32),
         torch.optim.AdamW,
     )
     for name in ("gate_up", "down"):

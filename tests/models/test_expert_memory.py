@@ -32,7 +32,7 @@ from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_
 from lightning_megatron.plan.kept_activations import eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.training import Division
+from lightning_megatron.training import DistributedOptimizerConfig
 from tests.live_memory import LiveMemory
 from tests.models.test_kept_activations import built
 from tests.training.runs import Run
@@ -207,7 +207,7 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
         run = Run(
             dict(model.named_parameters()),
             mesh,
-            Division(main_dtype=torch.float32),
+            DistributedOptimizerConfig(main_dtype=torch.float32),
             torch.optim.AdamW,
         )
         run.backward(

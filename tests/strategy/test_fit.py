@@ -114,7 +114,7 @@ def test_an_optimizer_that_evaluates_again_works() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "parameters", "mains"),
+    ("precision", "parameters", "main_parameters"),
     [
         ("32-true", torch.float32, torch.float32),
         ("64-true", torch.float64, torch.float64),
@@ -123,7 +123,7 @@ def test_an_optimizer_that_evaluates_again_works() -> None:
     ],
 )
 def test_the_trainers_precision_sets_the_types(
-    precision: Any, parameters: torch.dtype, mains: torch.dtype, tmp_path: Path
+    precision: Any, parameters: torch.dtype, main_parameters: torch.dtype, tmp_path: Path
 ) -> None:
     model, trainer = TinyLM(), trainer_of(precision=precision, max_steps=3)
     assert trainer.precision == precision
@@ -132,7 +132,7 @@ def test_the_trainers_precision_sets_the_types(
     trained = [
         parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]
     ]
-    assert {parameter.dtype for parameter in trained} == {mains}
+    assert {parameter.dtype for parameter in trained} == {main_parameters}
     assert trainer.callback_metrics["loss"].isfinite()
     trainer.save_checkpoint(tmp_path / "after")
     again, other = TinyLM(), trainer_of(precision=precision, max_steps=5, max_epochs=2)

@@ -161,7 +161,12 @@ def test_other_modules_have_their_parts_counted_and_their_peak_unknown():
     count = 32 * 64 + 64 * 64 + 64
     assert report.estimate.num_parameters == count
     assert report.held == pytest.approx(
-        {"parameters": 4 * count, "gradients": 4 * count, "mains": 0, "optimizer": 4 * count},
+        {
+            "parameters": 4 * count,
+            "gradients": 4 * count,
+            "main_parameters": 0,
+            "optimizer": 4 * count,
+        },
         rel=0.03,
     )
     assert report.ratio is None

@@ -334,10 +334,10 @@ def test_what_nobody_wrote_keeps_its_precision() -> None:
         Writes("on_train_batch_end", look),
         precision="bf16-mixed",
     )
-    mains = module.trainer.strategy._state.main.slices  # type: ignore[union-attr]
+    main_parameters = module.trainer.strategy._state.main.slices  # type: ignore[union-attr]
     plain = fit(Slow(), "auto").state_dict()
     start = {name: value.to(torch.bfloat16).float() for name, value in Slow().state_dict().items()}
-    for name, one in mains.items():
+    for name, one in main_parameters.items():
         moved = (plain[name] - Slow().state_dict()[name]).norm()
         own = one.main.detach().view_as(start[name]) - start[name]
         assert float(own.norm() / moved) == pytest.approx(1, abs=0.1), name

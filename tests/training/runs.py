@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint import (
     save_checkpoint,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.training import Division, GradientReducer, MainParameters
+from lightning_megatron.training import DistributedOptimizerConfig, GradientReducer, MainParameters
 
 
 def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
@@ -36,7 +36,7 @@ class Run:
         self,
         named: Mapping[str, nn.Parameter],
         mesh: ParallelMesh,
-        division: Division | None = None,
+        division: DistributedOptimizerConfig | None = None,
         make: Callable[[Iterable[Any]], Optimizer] = plain_sgd,
     ) -> None:
         self.mesh, self.main = mesh, MainParameters(named, mesh, division)
@@ -98,4 +98,6 @@ def single(
     named: Mapping[str, nn.Parameter], main_dtype: torch.dtype | None = None, **options: Any
 ) -> Run:
     """Return a run of one process."""
-    return Run(named, ParallelMesh.single(), Division(main_dtype=main_dtype), **options)
+    return Run(
+        named, ParallelMesh.single(), DistributedOptimizerConfig(main_dtype=main_dtype), **options
+    )

@@ -16,7 +16,7 @@ from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whole_spec
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
-from lightning_megatron.training import Division, clip_by_norm_, grad_norm
+from lightning_megatron.training import DistributedOptimizerConfig, clip_by_norm_, grad_norm
 from tests.training.runs import Run
 from tests.world import run_world
 
@@ -28,11 +28,11 @@ LAYOUTS = {
     "ep4 inside tp4": {"tp": 4, "ep": 4, "etp": 1},
 }
 DIVISIONS = {
-    "elements": Division(),
-    "small buckets": Division(bucket_size=20),
-    "zero 0": Division(zero=0),
-    "parameters": Division(slices="parameters"),
-    "mixed": Division(main_dtype=torch.float64),
+    "elements": DistributedOptimizerConfig(),
+    "small buckets": DistributedOptimizerConfig(bucket_size=20),
+    "zero 0": DistributedOptimizerConfig(zero=0),
+    "parameters": DistributedOptimizerConfig(slices="parameters"),
+    "mixed": DistributedOptimizerConfig(main_dtype=torch.float64),
 }
 SHAPES = {"dense": (7, 5), "experts.up": (4, 6, 3), "norm": (5,), "experts.down": (4, 3, 6)}
 STEPS, MAX_NORM = 3, 0.5
@@ -93,7 +93,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=0.1, weight_decay=0.1)
 
 
-def errors_of_layout(mesh: ParallelMesh, division: Division, folder: str) -> dict[str, float]:
+def errors_of_layout(
+    mesh: ParallelMesh, division: DistributedOptimizerConfig, folder: str
+) -> dict[str, float]:
     """Train, and return how far everything is from one process that holds all experts."""
     half = torch.float32 if division.main_dtype == torch.float64 else torch.float64
     run = Run(parameters(mesh, half), mesh, division, adamw)

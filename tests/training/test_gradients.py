@@ -14,7 +14,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.training import (
-    Division,
+    DistributedOptimizerConfig,
     MainParameters,
     clip_by_norm_,
     clip_by_value_,
@@ -33,10 +33,10 @@ from tests.world import run_world
 
 LAYOUTS = ({"tp": 4}, {"tp": 2, "pp": 2}, {"pp": 4}, {"tp": 2}, {"pp": 2}, {})
 DIVISIONS = (
-    Division(),
-    Division(bucket_size=40),
-    Division(zero=0, bucket_size=40),
-    Division(slices="parameters"),
+    DistributedOptimizerConfig(),
+    DistributedOptimizerConfig(bucket_size=40),
+    DistributedOptimizerConfig(zero=0, bucket_size=40),
+    DistributedOptimizerConfig(slices="parameters"),
 )
 
 
@@ -53,7 +53,7 @@ def distance(run: Run, truth: dict[str, Tensor]) -> float:
     return largest
 
 
-def errors_of_layout(mesh: ParallelMesh, division: Division) -> dict[str, float]:
+def errors_of_layout(mesh: ParallelMesh, division: DistributedOptimizerConfig) -> dict[str, float]:
     run = Run(parameters(mesh), mesh, division)
     named = dict(parameters(mesh))
     set_gradients(named, mesh)

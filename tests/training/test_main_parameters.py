@@ -16,8 +16,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.training import Division, MainParameters
-from lightning_megatron.training.optimizer_kind import check_unit, smallest_unit
+from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
+from lightning_megatron.training.shard_granularity import check_granularity, finest_granularity
 from tests.training.runs import Run, single
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -107,7 +107,7 @@ def test_half_precision_gradients_accumulate_in_float32() -> None:
 
 def test_gradients_may_be_summed_in_bfloat16_for_float32_mains() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    division = Division(main_dtype=torch.float32, gradient_dtype=torch.bfloat16)
+    division = DistributedOptimizerConfig(main_dtype=torch.float32, gradient_dtype=torch.bfloat16)
     run = Run({"weight": weight}, ParallelMesh.single(), division)
     run.backward({"weight": torch.full((4,), 2.0, dtype=torch.bfloat16)})
     run.finish()
@@ -120,7 +120,7 @@ def test_gradients_may_be_summed_in_bfloat16_for_float32_mains() -> None:
 def test_mains_of_full_precision_are_the_models_memory() -> None:
     module = model(torch.float32)
     run = single(dict(module.named_parameters()), torch.float32)
-    assert run.main.memory()["mains"] == 0
+    assert run.main.memory()["main_parameters"] == 0
     loss_of(module, 0).backward()
     run.finish()
     before = module[0].weight.detach().clone()
@@ -147,7 +147,7 @@ def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_froz
     named["second"].requires_grad_(False)
     run = single(named, torch.float32)
     assert run.main.trained == ("first",)
-    assert run.main.memory()["mains"] == 384 * 4
+    assert run.main.memory()["main_parameters"] == 384 * 4
     assert not run.main.waits_for_attach(run.optimizer)
     named["second"].requires_grad_(True)
     assert run.main.waits_for_attach(run.optimizer)
@@ -215,7 +215,9 @@ def test_names_of_an_optimizer_are_found_before_and_after_attaching() -> None:
     module = model(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](groups_of(module))
     main = MainParameters(
-        dict(module.named_parameters()), ParallelMesh.single(), Division(torch.float32)
+        dict(module.named_parameters()),
+        ParallelMesh.single(),
+        DistributedOptimizerConfig(torch.float32),
     )
     want = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
     assert main.names_of(optimizer) == want
@@ -259,7 +261,7 @@ class Together(Lamb):
 
 
 @pytest.mark.parametrize(
-    ("make", "unit"),
+    ("make", "granularity"),
     [
         (lambda p: torch.optim.AdamW(p, fused=True), "elements"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "elements"),
@@ -272,8 +274,8 @@ class Together(Lamb):
         (lambda p: torch.optim.LBFGS(p), "model"),
     ],
 )
-def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, unit: str) -> None:
-    assert smallest_unit(make([nn.Parameter(torch.ones(3, 2))])) == unit
+def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, granularity: str) -> None:
+    assert finest_granularity(make([nn.Parameter(torch.ones(3, 2))])) == granularity
 
 
 class Blocks(Lamb):
@@ -306,16 +308,18 @@ class Mixed(Lamb):
                     p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["whole"] else 1.0))
 
 
-@pytest.mark.parametrize(("whole", "unit"), [(True, "parameters"), (False, "elements")])
-def test_every_group_of_an_optimizer_is_tried_with_its_own_settings(whole: bool, unit: str) -> None:
+@pytest.mark.parametrize(("whole", "granularity"), [(True, "parameters"), (False, "elements")])
+def test_every_group_of_an_optimizer_is_tried_with_its_own_settings(
+    whole: bool, granularity: str
+) -> None:
     matrix, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
     optimizer = Mixed([{"params": [bias]}, {"params": [matrix], "whole": whole, "lr": 0.3}])
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # its first rate is zero
-    assert smallest_unit(optimizer) == unit
+    assert finest_granularity(optimizer) == granularity
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_needs_them() -> None:
     lamb = Lamb([nn.Parameter(torch.ones(1))])
-    check_unit(lamb, "parameters", cut=False)
+    check_granularity(lamb, "parameters", cut=False)
     with pytest.raises(UnsupportedError, match="Lamb looks at whole parameters"):
-        check_unit(lamb, "parameters", cut=True)
+        check_granularity(lamb, "parameters", cut=True)

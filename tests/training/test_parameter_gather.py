@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import Division, MainParameters
+from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
 from tests.world import run_world
 
 
@@ -22,7 +22,7 @@ def _publish_late(rank: int, size: int) -> dict[str, float]:
     mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
     waiting, outside = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
     named = {"outside.weight": outside.weight, "waiting.weight": waiting.weight}
-    main = MainParameters(named, mesh, Division(bucket_size=6))
+    main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=6))
     main.attach(torch.optim.SGD(named.values(), lr=0.1))
     main.gather.wait_before([waiting], main.buffers)
     with torch.no_grad():

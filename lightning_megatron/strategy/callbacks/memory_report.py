@@ -35,7 +35,7 @@ from lightning_megatron.plan.kept_activations import (
 from lightning_megatron.plan.settings import Count, coerced_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 
-_STATIC = ("parameters", "gradients", "mains", "optimizer")
+_STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
 _RUNNING = ("activations", "loss", "workspace", "communication", "libraries")
 #: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
 _WORKSPACE = 32 * 2**20
@@ -51,7 +51,7 @@ class StageReport:
         stage: Index on the pp axis.
         estimate: Estimate by part; static parts only if the module has no GPT.
         held: Maximum over ranks of measured static memory, by part: ``parameters``, ``gradients``,
-            ``mains`` (main parameters) and ``optimizer`` (bytes).
+            ``main_parameters`` (main parameters) and ``optimizer`` (bytes).
         peak: Maximum over ranks of the allocator's peak (bytes); None on CPU.
     """
 
@@ -216,9 +216,13 @@ def training_shape(
 ) -> TrainingShape:
     """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
     options, dtypes = strategy.options, strategy.precision_plugin.dtypes
-    mains = dtypes.mains or dtypes.parameters
-    gradients = torch.bfloat16 if dtypes.mains and options.gradient_dtype == "bfloat16" else mains
-    moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else mains
+    main_parameters = dtypes.main_parameters or dtypes.parameters
+    gradients = (
+        torch.bfloat16
+        if dtypes.main_parameters and options.gradient_dtype == "bfloat16"
+        else main_parameters
+    )
+    moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else main_parameters
     device = strategy.root_device
     return TrainingShape(
         seq_length=1,
@@ -231,13 +235,13 @@ def training_shape(
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
-        main_bytes=mains.itemsize if dtypes.mains else 0,
+        main_bytes=main_parameters.itemsize if dtypes.main_parameters else 0,
         state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0)
         * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,
         step_bytes=0
         if device.type != "cuda" or all(map(_is_in_place, optimizers))
-        else mains.itemsize,
+        else main_parameters.itemsize,
         library_bytes=_library_bytes(device),
     )
 

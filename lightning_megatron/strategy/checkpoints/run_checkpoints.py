@@ -101,7 +101,7 @@ class RunCheckpoints:
 
         Communication: collective over all ranks.
         """
-        main.written.take_in_place()
+        main.user_writes.adopt_in_place()
         weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
         tensors = dict(weights.tensors)
         if "averaging_state" in checkpoint:

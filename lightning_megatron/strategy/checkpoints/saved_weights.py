@@ -156,7 +156,7 @@ def _compare(
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
-        elif main.written.is_apart(name) or not _is_same(
+        elif main.user_writes.has_replaced_memory(name) or not _is_same(
             value, now, main.main(name).dtype if main.holds(name) else now.dtype
         ):
             changed.add(name)

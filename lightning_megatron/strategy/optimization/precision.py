@@ -35,13 +35,14 @@ class Dtypes:
 
     Args:
         parameters: Dtype of the model's parameters and activations.
-        mains: Dtype of the main parameters; None means that the optimizer trains the model's own.
+        main_parameters: Dtype of the main parameters; None means that the optimizer trains the
+            model's own.
         is_default: Whether ``parameters`` is also torch's default dtype in user code.
         scales_loss: Whether the loss is scaled so that gradients do not vanish.
     """
 
     parameters: torch.dtype
-    mains: torch.dtype | None = None
+    main_parameters: torch.dtype | None = None
     is_default: bool = False
     scales_loss: bool = False
 
@@ -50,8 +51,8 @@ PRECISIONS: Mapping[str, Dtypes] = {
     "32-true": Dtypes(torch.float32),
     "64-true": Dtypes(torch.float64, is_default=True),
     "bf16-true": Dtypes(torch.bfloat16, is_default=True),
-    "bf16-mixed": Dtypes(torch.bfloat16, mains=torch.float32),
-    "16-mixed": Dtypes(torch.float16, mains=torch.float32, scales_loss=True),
+    "bf16-mixed": Dtypes(torch.bfloat16, main_parameters=torch.float32),
+    "16-mixed": Dtypes(torch.float16, main_parameters=torch.float32, scales_loss=True),
 }
 
 
@@ -227,7 +228,7 @@ class MegatronPrecision(Precision):
     ) -> None:
         if self._state is not None:
             self._state.gradients.finish_for(optimizer)
-            self._state.gradients.take_over()
+            self._state.gradients.adopt_user_changes()
         super().clip_gradients(
             optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm
         )

@@ -63,7 +63,7 @@ class StepChecks:
         if finite is not None:
             looks = is_logged or self._replicas.inspector is not None
             finite.begin(step, looks)
-            self._reducer.look = partial(finite.look, "gradient") if looks else None
+            self._reducer.before_reduction = partial(finite.look, "gradient") if looks else None
 
     def note(self, kind: str, value: Tensor | None) -> None:
         """Record a loss or a gradient norm for a later check."""

@@ -221,28 +221,28 @@ class StepGradients:
 
     def expose(self) -> None:
         """Expose gradients as ``parameter.grad`` from now on."""
-        self._main.lent.is_on = True
+        self._main.exposed_gradients.is_on = True
 
     @property
     def are_exposed(self) -> bool:
         """Return whether user code may read and change gradients as ``parameter.grad``."""
-        return self._main.lent.is_on
+        return self._main.exposed_gradients.is_on
 
-    def take_over(self) -> None:
+    def adopt_user_changes(self) -> None:
         """Adopt the changes of user code to exposed gradients."""
         if self.are_exposed:
-            self._reducer.take_over()
+            self._reducer.adopt_user_changes()
 
     def hide(self) -> None:
         """Hide exposed gradients before new ones are computed."""
         if self.are_exposed:
-            self._reducer.take_over()
-            self._main.lent.take_back()
+            self._reducer.adopt_user_changes()
+            self._main.exposed_gradients.withdraw()
 
     def _show(self) -> None:
         """Expose the gradient sums so far; finished gradients are exposed automatically."""
         if self.are_exposed:
-            self._reducer.lend_unreduced()
+            self._reducer.expose_unreduced()
 
     # ---- manual optimization
 
@@ -317,8 +317,8 @@ class StepGradients:
             if owner is self._module:
                 # The module's own method does not clear gradients of main parameters.
                 for name in names:
-                    self._main.mains[name].grad = None
-            self._main.lent.take_back(names)
+                    self._main.main_parameters[name].grad = None
+            self._main.exposed_gradients.withdraw(names)
             self._unfinished -= names
             self._num_tokens = None
 

@@ -15,21 +15,24 @@ from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.training.buffer_planner import DistributedOptimizerConfig
 from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
-from lightning_megatron.training.main_parameters import Division, MainParameters
+from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.ties import TiedCopies, check_ties
 
 
-def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Division:
+def division_of(
+    options: StrategyOptions, main_dtype: torch.dtype | None
+) -> DistributedOptimizerConfig:
     """Return the division of main parameters and gradients from the strategy's options.
 
     Args:
         options: Options of the strategy.
         main_dtype: Dtype of main parameters; None means the model's.
     """
-    return Division(
+    return DistributedOptimizerConfig(
         main_dtype=main_dtype,
         gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
         zero=options.zero,
@@ -66,7 +69,7 @@ class TrainingState:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
-        division: Division,
+        division: DistributedOptimizerConfig,
         loss_scale: DynamicLossScale | None = None,
         checks_gradients: bool | None = False,
         previous: MainParameters | None = None,
@@ -127,7 +130,7 @@ class TrainingState:
 
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""
-        self.main.written.take(all_values=True)
+        self.main.user_writes.adopt(all_values=True)
 
     def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
         """Attach parameters and groups that callbacks have unfrozen or added since the last step.
@@ -189,8 +192,8 @@ class TrainingState:
                 self.main.publish()
             num_calls += 1
             result = closure()
-            self.gradients.take_over()
-            self.main.written.take()
+            self.gradients.adopt_user_changes()
+            self.main.user_writes.adopt()
             return result
 
         is_fused = self._fused_update.serves(self.main, optimizer)

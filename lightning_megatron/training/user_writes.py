@@ -10,7 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
 
-class WrittenParameters:
+class UserWrites:
     """Tracking of user writes, so that the next optimizer step starts from them.
 
     torch's version counter sees in-place operations on a parameter, but not those through
@@ -43,12 +43,12 @@ class WrittenParameters:
             self._wait()
             self._noted.add(name)
 
-    def take_noted(self) -> None:
+    def adopt_noted(self) -> None:
         """Adopt values written through ``parameter.data``, before the next forward pass."""
         if self._noted:
-            self.take()
+            self.adopt()
 
-    def take(self, *, all_values: bool = False) -> None:
+    def adopt(self, *, all_values: bool = False) -> None:
         """Adopt written values before parameters are trained further.
 
         If user code replaced a parameter's memory, the values are copied to the parameter's place
@@ -65,20 +65,20 @@ class WrittenParameters:
         self._noted = set()
         moved = self._moved(noted)
         for buffer in self._buffers:
-            buffer.bring_back([name for name in moved if name in buffer.members])
-            buffer.take_written(noted)
+            buffer.restore_views([name for name in moved if name in buffer.members])
+            buffer.adopt_user_writes(noted)
 
-    def take_in_place(self) -> None:
+    def adopt_in_place(self) -> None:
         """Adopt values written in place; replaced memory is adopted at the next step.
 
         User code may still have a reference to the old memory and restore it.
         """
-        apart = {name for name in self._noted if self.is_apart(name)}
+        apart = {name for name in self._noted if self.has_replaced_memory(name)}
         for buffer in self._buffers:
-            buffer.take_written(self._noted - apart)
+            buffer.adopt_user_writes(self._noted - apart)
         self._noted = apart
 
-    def is_apart(self, name: str) -> bool:
+    def has_replaced_memory(self, name: str) -> bool:
         """Return whether user code has replaced the memory of a parameter."""
         return name in self._noted and bool(self._moved([name]))
 
@@ -86,10 +86,10 @@ class WrittenParameters:
         """List the parameters whose memory is not at their place in the buffers.
 
         Raises:
-            UnsupportedError: As :meth:`take`.
+            UnsupportedError: As :meth:`adopt`.
         """
         homes = {name: buffer for buffer in self._buffers for name in buffer.members}
-        moved = [name for name in names if name in homes and not homes[name].has_in_place(name)]
+        moved = [name for name in names if name in homes and not homes[name].is_view(name)]
         if not moved:
             return moved
         for name in moved:

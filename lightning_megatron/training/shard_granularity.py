@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 #: Smallest part that one rank may own: ``elements`` of parameters, whole ``parameters``, or only
 #: the whole ``model``.
-Unit = Literal["elements", "parameters", "model"]
+ShardGranularity = Literal["elements", "parameters", "model"]
 
 _STEPS = 3
-_COARSER: tuple[Unit, ...] = ("elements", "parameters", "model")
+_COARSER: tuple[ShardGranularity, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
 _CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
 #: Group entries that are no settings, or that schedulers change: a rate of zero would show nothing.
 _NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
-def smallest_unit(optimizer: Optimizer) -> Unit:
-    """Find the smallest unit of a model that an optimizer trains independently of the rest.
+def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
+    """Find the smallest part of a model that an optimizer trains independently of the rest.
 
     A new optimizer of the same class and settings trains two small matrices: together, each in an
     optimizer of its own, and cut into flat pieces. The result is the finest division that changes
@@ -44,16 +44,16 @@ def smallest_unit(optimizer: Optimizer) -> Unit:
     if isinstance(optimizer, LBFGS):
         # Its search direction is one for the whole model, and it needs a closure to step.
         return "model"
-    tried: dict[str, Unit] = {}
+    tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
         own = _own_settings(group, optimizer.defaults)
         if repr(own) not in tried:
-            tried[repr(own)] = _unit_with(optimizer, own)
+            tried[repr(own)] = _granularity_with(optimizer, own)
     return max(tried.values(), key=_COARSER.index)
 
 
-def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
-    """Find the smallest unit of an optimizer with the settings of one of its groups."""
+def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGranularity:
+    """Find the finest granularity of an optimizer with the settings of one of its groups."""
     try:
         together, is_cut_alike = _train([_matrices()], optimizer, own)
         apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
@@ -80,24 +80,24 @@ def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
     )
 
 
-def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
-    """Refuse an optimizer that would see only a part of the unit that it needs.
+def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: bool) -> None:
+    """Refuse an optimizer that would see only a part of what it needs.
 
     Args:
         optimizer: Optimizer of the user.
-        unit: Smallest unit of the optimizer.
+        granularity: Finest granularity of the optimizer.
         cut: Whether ranks of tensor or pipeline parallelism have parts of the model.
 
     Raises:
         UnsupportedError: If its result would depend on the layout.
     """
-    if unit != "elements" and cut:
+    if granularity != "elements" and cut:
+        seen = "whole parameters" if granularity == "parameters" else "the whole model"
         raise UnsupportedError(
             "an optimizer must treat every element alike when the model is cut over tp or pp: "
-            f"{type(optimizer).__name__} looks at "
-            f"{'whole parameters' if unit == 'parameters' else 'the whole model'}. Each rank would "
-            "see a part, and the result would depend on the layout. Use an element-wise optimizer "
-            "such as AdamW, SGD or Adagrad, or tp and pp of 1."
+            f"{type(optimizer).__name__} looks at {seen}. Each rank would see a part, and the "
+            "result would depend on the layout. Use an element-wise optimizer such as AdamW, SGD "
+            "or Adagrad, or tp and pp of 1."
         )
 
 

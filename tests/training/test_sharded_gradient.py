@@ -16,7 +16,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.training.parted_gradient import PartedGradient
+from lightning_megatron.training.sharded_gradient import ShardedGradient
 from tests.world import run_world
 
 NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,7 +52,7 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for how, (spec, local) in locals_.items():
-        parted = PartedGradient.of(local.clone(), spec, mesh)
+        parted = ShardedGradient.of(local.clone(), spec, mesh)
         found[how] = {name: float(number(parted)) for name, number in NUMBERS.items()}
         assert type(parted.sum(0)) is Tensor
         torch.testing.assert_close(parted.sum(0), local.sum(0))
@@ -61,7 +61,7 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
     mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(2, pp=2), device=torch.device("cpu"), seed=1)
     parameter = torch.nn.Parameter(full())
-    parameter.grad = PartedGradient.of(full(), copied, mesh)
+    parameter.grad = ShardedGradient.of(full(), copied, mesh)
     with pytest.raises(UnsupportedError) as raised:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
     mesh.destroy()

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.training.parted_gradient import PartedGradient
+from lightning_megatron.training.sharded_gradient import ShardedGradient
 
 
 @dataclass(frozen=True)
-class _Loan:
+class _ExposedGradient:
     """Parameter, its gradient in the flat buffer, and the tensor shown as ``parameter.grad``."""
 
     parameter: nn.Parameter
@@ -21,11 +21,11 @@ class _Loan:
     shown: Tensor
 
 
-class LentGradients:
+class ExposedGradients:
     """Views of the flat gradient buffers as ``parameter.grad`` between backward passes.
 
-    User code may write into a gradient, replace it or set it to None; :meth:`take_over` adopts the
-    change.
+    User code may write into a gradient, replace it or set it to None; :meth:`adopt_user_changes`
+    adopts the change.
 
     Args:
         mesh: Process groups of this rank.
@@ -36,47 +36,49 @@ class LentGradients:
         #: Whether gradients are shown at all. Every data-parallel rank then sums whole ones, not
         #: only its part.
         self.is_on = False
-        self._lent: dict[str, _Loan] = {}
-        self._known: dict[str, _Loan] = {}
+        self._exposed: dict[str, _ExposedGradient] = {}
+        self._known: dict[str, _ExposedGradient] = {}
 
-    def lend(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def expose(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Show a gradient as ``parameter.grad``."""
-        loan = self._known.get(name)
-        if loan is None or loan.gradient is not gradient:
+        entry = self._known.get(name)
+        if entry is None or entry.gradient is not gradient:
             spec = shard_spec_of(parameter, self._mesh.tp.rank)
-            loan = self._known[name] = _Loan(
-                parameter, gradient, PartedGradient.of(gradient, spec, self._mesh)
+            entry = self._known[name] = _ExposedGradient(
+                parameter, gradient, ShardedGradient.of(gradient, spec, self._mesh)
             )
-        if parameter.grad is not loan.shown:
+        if parameter.grad is not entry.shown:
             parameter.grad = None
             # Sums may be wider than the parameter, and what replaces them narrower.
             parameter.grad_dtype = None
-            parameter.grad = loan.shown
-        self._lent[name] = loan
+            parameter.grad = entry.shown
+        self._exposed[name] = entry
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the shown gradients of the named parameters, or of all."""
         return [
-            loan.gradient for name, loan in self._lent.items() if names is None or name in names
+            entry.gradient
+            for name, entry in self._exposed.items()
+            if names is None or name in names
         ]
 
-    def take_over(self) -> set[str]:
+    def adopt_user_changes(self) -> set[str]:
         """Copy replaced gradients into the buffers; return the names of those set to None."""
         removed = set()
-        for name, loan in self._lent.items():
-            found = loan.parameter.grad
+        for name, entry in self._exposed.items():
+            found = entry.parameter.grad
             if found is None:
                 removed.add(name)
-            elif found is not loan.shown:
-                loan.gradient.copy_(found.as_subclass(Tensor))
-                loan.parameter.grad = loan.shown
-        self.take_back(removed)
+            elif found is not entry.shown:
+                entry.gradient.copy_(found.as_subclass(Tensor))
+                entry.parameter.grad = entry.shown
+        self.withdraw(removed)
         return removed
 
-    def take_back(self, names: Iterable[str] | None = None) -> None:
+    def withdraw(self, names: Iterable[str] | None = None) -> None:
         """Set ``parameter.grad`` to None, before autograd adds to it."""
-        for name in list(self._lent if names is None else names):
-            if name in self._lent:
-                parameter = self._lent.pop(name).parameter
+        for name in list(self._exposed if names is None else names):
+            if name in self._exposed:
+                parameter = self._exposed.pop(name).parameter
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype

@@ -27,7 +27,7 @@ _NORMS = ("norm", "linalg_vector_norm")
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ShardPlacement:
     """Placement of a gradient shard in the full gradient."""
 
     spec: ShardSpec
@@ -60,7 +60,7 @@ class _Place:
         return self.reduce(local**order, "sum") ** (1 / order)
 
 
-class PartedGradient(Tensor):
+class ShardedGradient(Tensor):
     """Gradient shard that is local element by element and global in reductions to a scalar.
 
     Norms, sums, means, maxima, minima, ``any`` and ``all`` over all elements are those of the full
@@ -74,16 +74,16 @@ class PartedGradient(Tensor):
             other ranks hold other parameters.
     """
 
-    place: _Place | None = None
+    placement: _ShardPlacement | None = None
 
     @staticmethod
     def of(gradient: Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Tensor:
         """Return a view of the gradient that knows its placement in the full gradient."""
         if mesh.model.size == 1:
             return gradient
-        parted = gradient.as_subclass(PartedGradient)
-        parted.place = _Place(spec, mesh)
-        return parted
+        sharded = gradient.as_subclass(ShardedGradient)
+        sharded.placement = _ShardPlacement(spec, mesh)
+        return sharded
 
     @classmethod
     def __torch_function__(
@@ -99,21 +99,27 @@ class PartedGradient(Tensor):
         if func is torch._foreach_norm:
             return [torch.linalg.vector_norm(one, *args[1:], **options) for one in args[0]]
         first = args[0] if args else None
-        place = first.place if isinstance(first, PartedGradient) else None
-        if isinstance(first, PartedGradient) and place is not None and options.get("dim") is None:
+        placement = first.placement if isinstance(first, ShardedGradient) else None
+        if (
+            isinstance(first, ShardedGradient)
+            and placement is not None
+            and options.get("dim") is None
+        ):
             if name in _NORMS and len(args) < 3:
-                _check_joined(name, place.mesh)
+                _check_joined(name, placement.mesh)
                 order = args[1] if len(args) > 1 else options.get("p", options.get("ord", 2))
-                return place.norm(first, 2.0 if order in (None, "fro") else float(order))
+                return placement.norm(first, 2.0 if order in (None, "fro") else float(order))
             if name in _REDUCTIONS and len(args) == 1:
-                return place.reduce(first, name)
+                return placement.reduce(first, name)
             if name == "mean" and len(args) == 1:
-                return place.reduce(first, "sum") / torch.Size(place.spec.full_shape).numel()
+                return (
+                    placement.reduce(first, "sum") / torch.Size(placement.spec.full_shape).numel()
+                )
         result = super().__torch_function__(func, types, args, options)
-        if isinstance(result, PartedGradient):
+        if isinstance(result, ShardedGradient):
             if not isinstance(first, Tensor) or result.shape != first.shape:
                 return result.as_subclass(Tensor)
-            result.place = place
+            result.placement = placement
         return result
 
 

@@ -1,0 +1,64 @@
+"""One bucket of a flat gradient buffer, and its reduction over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
+from lightning_megatron.training.flat_buffer import FlatBuffer
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """State of one bucket during a step.
+
+    Args:
+        buffer: Buffer that contains the bucket.
+        index: Number of the bucket in its buffer.
+        names: Names of the parameters whose gradients are in the bucket.
+        missing: Names of parameters whose gradients are incomplete while the last backward pass
+            runs.
+        pending: Reduction over the data-parallel ranks, once it has started.
+    """
+
+    buffer: FlatBuffer
+    index: int
+    names: tuple[str, ...]
+    missing: set[str]
+    pending: Pending | None = None
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, index: int) -> GradientBucket:
+        """Return a bucket of a buffer."""
+        return cls(
+            buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set()
+        )
+
+    @property
+    def group(self) -> int:
+        """Return the group of buckets whose gradients are complete at the same time."""
+        return self.buffer.plan.buckets[self.index].group
+
+    def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
+        """Start averaging over the replicas: this rank's part, or the whole bucket."""
+        axis = mesh.copies(self.buffer.is_expert)
+        buffer = self.buffer
+        planned = buffer.plan.buckets[self.index]
+        whole = buffer.gradients[planned.start : planned.stop]
+        if is_whole or buffer.plan.num_parts == 1:
+            self.pending = start_all_reduce(whole, axis, "mean")
+        else:
+            self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
+
+    def wait(self) -> None:
+        """Wait for the reduction, if it has started."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    @property
+    def own(self) -> Tensor:
+        """Return this rank's part of the gradients."""
+        return self.buffer.own_part(self.buffer.gradients, self.index)
