@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.nest import leaves, rebuild
 
 _WAYS_OUT = (
     "Use microbatch_size='batch' to leave the batch whole, or return a list of Microbatch from the "
@@ -110,40 +110,30 @@ def joined_parts(
 
 def tensors_in(batch: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a batch with their paths, such as ``batch['labels']``."""
-    return list(_tensors(batch, "batch"))
+    return list(_tensors(batch))
 
 
 def ignored_in(batch: Any) -> int:
     """Return how many integers of a batch are -100, the label that torch's losses ignore."""
     tensors = [
-        tensor for _, tensor in _tensors(batch, "") if tensor.dtype in (torch.int32, torch.int64)
+        tensor for _, tensor in _tensors(batch) if tensor.dtype in (torch.int32, torch.int64)
     ]
     return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
 def samples_in(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 1 for a scalar or without a tensor."""
-    first = next((tensor for _, tensor in _tensors(batch, "")), None)
+    first = next((tensor for _, tensor in _tensors(batch)), None)
     return 1 if first is None or first.dim() == 0 else first.shape[0]
 
 
 def own_containers(batch: Any) -> Any:
     """Return a batch in new containers with the same tensors, so that a step may modify them."""
-    if isinstance(batch, Mapping):
-        return _rebuilt_mapping(batch, own_containers)
-    if _is_sequence(batch):
-        parts = [own_containers(value) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        held = {
-            one.name: own_containers(getattr(batch, one.name)) for one in fields(batch) if one.init
-        }
-        return replace(batch, **held)
-    return batch
+    return rebuild(batch, own_containers)
 
 
 def _agreed_size(batch: Any) -> int:
-    sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch, "batch") if tensor.dim()}
+    sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch) if tensor.dim()}
     if not sizes:
         raise ParallelPlanError(
             "a batch must hold a tensor whose first dimension counts its samples: "
@@ -160,18 +150,8 @@ def _agreed_size(batch: Any) -> int:
     return total
 
 
-def _tensors(node: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(node, Tensor):
-        yield path, node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _tensors(value, f"{path}[{key!r}]")
-    elif _is_sequence(node):
-        for index, value in enumerate(node):
-            yield from _tensors(value, f"{path}[{index}]")
-    elif is_dataclass(node) and not isinstance(node, type):
-        for item in fields(node):
-            yield from _tensors(getattr(node, item.name), f"{path}.{item.name}")
+def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((path, leaf) for path, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor))
 
 
 def _cut(node: Any, start: int, stop: int, total: int) -> Any:
@@ -179,38 +159,12 @@ def _cut(node: Any, start: int, stop: int, total: int) -> Any:
         return node[start:stop] if node.dim() else node
     if isinstance(node, np.ndarray):
         return node[start:stop] if node.ndim and len(node) == total else node
-    if isinstance(node, Mapping):
-        return _rebuilt_mapping(node, lambda value: _cut(value, start, stop, total))
-    if _is_sequence(node):
-        is_named = hasattr(node, "_fields")
-        if len(node) == total and not is_named and not any(True for _ in _tensors(node, "")):
-            return node[start:stop]
-        parts = [_cut(value, start, stop, total) for value in node]
-        return type(node)(*parts) if is_named else type(node)(parts)
-    if is_dataclass(node) and not isinstance(node, type):
-        return replace(
-            node,
-            **{
-                f.name: _cut(getattr(node, f.name), start, stop, total)
-                for f in fields(node)
-                if f.init
-            },
-        )
-    return node
+    if _is_one_per_sample(node, total):
+        return node[start:stop]
+    return rebuild(node, lambda value: _cut(value, start, stop, total))
 
 
-def _rebuilt_mapping(node: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
-    parts = {key: function(value) for key, value in node.items()}
-    if type(node) is dict:
-        return parts
-    if not isinstance(node, MutableMapping):
-        return type(node)(parts)  # type: ignore[call-arg]
-    # The constructor of some mappings, such as defaultdict, takes more than the items.
-    rebuilt = copy(node)
-    for key, value in parts.items():
-        rebuilt[key] = value
-    return rebuilt
-
-
-def _is_sequence(node: Any) -> bool:
-    return isinstance(node, (list, tuple))
+def _is_one_per_sample(node: Any, total: int) -> bool:
+    """Return whether a list or tuple has one plain value, such as a string, for every sample."""
+    is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+    return is_list and len(node) == total and not any(True for _ in _tensors(node))

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.stage import PipelinedModule, StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.nest import children
 from lightning_megatron.pipeline.microbatch import Microbatch
 
 StepFn = Callable[[Any], Any]
@@ -104,10 +105,8 @@ def form_of(node: Any) -> Any:
     """Return a hashable description of the shapes and numbers in a nest of containers."""
     if isinstance(node, Tensor):
         return tuple(node.shape)
-    if hasattr(node, "items"):
-        return tuple((key, form_of(value)) for key, value in node.items())
-    if isinstance(node, (list, tuple)):
-        return tuple(form_of(value) for value in node)
-    if hasattr(node, "__dataclass_fields__"):
-        return tuple((name, form_of(getattr(node, name))) for name in node.__dataclass_fields__)
+    # Some containers have items without being mappings, such as a TensorDict.
+    parts = children(dict(node.items()) if hasattr(node, "items") else node)
+    if parts is not None:
+        return tuple((suffix, form_of(value)) for suffix, value in parts)
     return node if isinstance(node, (int, float)) else type(node)

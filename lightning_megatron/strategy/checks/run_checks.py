@@ -6,7 +6,6 @@ import hashlib
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
+from lightning_megatron.nest import leaves
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.optimization.parameter_readers import backward_observer
 from lightning_megatron.strategy.options.sizes import (
@@ -181,15 +181,10 @@ def digest_of(batch: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _tensors(value)
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for value in node:
-            yield from _tensors(value)
-    elif is_dataclass(node) and not isinstance(node, type):
-        for item in fields(node):
-            yield from _tensors(getattr(node, item.name))
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Sequence) and not isinstance(leaf, str | bytes):
+            # Sequences other than lists and tuples are never cut, but ranks must agree on them.
+            yield from _tensors(list(leaf))

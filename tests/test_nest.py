@@ -1,0 +1,94 @@
+"""Nests of containers: their leaves are found with their paths, and containers keep their types."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from lightning_megatron.nest import children, leaves, rebuild
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: Any
+    mask: Any = None
+    size: int = field(init=False, default=7)
+
+
+def doubled(node: Any) -> Any:
+    return node * 2 if isinstance(node, int) else rebuild(node, doubled)
+
+
+NEST = {"a": [1, (2, None)], 3: Pair(4, {"x": Sample(5, [6])}), "text": "abc"}
+
+
+def test_leaves_come_in_order_with_their_paths() -> None:
+    assert list(leaves(NEST, "batch")) == [
+        ("batch['a'][0]", 1),
+        ("batch['a'][1][0]", 2),
+        ("batch['a'][1][1]", None),
+        ("batch[3][0]", 4),
+        ("batch[3][1]['x'].tokens", 5),
+        ("batch[3][1]['x'].mask[0]", 6),
+        ("batch[3][1]['x'].size", 7),
+        ("batch['text']", "abc"),
+    ]
+
+
+@pytest.mark.parametrize("leaf", [None, 3, "abc", b"ab", {1, 2}, range(2), Sample, object()])
+def test_anything_else_is_a_leaf(leaf: Any) -> None:
+    assert children(leaf) is None
+    assert list(leaves(leaf, "x")) == [("x", leaf)]
+    assert rebuild(leaf, lambda value: pytest.fail("a leaf has no values")) is leaf
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), OrderedDict()])
+def test_empty_containers_have_no_leaves_and_stay_empty(empty: Any) -> None:
+    assert children(empty) == []
+    assert list(leaves(empty)) == []
+    assert rebuild(empty, doubled) == empty
+
+
+def test_a_nest_is_rebuilt_with_the_types_of_its_containers() -> None:
+    rebuilt = doubled(NEST)
+    assert rebuilt == {
+        "a": [2, (4, None)],
+        3: Pair(8, {"x": Sample(10, [12])}),
+        "text": "abc",
+    }
+    assert type(rebuilt[3]) is Pair
+    assert type(rebuilt[3].second["x"]) is Sample
+    assert NEST["a"] == [1, (2, None)], "the nest itself is unchanged"
+
+
+def test_mappings_keep_what_is_not_among_their_items() -> None:
+    default = doubled(defaultdict(list, a=1))
+    assert default == {"a": 2}
+    assert default["new"] == []
+    ordered = doubled(OrderedDict([("b", 1), ("a", 2)]))
+    assert type(ordered) is OrderedDict
+    assert list(ordered.items()) == [("b", 2), ("a", 4)]
+    user = doubled(UserDict(a=[1]))
+    assert type(user) is UserDict
+    assert user["a"] == [2]
+
+
+def test_mappings_that_cannot_be_written_are_built_anew() -> None:
+    rebuilt = doubled(MappingProxyType({"a": 1}))
+    assert isinstance(rebuilt, Mapping)
+    assert dict(rebuilt) == {"a": 2}
+
+
+def test_fields_that_a_constructor_does_not_take_stay() -> None:
+    assert doubled(Sample(1, mask=2)) == Sample(2, mask=4)
+    assert doubled(Sample(1)).size == 7
