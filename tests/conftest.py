@@ -15,10 +15,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.startup import shape_checks
+
 # Worlds of several processes share few cores: one thread each, in this process and in those that it
 # starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# Before any room is imported.
+shape_checks.install()
 
 # Programs that tests start: see the file there.
 STARTUP = str(Path(__file__).parent / "startup")

@@ -5,6 +5,8 @@ and nothing else.
 import contextlib
 import gc
 
+import beartype
+import jaxtyping
 import lightning.pytorch
 import omegaconf
 import pytest
@@ -17,7 +19,7 @@ with contextlib.suppress(ImportError):
     import transformers.modeling_utils
     import transformers.models.auto.modeling_auto  # noqa: F401
 
-__all__ = ["lightning", "lightning_megatron", "omegaconf", "pytest"]
+__all__ = ["beartype", "jaxtyping", "lightning", "lightning_megatron", "omegaconf", "pytest"]
 
 # Collections in the forked processes need not look at all of this, nor copy its memory.
 gc.freeze()

@@ -23,7 +23,16 @@ ROOMS = (
     *("training", "pipeline", "checkpoint", "strategy"),
 )
 LEAVES = {"data": {"plan"}}
-OPEN_TO_ALL = {"errors", "extras", "half_types", "nest", "once", "recipe_files", "strict_json"}
+OPEN_TO_ALL = {
+    "errors",
+    "extras",
+    "half_types",
+    "nest",
+    "once",
+    "recipe_files",
+    "shapes",
+    "strict_json",
+}
 # The same inside the rooms that have sub-rooms; "" are the files directly in the room.
 SUB_ROOMS = {
     "experts": ("routing", "transport", "compute", ""),

@@ -1,30 +1,41 @@
 """Transformer layers sharded over the tensor axis, each equal to an unsharded counterpart in torch.
 
-Activations are sequence first: ``(S, B, D)``. Shapes are local to a rank. A dimension that is
-divided by the size of an axis is sharded over that axis, such as ``S/tp``. These letters have one
-meaning in the layers, kernels, experts and models:
+Activations are sequence first. Annotations name the dimensions of tensors, as in
+``Float[Tensor, "seq_local batch hidden"]``. A name has one size in one call, and the tests check
+that. These names have one meaning in the layers, kernels, experts and models:
 
-- ``S``: positions of a sequence, ``S/tp`` under sequence parallelism (tokens).
-- ``B``: sequences of a microbatch (sequences).
-- ``D``: hidden size, the features of the residual stream (elements).
-- ``H``: query heads of this rank (heads).
-- ``G``: key/value heads of this rank, of which H is a multiple (heads).
-- ``K``: size of a head (elements).
-- ``r``: elements of a head that the rotary embedding rotates, at most K (elements).
-- ``F``: inner features of an MLP or of an expert; a gate doubles them to ``2 F`` (elements).
-- ``V``: vocabulary; a tensor-parallel rank has ``padded V/tp`` columns of the logits (tokens).
-- ``W``: columns of a shard of the logits, padding included (columns).
-- ``T``: tokens of this rank, ordered by position, then by sequence (tokens).
-- ``E``: experts of a layer, or experts of this rank where no axis is named (experts).
-- ``k``: experts that each token chooses (experts).
-- ``R``: rows that experts compute, one for each token and chosen expert, sorted by expert (rows).
-- ``C``: sequences with routing sums of their own, 1 if all sequences share them (sequences).
-- ``N``: any number of rows.
-- ``in``, ``out``: input and output features of a linear layer (elements).
-- ``tp``, ``ep``: sizes of the tensor axis and of the expert axis (ranks).
+- ``seq``: positions of a sequence (tokens).
+- ``seq_local``: positions of a sequence that this rank holds, ``seq / tp`` under sequence
+  parallelism and ``seq`` otherwise (tokens).
+- ``batch``: sequences of a microbatch (sequences).
+- ``hidden``: hidden size, the features of the residual stream (elements).
+- ``heads``: query heads of this rank (heads).
+- ``kv_heads``: key/value heads of this rank; ``heads`` is a multiple of it (heads).
+- ``head_dim``: size of a head (elements).
+- ``rotary_dim``: elements of a head that the rotary embedding rotates, at most ``head_dim``
+  (elements).
+- ``qkv_local``: query, key and value features of this rank, ``(heads + 2 kv_heads) head_dim``
+  (elements).
+- ``ffn``: inner features of an MLP or of an expert on this rank (elements).
+- ``gate_up``: inner features with their gates, ``2 ffn`` (elements).
+- ``features``: inputs of an activation, ``ffn`` or ``gate_up`` (elements).
+- ``in_features``, ``out_features``: all input and output features of a linear layer (elements).
+- ``in_local``, ``out_local``: those of this rank (elements).
+- ``vocab_local``: columns of the logits on this rank, the padded vocabulary divided by tp (tokens).
+- ``tokens``: tokens of this rank, ordered by position, then by sequence (tokens).
+- ``experts``: experts of a layer, or of this rank where the text says so (experts).
+- ``top_k``: experts that each token chooses (experts).
+- ``rows``: rows of a matrix; in experts, one for each token and chosen expert, sorted by expert
+  (rows).
+- ``parts``: terms of a sum.
+- ``shape``: as ``*shape``, any dimensions.
 
-``...`` stands for any leading dimensions. There are two exceptions. In ``groups.collective_matmul``
-and ``experts.compute.backends``, K is the summed dimension of a matrix product, and N and M are the
-others. In modules of torch with an encoder and a decoder, S and T are the positions of the encoder
-and of the decoder.
+A number is the size itself. ``*tokens`` stands for any number of dimensions, equal in one call,
+``...`` for any dimensions and ``_`` for any size. ``#batch`` means ``batch`` or 1. An expression,
+such as ``2*ffn``, is computed from the names and from the arguments in braces.
+
+Rooms without such annotations write shapes with letters: S is ``seq``, B ``batch``, D ``hidden``, V
+the vocabulary, E ``experts``, and in ``groups.collective_matmul`` K the summed dimension of a
+matrix product. In modules of torch with an encoder and a decoder, S and T are the positions of the
+encoder and of the decoder.
 """

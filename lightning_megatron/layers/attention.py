@@ -13,6 +13,7 @@ from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
 from lightning_megatron.plan.shards import attention_ranges
+from lightning_megatron.shapes import Float
 
 
 class SelfAttention(nn.Module):
@@ -23,8 +24,6 @@ class SelfAttention(nn.Module):
 
     Equal to torch.nn.MultiheadAttention (causal or not) if ``num_kv_heads == num_heads`` and no
     rotary tables are given. Equal to Hugging Face's LlamaAttention if rotary tables are given.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
@@ -128,11 +127,14 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        rotary: tuple[
+            Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+        ]
+        | None = None,
         recompute_core: bool = False,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
 
         Args:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.shapes import Float
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,19 @@ def choose_core(
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads head_dim"],
     *,
     causal: bool,
     dropout: float = 0.0,
-    mask: Tensor | None = None,
+    mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
     scale: float | None = None,
-) -> Tensor:
+) -> Float[Tensor, "seq batch heads*head_dim"]:
     """Compute scaled dot-product attention.
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated for
     every query head.
-
-    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``;
-        mask ``(B, 1, S, S)`` or ``(1, 1, S, S)``; output ``(S, B, H K)``.
 
     Args:
         query: Queries.

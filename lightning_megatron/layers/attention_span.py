@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Multiple of the row stride of a mask (elements).
 _ALIGNMENT = 8
@@ -20,8 +21,6 @@ class AttentionSpan:
     If all fields are None, every row is one document without padding. No token attends to padding.
     A padded index that could attend to nothing attends to itself, so that its output stays finite.
 
-    Shapes: all ``(B, S)``.
-
     Args:
         valid: False at padding, which may be left or right of the tokens; None means no padding.
         positions: Position of every token, for rotary or learned embeddings; None counts from 0
@@ -30,9 +29,9 @@ class AttentionSpan:
             None means one document per row.
     """
 
-    valid: Tensor | None = None
-    positions: Tensor | None = None
-    documents: Tensor | None = None
+    valid: Shaped[Tensor, "batch seq"] | None = None
+    positions: Int[Tensor, "batch seq"] | None = None
+    documents: Int[Tensor, "batch seq"] | None = None
 
     def check_shape(self, num_sequences: int, seq_length: int) -> None:
         """Refuse fields whose shape differs from the shape of the tokens.
@@ -62,10 +61,8 @@ def attention_mask(
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor | None:
+) -> Float[Tensor, "#batch 1 seq seq"] | None:
     """Return the additive attention mask: 0 for visible tokens, minus infinity elsewhere.
-
-    Shapes: output ``(B, 1, S, S)``, or ``(1, 1, S, S)`` if all rows have the same mask.
 
     Args:
         span: Padding and documents of the batch; None means one document per row without padding.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.recompute import Recompute, replayed
+from lightning_megatron.shapes import Float
 
 NormPosition = Literal["pre", "post"]
 
@@ -21,8 +22,6 @@ class TransformerBlock(nn.Module):
     paper). With ``post`` they replace it (figure 7 (a), the original BERT). Equal to
     torch.nn.TransformerEncoderLayer with ``norm_first`` True or False. A parallel block computes
     ``x + attention(norm1(x)) + mlp(norm2(x))``.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         attention: The attention layer, called with (hidden, rotary, recompute_core, mask).
@@ -65,11 +64,14 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        rotary: tuple[
+            Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+        ]
+        | None = None,
         recompute: Recompute = "none",
-        mask: Tensor | None = None,
-    ) -> Tensor:
+        mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block.
 
         Args:

@@ -8,21 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.shapes import Float
 
 
 def hidden_dropout(
-    hidden: Tensor,
+    hidden: Float[Tensor, "*shape"],
     probability: float,
     training: bool,
     mesh: ParallelMesh,
-) -> Tensor:
+) -> Float[Tensor, "*shape"]:
     """Drop elements of the residual stream.
 
     All tensor-parallel ranks have the same activations and must drop the same elements. Under
     sequence parallelism each rank has its own positions and draws its own mask. The default
     generators of torch do not change.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden: Activations.

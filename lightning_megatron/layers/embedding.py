@@ -19,6 +19,7 @@ from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
 from lightning_megatron.layers.regions import column_linear, leave_tensor_region
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole_range
+from lightning_megatron.shapes import Float, Int
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -27,9 +28,6 @@ class VocabParallelEmbedding(nn.Module):
     Equal to torch.nn.Embedding(vocab_size, hidden_size), with the output transposed to sequence
     first. The table is padded to a multiple of ``multiple * tp`` rows. Padded rows are zero. They
     are no part of the full tensor and cannot be looked up.
-
-    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism,
-        ``(S/tp, B, D)``.
 
     Args:
         vocab_size: The true vocabulary (tokens).
@@ -63,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_id = padding_id
         self.weight = vocab_parameter(vocab_size, hidden_size, mesh, multiple, initializer)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the vector of every token."""
         check_ids(tokens, self.vocab_size)
         num_rows = self.weight.shape[0]
@@ -134,15 +132,15 @@ class _LookUp(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _sum_by_key(grads: Tensor, keys: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _sum_by_key(
+    grads: Float[Tensor, "rows hidden"], keys: Int[Tensor, "rows"], num_rows: int
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows hidden"]]:
     """Sum the gradients of equal keys in an order that depends on the keys only.
 
     All shapes are known without a synchronisation with the device. The sum of a key is in the row
     of its first occurrence in the sorted keys, and the rows of its other occurrences are zero.
     Later additions of rows with equal index therefore give the same sum in any order. Keys from
     ``num_rows`` on are left out.
-
-    Shapes: grads ``(N, D)``; keys ``(N)``; result ``(N)`` and ``(N, D)``.
     """
     num = keys.numel()
     ordered = keys.sort().values
@@ -155,8 +153,6 @@ class PositionEmbedding(nn.Module):
     """Learned position embedding, replicated on every tensor-parallel rank.
 
     Equal to torch.nn.Embedding(max_seq_length, hidden_size) of consecutive positions.
-
-    Shapes: output ``(S, 1, D)`` or, under sequence parallelism, ``(S/tp, 1, D)``.
 
     Args:
         max_seq_length: Rows of the table (tokens).
@@ -183,7 +179,9 @@ class PositionEmbedding(nn.Module):
             partial=mesh.sequence_parallel,
         )
 
-    def forward(self, seq_length: int, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, seq_length: int, offset: int = 0, positions: Int[Tensor, "batch seq"] | None = None
+    ) -> Float[Tensor, "seq_local #batch hidden"]:
         """Return this rank's vectors of the positions ``offset .. offset + seq_length``.
 
         Args:
@@ -215,9 +213,6 @@ class PositionEmbedding(nn.Module):
 class InputEmbedding(nn.Module):
     """Sum of scaled token embeddings and position embeddings, followed by dropout.
 
-    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism,
-        ``(S/tp, B, D)``.
-
     Args:
         word: The token embedding.
         position: The position embedding; None for models without learned positions.
@@ -244,12 +239,12 @@ class InputEmbedding(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor | None,
+        tokens: Int[Tensor, "batch seq"] | None,
         offset: int = 0,
         *,
-        positions: Tensor | None = None,
-        vectors: Tensor | None = None,
-    ) -> Tensor:
+        positions: Int[Tensor, "batch seq"] | None = None,
+        vectors: Float[Tensor, "batch seq hidden"] | None = None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream of the first block.
 
         Args:
@@ -282,9 +277,6 @@ class VocabParallelHead(nn.Module):
 
     Equal to torch.nn.Linear(hidden_size, vocab_size, bias=False), with padded and sharded outputs.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-        ``(S, B, padded V/tp)``.
-
     Args:
         vocab_size: The true vocabulary (tokens).
         hidden_size: Size of each vector (elements).
@@ -311,16 +303,20 @@ class VocabParallelHead(nn.Module):
         if tied_to is not None:
             set_shard_spec(self.weight, shard_spec_of(self.weight).tied(tied_to))
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq batch vocab_local"]:
         """Return this rank's columns of the logits."""
         return vocab_logits(hidden, self.weight, self.mesh)
 
 
-def vocab_logits(hidden: Tensor, weight: Tensor, mesh: ParallelMesh) -> Tensor:
+def vocab_logits(
+    hidden: Float[Tensor, "seq_local batch hidden"],
+    weight: Float[Tensor, "vocab_local hidden"],
+    mesh: ParallelMesh,
+) -> Float[Tensor, "seq batch vocab_local"]:
     """Compute this rank's columns of the logits from a vocabulary-parallel table.
 
-    Shapes: hidden as in ``VocabParallelHead``; weight ``(padded V/tp, D)``; output
-        ``(S, B, padded V/tp)``.
     Communication: see ``column_linear``.
     """
     return column_linear(hidden, weight, None, mesh)

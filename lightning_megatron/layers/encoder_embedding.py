@@ -10,15 +10,13 @@ from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.replicated import TableEmbedding
+from lightning_megatron.shapes import Float, Int
 
 
 class EncoderEmbedding(nn.Module):
     """Sum of token, token-type and position embeddings, followed by a norm and dropout.
 
     Equal to Hugging Face's BertEmbeddings and RobertaEmbeddings.
-
-    Shapes: all ids ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism,
-        ``(S/tp, B, D)``.
 
     Args:
         word: The token embedding.
@@ -49,11 +47,11 @@ class EncoderEmbedding(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor | None,
-        positions: Tensor,
-        token_types: Tensor,
-        vectors: Tensor | None = None,
-    ) -> Tensor:
+        tokens: Int[Tensor, "batch seq"] | None,
+        positions: Int[Tensor, "batch seq"],
+        token_types: Int[Tensor, "batch seq"],
+        vectors: Float[Tensor, "batch seq hidden"] | None = None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream of the first block.
 
         Args:

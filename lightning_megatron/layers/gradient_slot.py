@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.shapes import Float, Int
 
 _ATTRIBUTE = "gradient_slot"
 
@@ -77,12 +78,10 @@ class GradientSlot:
         self._added()
 
     @torch.no_grad()
-    def add_sum(self, parts: Tensor) -> None:
+    def add_sum(self, parts: Float[Tensor, "parts ..."]) -> None:
         """Add a gradient that is given as parts of a sum.
 
         Equal to ``add(parts.sum(0))``.
-
-        Shapes: parts ``(N, *shape)``.
         """
         if not self._accepts():
             return
@@ -94,14 +93,14 @@ class GradientSlot:
         self._added()
 
     @torch.no_grad()
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_product(
+        self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
+    ) -> None:
         """Add the weight gradient of a linear layer, ``left^T @ right``.
 
         Equal to ``add(left.t() @ right)``. For half types on a GPU, one matrix product accumulates
         in the float32 memory of the slot, without rounding to the half type and without a temporary
         tensor.
-
-        Shapes: left ``(N, out)``; right ``(N, in)``; the slot ``(out, in)``.
         """
         if not self._accepts():
             return
@@ -111,12 +110,12 @@ class GradientSlot:
             self.add(left.t() @ right)
 
     @torch.no_grad()
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+    def add_rows(self, index: Int[Tensor, "rows"], rows: Float[Tensor, "rows hidden"]) -> None:
         """Add the gradients of some rows of a table.
 
         The result is deterministic if at most one of the rows with equal index is not zero.
 
-        Shapes: index ``(N)``; rows ``(N, D)`` in the slot's dtype; the slot ``(V, D)``.
+        Shapes: the rows have the dtype of the slot.
         """
         if not self._accepts():
             return
@@ -167,7 +166,9 @@ class SlotRow:
             row = slots[0]._row = SlotRow(slots)
         return row
 
-    def stacked_weights(self, weights: Sequence[Tensor]) -> Tensor | None:
+    def stacked_weights(
+        self, weights: Sequence[Float[Tensor, "*shape"]]
+    ) -> Float[Tensor, "experts *shape"] | None:
         """Return :func:`stacked_view` of the parameters, cached until one of them moves."""
         addresses = [weight.data_ptr() for weight in weights]
         if addresses != self._addresses:
@@ -236,16 +237,15 @@ class StackedSlot:
         """Return the dtype of the sums."""
         return self.slots[0].dtype
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Float[Tensor, "rows ..."]) -> None:
         """Add a gradient of the concatenated parameters."""
         for slot, part in zip(self.slots, gradient.split(self._rows), strict=True):
             slot.add(part)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does.
-
-        Shapes: left ``(N, out)``; right ``(N, in)``.
-        """
+    def add_product(
+        self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
+    ) -> None:
+        """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does."""
         first = self.slots[0]
         states = [slot.is_empty for slot in self.slots]
         is_mixed = states.count(states[0]) != len(states)

@@ -12,6 +12,7 @@ from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
+from lightning_megatron.shapes import Float
 
 
 class ColumnParallelLinear(nn.Module):
@@ -19,8 +20,7 @@ class ColumnParallelLinear(nn.Module):
 
     Equal to torch.nn.Linear(in_features, out_features, bias) with ``gather_output``, or with tp=1.
 
-    Shapes: input ``(S, B, in)``, or ``(S/tp, B, in)`` under sequence parallelism; output
-        ``(S, B, out/tp)``, or ``(S, B, out)`` with ``gather_output``.
+    Shapes: the output has ``out_features`` features with ``gather_output``.
 
     Args:
         in_features: Size of each input vector (elements).
@@ -98,7 +98,9 @@ class ColumnParallelLinear(nn.Module):
             self.biases = ParameterStack(split_parameter(bias, rows))
             self.register_parameter("bias", None)
 
-    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local *batch in_features"], add_bias: bool = True
+    ) -> Float[Tensor, "seq *batch out_local"]:
         """Return this rank's outputs, or all of them with ``gather_output``.
 
         Args:
@@ -127,8 +129,7 @@ class RowParallelLinear(nn.Module):
     Equal to torch.nn.Linear(in_features, out_features, bias) of the full inputs. The bias is added
     once, after the sum over tp.
 
-    Shapes: input ``(S, B, in/tp)``, or ``(S, B, in)`` with ``split_input``; output ``(S, B, out)``,
-        or ``(S/tp, B, out)`` under sequence parallelism.
+    Shapes: the input has ``in_features`` features with ``split_input``.
 
     Args:
         in_features: Size of each full input vector (elements).
@@ -177,7 +178,9 @@ class RowParallelLinear(nn.Module):
         #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
 
-    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq *batch in_local"], add_bias: bool = True
+    ) -> Float[Tensor, "seq_local *batch out_features"]:
         """Return the product summed over the tensor-parallel ranks, plus the bias.
 
         Args:

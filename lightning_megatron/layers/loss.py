@@ -13,25 +13,25 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import Border, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.shapes import Float, Int
 
 
 def vocab_parallel_cross_entropy(
-    logits_shard: Tensor,
-    labels: Tensor,
+    logits_shard: Float[Tensor, "*tokens vocab_local"],
+    labels: Int[Tensor, "*tokens"],
     mesh: ParallelMesh,
     vocab_size: int,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     overwrite_logits: bool = False,
-) -> Tensor:
+) -> Float[Tensor, "*tokens"]:
     """Compute the loss of every token without gathering the logits.
 
     Equal to torch.nn.functional.cross_entropy(..., reduction="none") of the full logits, without
     the padded columns. Label smoothing is spread over the full vocabulary. Logits of half types are
     computed in float32; the fused kernels make no float32 copy of them.
 
-    Shapes: logits_shard ``(..., padded V/tp)``; labels ``(...)``; loss ``(...)``, float32 (float64
-        for float64 logits).
+    Shapes: the loss is float32, or float64 for float64 logits.
 
     Args:
         logits_shard: This rank's columns of the logits.
@@ -74,7 +74,7 @@ def vocab_parallel_cross_entropy(
     )
 
 
-def check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None = None) -> None:
+def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None = None) -> None:
     """Refuse token ids outside of the vocabulary, for tensors on the CPU.
 
     On other devices the check would synchronise with the device.

@@ -15,6 +15,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float
 
 Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 """A layer that supports low-rank updates."""
@@ -103,7 +104,7 @@ class LowRank(nn.Module):
         #: Updated outputs, as indices into this rank's outputs of the base.
         self.outputs = range(before, before + width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
         """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
             with self.mesh.random.fork(self.stream, _PURPOSE):
@@ -127,7 +128,9 @@ class LowRankUpdates(nn.ModuleDict):
         super().__init__(updates)
         self.is_enabled = True
 
-    def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "... in_local"], output: Float[Tensor, "*tokens out_local"]
+    ) -> Float[Tensor, "*tokens out_local"]:
         """Return the outputs of the layer with all updates added.
 
         Args:

@@ -12,6 +12,7 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.shards import gated_ranges
+from lightning_megatron.shapes import Float
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
 _GATED = ("swiglu", "geglu", "geglu_tanh")
@@ -23,8 +24,6 @@ class MLP(nn.Module):
     Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
     ``geglu_tanh`` use GELU in place of SiLU.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
@@ -82,7 +81,9 @@ class MLP(nn.Module):
             initializer=output_initializer,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local *batch hidden"]
+    ) -> Float[Tensor, "seq_local *batch hidden"]:
         """Return the output of every position."""
         if is_gated(self.activation):
             return self.down(activate(self.gate_up(hidden), self.activation))
@@ -94,10 +95,12 @@ def is_gated(activation: Activation) -> bool:
     return activation in _GATED
 
 
-def activate(hidden: Tensor, activation: Activation) -> Tensor:
+def activate(
+    hidden: Float[Tensor, "*tokens features"], activation: Activation
+) -> Float[Tensor, "*tokens ffn"]:
     """Apply an activation.
 
-    Shapes: hidden ``(..., F)``, or ``(..., 2 F)`` for gated activations; output ``(..., F)``.
+    Shapes: gated activations halve the features.
     """
     if is_gated(activation):
         return gated_activation(hidden, activation)
@@ -106,11 +109,10 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
     return gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
 
 
-def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Multiply the SiLU, or GELU, of the first half of the features by the second half.
-
-    Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
-    """
+def gated_activation(
+    gate_up: Float[Tensor, "*tokens gate_up"], activation: Activation
+) -> Float[Tensor, "*tokens gate_up//2"]:
+    """Multiply the SiLU, or GELU, of the first half of the features by the second half."""
     kernels = fused_kernels(gate_up) if activation == "swiglu" else None
     if kernels is not None:
         return kernels.apply_swiglu(gate_up)
@@ -120,7 +122,9 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 
-def gelu_activation(hidden: Tensor, by_tanh: bool) -> Tensor:
+def gelu_activation(
+    hidden: Float[Tensor, "*tokens ffn"], by_tanh: bool
+) -> Float[Tensor, "*tokens ffn"]:
     """Apply GELU, exact or with the tanh approximation."""
     kernels = fused_kernels(hidden)
     if kernels is not None:

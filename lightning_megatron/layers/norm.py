@@ -13,6 +13,7 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
 from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.shapes import Float
 
 
 class _Norm(nn.Module):
@@ -26,25 +27,28 @@ class _Norm(nn.Module):
     @overload
     def forward(
         self,
-        hidden: Tensor,
-        update: Tensor | None = None,
+        hidden: Float[Tensor, "*tokens hidden"],
+        update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: Literal[False] = False,
-    ) -> Tensor: ...
+    ) -> Float[Tensor, "*tokens hidden"]: ...
 
     @overload
     def forward(
         self,
-        hidden: Tensor,
-        update: Tensor | None,
+        hidden: Float[Tensor, "*tokens hidden"],
+        update: Float[Tensor, "*tokens hidden"] | None,
         with_stream: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]: ...
 
     def forward(
         self,
-        hidden: Tensor,
-        update: Tensor | None = None,
+        hidden: Float[Tensor, "*tokens hidden"],
+        update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> (
+        Float[Tensor, "*tokens hidden"]
+        | tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]
+    ):
         """Return the normalised vectors in the dtype of the input.
 
         Args:
@@ -86,8 +90,6 @@ class LayerNorm(_Norm):
     Equal to torch.nn.LayerNorm(hidden_size, eps, bias=bias). Statistics of half types are computed
     in float32.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
-
     Args:
         hidden_size: Size of each vector (elements).
         mesh: Process groups of this rank.
@@ -120,8 +122,7 @@ class RMSNorm(_Norm):
     Equal to torch.nn.RMSNorm(hidden_size, eps). With ``offset`` 1 equal to Hugging Face's
     GemmaRMSNorm. Statistics of half types are computed in float32.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; ``(S, B, H, K)`` for the
-        heads of this rank; output the same.
+    Shapes: ``hidden`` is ``head_dim`` for norms of the heads of this rank.
 
     Args:
         hidden_size: Size of each vector (elements).

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_megatron.shapes import Bool, Float
+
 #: Multiple of the row stride of a mask (elements).
 _ALIGNMENT = 8
 
 
-def padding_mask(valid: Tensor | None, *, dtype: torch.dtype) -> Tensor | None:
+def padding_mask(
+    valid: Bool[Tensor, "batch seq"] | None, *, dtype: torch.dtype
+) -> Float[Tensor, "batch 1 1 seq"] | None:
     """Return the additive attention mask: 0 at tokens, minus infinity at padding.
 
     A row without any token is not masked, so that its outputs stay finite.
-
-    Shapes: valid ``(B, S)``; output ``(B, 1, 1, S)``.
 
     Args:
         valid: False at padding; None means no padding.

@@ -20,6 +20,7 @@ from lightning_megatron.layers.gradient_slot import (
     slots_of,
 )
 from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float
 
 
 class ParameterStack(nn.Module):
@@ -46,7 +47,7 @@ class ParameterStack(nn.Module):
         """Return the parameters from the first row to the last."""
         return tuple(part for part in self._parameters.values() if part is not None)
 
-    def joined(self) -> Tensor:
+    def joined(self) -> Float[Tensor, "rows ..."]:
         """Return the concatenated parameters; the gradient of the result reaches each of them."""
         if torch.compiler.is_compiling():
             return torch.cat(self.parts)
@@ -175,10 +176,10 @@ class _Stacked(torch.autograd.Function):
         return tuple(part if is_needed else None for part, is_needed in parts)
 
 
-def neighbours_as_one(parts: Sequence[Tensor]) -> Tensor | None:
+def neighbours_as_one(parts: Sequence[Float[Tensor, "_ ..."]]) -> Float[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
-    Shapes: parts ``(rows_i, ...)``, contiguous; output ``(sum of rows_i, ...)``.
+    Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
     """
     first = parts[0]
     address = first.data_ptr()

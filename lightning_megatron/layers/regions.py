@@ -25,14 +25,15 @@ from lightning_megatron.groups.pending import (
     start_reduce_scatter,
 )
 from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.shapes import Float
 
 
 def column_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    hidden: Float[Tensor, "seq_local *batch in_features"],
+    weight: Float[Tensor, "out_local in_features"],
+    bias: Float[Tensor, "out_local"] | None,
     mesh: ParallelMesh,
-) -> Tensor:
+) -> Float[Tensor, "seq *batch out_local"]:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight.
 
     Equal to ``linear(full sequence, weight, bias)``, with the gradient of the input summed over tp.
@@ -40,8 +41,6 @@ def column_linear(
     own positions only, and the backward pass gathers the input again. Gradients of weights and
     biases with a gradient slot are added to it and bypass autograd.
 
-    Shapes: hidden ``(S, B, in)`` or, under sequence parallelism, ``(S/tp, B, in)``; weight
-        ``(out/tp, in)``; output ``(S, B, out/tp)``.
     Communication: backward an all-reduce over tp, overlapped with the weight gradient. Under
         sequence parallelism forward an all-gather; backward an all-gather, overlapped with the
         input gradient, and a reduce-scatter, overlapped with the weight gradient.
@@ -52,7 +51,12 @@ def column_linear(
     return _ColumnLinear.apply(hidden, weight, bias, mesh)
 
 
-def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+def row_linear(
+    hidden: Float[Tensor, "seq *batch in_local"],
+    weight: Float[Tensor, "out_features in_local"],
+    bias: Float[Tensor, "out_features"] | None,
+    mesh: ParallelMesh,
+) -> Float[Tensor, "seq_local *batch out_features"]:
     """Multiply by this rank's columns of a weight and leave the tensor-parallel region.
 
     The bias is added once, after the sum over the ranks.
@@ -60,8 +64,6 @@ def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Parall
     Equal to ``linear(full input, full weight, bias)``. The input is the only activation that is
     kept. Gradients of weights and biases with a gradient slot are added to it and bypass autograd.
 
-    Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under
-        sequence parallelism, ``(S/tp, B, out)``.
     Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter
         forward and an all-gather backward. ``groups.collective_matmul`` documents when they
         overlap with the matrix products.
@@ -72,10 +74,11 @@ def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Parall
     return _RowLinear.apply(hidden, weight, bias, mesh)
 
 
-def leave_tensor_region(part: Tensor, mesh: ParallelMesh) -> Tensor:
+def leave_tensor_region(
+    part: Float[Tensor, "seq *batch hidden"], mesh: ParallelMesh
+) -> Float[Tensor, "seq_local *batch hidden"]:
     """Sum the partial results of the tensor-parallel ranks.
 
-    Shapes: ``(S, B, D)``; output the same or, under sequence parallelism, ``(S/tp, B, D)``.
     Communication: all-reduce over tp; under sequence parallelism reduce-scatter, backward
         all-gather.
     """

@@ -11,14 +11,13 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
 from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.shapes import Float, Int
 
 
 class ReplicatedLinear(nn.Module):
     """Linear layer ``x A^T + b`` with a full weight on every tensor-parallel rank.
 
     Equal to torch.nn.Linear(in_features, out_features, bias).
-
-    Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
         in_features: Size of each input vector (elements).
@@ -50,7 +49,9 @@ class ReplicatedLinear(nn.Module):
         #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "*tokens in_features"]
+    ) -> Float[Tensor, "*tokens out_features"]:
         """Return the outputs."""
         output = F.linear(hidden, self.weight, self.bias)
         return output if self.low_rank is None else self.low_rank(hidden, output)
@@ -61,8 +62,6 @@ class TableEmbedding(nn.Module):
 
     Equal to torch.nn.Embedding(num_rows, hidden_size, padding_idx=untrained), with the output
     transposed to sequence first.
-
-    Shapes: ids ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
 
     Args:
         num_rows: Number of rows of the table (rows).
@@ -95,27 +94,24 @@ class TableEmbedding(nn.Module):
             partial=mesh.sequence_parallel,
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the vectors of this rank's positions."""
         check_ids(ids, self.weight.shape[0])
         return F.embedding(own_places(ids, self.mesh), self.weight, padding_idx=self.untrained)
 
 
-def own_places(ids: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the ids at this rank's positions, sequence first.
-
-    Shapes: ids ``(B, S)``; output ``(S, B)`` or, under sequence parallelism, ``(S/tp, B)``.
-    """
+def own_places(ids: Int[Tensor, "batch seq"], mesh: ParallelMesh) -> Int[Tensor, "seq_local batch"]:
+    """Return the ids at this rank's positions, sequence first."""
     return ids.t().chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else ids.t()
 
 
-def first_place(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+def first_place(
+    hidden: Float[Tensor, "seq_local batch hidden"], mesh: ParallelMesh
+) -> Float[Tensor, "batch hidden"]:
     """Return the vectors at the first position of every sequence, on all tensor-parallel ranks.
 
     All ranks must compute the same from the result. Its gradient is then counted once.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-        ``(B, D)``.
     Communication: under sequence parallelism an all-reduce over tp forward, none backward.
     """
     if not mesh.sequence_parallel:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.shapes import Float, Int
 
 #: Sequence length, dtype and device of tables.
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
@@ -25,13 +26,11 @@ def rotary_tables(
     scaling: RotaryScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, "seq 1 1 rotary_dim"], Float[Tensor, "seq 1 1 rotary_dim"]]:
     """Compute the cosines and sines of the positions ``offset .. offset + seq_length``.
 
     Equal to Hugging Face's LlamaRotaryEmbedding of every type. The angles are computed in float32,
     the results rounded to ``dtype`` once.
-
-    Shapes: both results ``(S, 1, 1, r)``.
 
     Args:
         seq_length: Number of positions (tokens).
@@ -51,18 +50,16 @@ def rotary_tables(
 
 
 def position_tables(
-    positions: Tensor,
+    positions: Int[Tensor, "batch seq"],
     head_dim: int,
     *,
     base: float = 10000.0,
     scaling: RotaryScaling | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, "seq batch 1 rotary_dim"], Float[Tensor, "seq batch 1 rotary_dim"]]:
     """Compute the cosines and sines of given positions.
 
     Equal to ``rotary_tables`` for the positions ``0 .. S`` in every row.
-
-    Shapes: positions ``(B, S)``; both results ``(S, B, 1, r)``.
 
     Args:
         positions: Position of every token.
@@ -124,9 +121,9 @@ class RotaryTables:
     def __call__(
         self,
         seq_length: int,
-        hidden: Tensor,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        hidden: Float[Tensor, "..."],
+        positions: Int[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]]:
         """Return the tables in the dtype and on the device of ``hidden``.
 
         Args:
@@ -159,12 +156,13 @@ class RotaryTables:
         return self._kept[1]
 
 
-def apply_rotary(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs ``(i, i + r/2)`` of the first r elements of every head.
-
-    Shapes: heads ``(S, B, H, K)``; tables ``(S, 1, 1, r)`` or ``(S, B, 1, r)`` each; output
-        ``(S, B, H, K)``.
-    """
+def apply_rotary(
+    heads: Float[Tensor, "seq batch heads head_dim"],
+    tables: tuple[
+        Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+    ],
+) -> Float[Tensor, "seq batch heads head_dim"]:
+    """Rotate the pairs ``(i, i + r/2)`` of the first r elements of every head."""
     cosines, sines = tables
     rotated = cosines.shape[-1]
     if rotated < heads.shape[-1]:
@@ -174,18 +172,22 @@ def apply_rotary(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def split_heads(
-    qkv: Tensor,
+    qkv: Float[Tensor, "seq batch qkv_local"],
     widths: Sequence[int],
     head_dim: int,
-    tables: tuple[Tensor, Tensor] | None,
+    tables: tuple[
+        Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+    ]
+    | None,
     norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[
+    Float[Tensor, "seq batch heads head_dim"],
+    Float[Tensor, "seq batch kv_heads head_dim"],
+    Float[Tensor, "seq batch kv_heads head_dim"],
+]:
     """Split a fused projection into heads and rotate queries and keys.
 
     The fused kernel overwrites ``qkv``, so the caller must not use it afterwards.
-
-    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, r)`` or ``(S, B, 1, r)`` each; query
-        ``(S, B, H, K)``, key and value ``(S, B, G, K)``.
 
     Args:
         qkv: Output of the fused query/key/value projection.

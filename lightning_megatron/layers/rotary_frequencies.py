@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.shapes import Float
 
 
 def rotary_frequencies(
@@ -17,12 +18,10 @@ def rotary_frequencies(
     *,
     is_long: bool = False,
     device: torch.device | str,
-) -> Tensor:
+) -> Float[Tensor, "{dim}//2"]:
     """Compute the angle in radians between neighbouring positions for every pair of elements.
 
     Bitwise equal to Hugging Face's functions for the kinds of scaling; in float32.
-
-    Shapes: result ``(dim / 2,)``.
 
     Args:
         dim: Number of rotated elements of a head; even (elements).

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, split_to_axis
+from lightning_megatron.shapes import Shaped
 
 #: The sharded dimension: the one before the features.
 CUT = -2
@@ -42,26 +43,25 @@ class SequenceShard(Tensor):
     run on this rank's shard. Before all other functions the shards are gathered, so that every
     function gives the result of the full activation.
 
-    Shapes: the full activation ``(..., S, D)``; the shard ``(..., S/tp, D)``.
     Communication: an all-gather over tp before functions that cannot run on a shard.
     """
 
     axis: MeshAxis
 
     @classmethod
-    def of(cls, part: Tensor, axis: MeshAxis) -> SequenceShard:
+    def of(cls, part: Shaped[Tensor, "... seq_local hidden"], axis: MeshAxis) -> SequenceShard:
         """Return the activation of which ``part`` is this rank's shard."""
         result = part.as_subclass(cls)
         result.axis = axis
         return result
 
     @property
-    def part(self) -> Tensor:
+    def part(self) -> Shaped[Tensor, "... seq_local hidden"]:
         """Return this rank's shard."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def whole(self) -> Tensor:
+    def whole(self) -> Shaped[Tensor, "... seq hidden"]:
         """Gather the full activation; all ranks must use the result in the same way."""
         return gather_from_axis(self.part, self.axis, dim=CUT)
 

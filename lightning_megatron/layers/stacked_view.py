@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightning_megatron.shapes import Float
 
-def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
+
+def stacked_view(tensors: Sequence[Float[Tensor, "..."]]) -> Float[Tensor, "experts ..."] | None:
     """Return tensors as one view of their memory; None if they are not equally spaced in order.
 
     Every matrix product of experts calls this function, so it is cheap and caches nothing. Memory
     within the storage of the first tensor belongs to that storage, because storages do not overlap.
 
-    Shapes: E tensors of one shape; output ``(E, *shape)``.
+    Shapes: the output has one dimension more than the tensors, which it counts.
     """
     first = tensors[0]
     num_tensors = len(tensors)

@@ -70,7 +70,9 @@ def test_a_causal_mask_is_the_causal_attention() -> None:
     query, key, value = (
         torch.rand(5, 2, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
     )
-    mask = attention_mask(AttentionSpan(documents=torch.zeros(2, 5)), None, 5, **LIKE)
+    mask = attention_mask(
+        AttentionSpan(documents=torch.zeros(2, 5, dtype=torch.long)), None, 5, **LIKE
+    )
     assert mask is not None
     for scale in (None, 0.7):
         expected = attend(query, key, value, causal=True, scale=scale)

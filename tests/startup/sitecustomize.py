@@ -5,6 +5,8 @@ It looks for garbage rarely, since nearly all that imports make stays: with the 
 that is a fifth of the seconds. And torchmetrics does not import transformers and matplotlib, as it
 would wherever they are installed, for metrics that nobody here asks for: another fifth. Programs
 that use these import them.
+
+The shapes of tensors are checked as in the process of the tests.
 """
 
 import gc
@@ -12,6 +14,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+from shape_checks import install
 
 gc.set_threshold(1_000_000)
 
@@ -37,3 +41,4 @@ class WithoutExtras(MetaPathFinder):
 
 
 sys.meta_path.insert(0, WithoutExtras())
+install()

@@ -1,0 +1,156 @@
+"""Checks of the annotations of shapes in every process of the tests.
+
+In a process with the import hook, ``lightning_megatron.shapes`` has the types of jaxtyping, and
+every function whose annotations name dimensions checks its arguments and its result. The hook of
+jaxtyping wraps all functions of a module while the module is imported, which takes seconds in every
+process. This one wraps only functions with such annotations, and prepares a check at the first
+call. ``JAXTYPING_DISABLE=1`` switches the checks off.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
+from typing import Any
+
+PACKAGE = "lightning_megatron"
+ROOMS = ("layers",)
+SHAPES = f"{PACKAGE}.shapes"
+# jaxtyping's name for each name of the package: unsigned integers are integers.
+TYPES = {"Bool": "Bool", "Float": "Float", "Int": "Integer", "Shaped": "Shaped"}
+ANNOTATION = re.compile(rf"\b({'|'.join(TYPES)})\[")
+
+
+class ShapeChecks(MetaPathFinder):
+    """Import hook that checks the annotations of shapes of some rooms."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find a module of these rooms, and prepare it when it has run."""
+        if not fullname.startswith(tuple(f"{PACKAGE}.{room}" for room in (*ROOMS, "shapes"))):
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if fullname == SHAPES:
+                use_jaxtyping(module)
+            else:
+                check_members(module, fullname)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def use_jaxtyping(module: ModuleType) -> None:
+    """Put the types of jaxtyping in the place of those that check nothing."""
+    import jaxtyping
+
+    for name, type_name in TYPES.items():
+        setattr(module, name, getattr(jaxtyping, type_name))
+
+
+def check_members(owner: Any, module_name: str) -> None:
+    """Wrap the functions, and the methods of the classes, that a module defines."""
+    for name, member in list(vars(owner).items()):
+        if inspect.isclass(member):
+            # A class of another module, or one of an enclosing class that was seen already.
+            nested = f"{owner.__qualname__}.{name}" if inspect.isclass(owner) else name
+            if member.__module__ == module_name and member.__qualname__ == nested:
+                check_members(member, module_name)
+            continue
+        wrapped = with_checks(member, module_name)
+        if wrapped is not member:
+            setattr(owner, name, wrapped)
+
+
+def with_checks(member: Any, module_name: str) -> Any:
+    """Return a function, or what a decorator made of it, with checks if its annotations have any."""
+    if isinstance(member, staticmethod | classmethod):
+        inner = with_checks(member.__func__, module_name)
+        return member if inner is member.__func__ else type(member)(inner)
+    if isinstance(member, property):
+        getter = with_checks(member.fget, module_name)
+        return member if getter is member.fget else member.getter(getter)
+    if not isinstance(member, FunctionType):
+        return member  # a kernel of Triton or an operator of torch
+    # The generated `__init__` of a dataclass has no module.
+    is_own = member.__module__ == module_name or member.__name__ == "__init__"
+    return checked(member) if is_own and has_shapes(member) else member
+
+
+def has_shapes(function: FunctionType) -> bool:
+    """Return whether an annotation of a function names dimensions."""
+    return any(ANNOTATION.search(str(text)) for text in function.__annotations__.values())
+
+
+def checked(function: FunctionType) -> Callable[..., Any]:
+    """Return a function that checks the shapes of its arguments and of its result."""
+    from torch.compiler import is_compiling
+
+    prepared: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        # The compiler cannot trace the checks.
+        if is_compiling():
+            return function(*args, **kwargs)
+        if not prepared:
+            prepared.append(with_jaxtyping(function))
+        return prepared[0](*args, **kwargs)
+
+    return call
+
+
+def with_jaxtyping(function: FunctionType) -> Callable[..., Any]:
+    """Return a function with jaxtyping's checks of those annotations that name dimensions."""
+    from beartype import beartype
+    from jaxtyping import jaxtyped
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            parameter.replace(annotation=shapes_in(function, parameter.annotation))
+            for parameter in signature.parameters.values()
+        ],
+        return_annotation=shapes_in(function, signature.return_annotation),
+    )
+    return jaxtyped(call, typechecker=beartype)
+
+
+def shapes_in(function: FunctionType, annotation: Any) -> Any:
+    """Return the value of an annotation that names dimensions, else Any."""
+    if not ANNOTATION.search(str(annotation)):
+        return Any
+    inner = inspect.unwrap(function)
+    return eval(annotation, inner.__globals__) if isinstance(annotation, str) else annotation
+
+
+def are_on() -> bool:
+    """Return whether the annotations of shapes are to be checked."""
+    return os.environ.get("JAXTYPING_DISABLE", "0").lower() in {"0", "false"}
+
+
+def install() -> None:
+    """Check the shapes in this process, unless that is switched off."""
+    # An environment that a test made may lack the packages of the tests.
+    if not (are_on() and find_spec("jaxtyping") and find_spec("beartype")):
+        return
+    late = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
+    assert not late, f"these modules were imported before the checks were installed: {late}"
+    sys.meta_path.insert(0, ShapeChecks())

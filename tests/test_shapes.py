@@ -1,0 +1,171 @@
+"""Annotations of shapes: which functions have them, and that the tests check them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_megatron.layers
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
+from tests.startup.shape_checks import ROOMS, TYPES, are_on
+from tests.world import run_world
+
+PACKAGE = Path(lightning_megatron.layers.__file__).parents[1]
+FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
+# Files whose tensors may have any shape.
+OF_ANY_TENSOR = {
+    "models/absent.py": "placeholders of any tensor",
+    "models/around_blocks.py": "parameters and buffers of modules",
+    "models/crossings.py": "placeholders of any tensor",
+    "models/stage.py": "values of any shape that stages send, and functions of the caller",
+    "models/staged_blocks.py": "parameters and buffers of blocks",
+}
+# The same for functions.
+OF_ANY_PARAMETER = {
+    "layers/choose_kernels.py": {"fused_kernels", "is_served"},
+    "layers/gradient_slot.py": {
+        "GradientSlot.__init__",
+        "GradientSlot.add",
+        "slot_of",
+        "slots_of",
+        "set_slot",
+    },
+}
+needs_checks = pytest.mark.skipif(not are_on(), reason="JAXTYPING_DISABLE is set")
+
+
+def test_functions_with_tensors_name_their_dimensions() -> None:
+    wrong = []
+    for path in FILES:
+        place = path.relative_to(PACKAGE).as_posix()
+        if place in OF_ANY_TENSOR:
+            continue
+        for name, function in public_functions(ast.parse(path.read_text(encoding="utf-8"))):
+            if name in OF_ANY_PARAMETER.get(place, ()):
+                continue
+            given = function.args
+            arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs]
+            wrong += [
+                f"{place}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
+                for annotation in [a.annotation for a in arguments if a] + [function.returns]
+                if annotation is not None and has_bare_tensor(annotation)
+            ]
+    assert not wrong, "name the dimensions, as in Float[Tensor, 'seq batch']:\n" + "\n".join(wrong)
+
+
+def public_functions(
+    node: ast.Module | ast.ClassDef, prefix: str = ""
+) -> list[tuple[str, ast.FunctionDef]]:
+    """Return the public functions and methods, and the constructors and calls, by name."""
+    found = []
+    for member in node.body:
+        if isinstance(member, ast.ClassDef) and not member.name.startswith("_"):
+            found += public_functions(member, f"{prefix}{member.name}.")
+        elif isinstance(member, ast.FunctionDef) and (
+            not member.name.startswith("_") or member.name in {"__init__", "__call__"}
+        ):
+            found.append((prefix + member.name, member))
+    return found
+
+
+def has_bare_tensor(annotation: ast.expr) -> bool:
+    """Return whether an annotation has a tensor without dimensions; those of callables may."""
+    if isinstance(annotation, ast.Name):
+        return annotation.id == "Tensor"
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in {
+        *TYPES,
+        "Callable",
+    }:
+        return False
+    return any(
+        has_bare_tensor(child)
+        for child in ast.iter_child_nodes(annotation)
+        if isinstance(child, ast.expr)
+    )
+
+
+def test_the_legend_lists_every_name_of_a_dimension() -> None:
+    legend = lightning_megatron.layers.__doc__ or ""
+    head = legend.partition("A number is the size itself")[0]
+    listed = {
+        name for line in re.findall(r"^- (.*?):", head, re.M) for name in re.findall(r"\w+", line)
+    }
+    used: dict[str, str] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) in TYPES:
+                assert isinstance(node.slice, ast.Tuple), ast.unparse(node)
+                text = ast.literal_eval(node.slice.elts[1])
+                # Names in braces are those of arguments.
+                names = re.findall(r"[a-z]\w*", re.sub(r"\{.*?\}", "", text))
+                used |= dict.fromkeys(names, path.relative_to(PACKAGE).as_posix())
+    missing = {name: place for name, place in used.items() if name not in listed}
+    assert not missing, f"the docstring of layers has to list {missing}"
+
+
+@needs_checks
+def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
+    query = torch.zeros(5, 2, 4, 8)
+    assert attend(query, query, query, causal=True).shape == (5, 2, 32)
+    with pytest.raises(TypeError, match="whilst typechecking parameter 'value'"):
+        attend(query, query, query[:, :1], causal=True)
+    with pytest.raises(TypeError, match="dtype|whilst typechecking parameter 'mask'"):
+        attend(query, query, query, causal=False, mask=torch.ones(2, 1, 5, 5, dtype=torch.bool))
+
+
+@needs_checks
+def test_fields_of_a_dataclass_are_checked() -> None:
+    with pytest.raises(TypeError, match="whilst typechecking parameter 'documents'"):
+        AttentionSpan(
+            positions=torch.zeros(2, 5, dtype=torch.long),
+            documents=torch.zeros(2, 6, dtype=torch.long),
+        )
+
+
+def is_refused(rank: int, size: int) -> bool:
+    """Return whether this process checks the annotations."""
+    try:
+        test_a_tensor_of_a_wrong_shape_is_refused()
+    except pytest.fail.Exception:
+        return False
+    return True
+
+
+@needs_checks
+def test_processes_of_a_world_check_shapes_too() -> None:
+    assert run_world(is_refused, 1) == [True]
+
+
+def run_python(program: str, **variables: str) -> str:
+    """Return what a program prints in a new process."""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.strip()
+
+
+@needs_checks
+def test_programs_that_tests_start_check_shapes_too() -> None:
+    program = "from tests.test_shapes import is_refused; print(is_refused(0, 1))"
+    assert run_python(program) == "True"
+
+
+def test_without_the_tests_annotations_need_no_package_and_check_nothing() -> None:
+    program = (
+        "import sys, torch; from lightning_megatron.layers.mlp import activate\n"
+        "activate(torch.zeros(2, 3, dtype=torch.float64), 'relu')\n"
+        "print(hasattr(activate, '__wrapped__'), 'jaxtyping' in sys.modules)"
+    )
+    assert run_python(program, JAXTYPING_DISABLE="1") == "False False"
