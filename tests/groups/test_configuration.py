@@ -19,7 +19,7 @@ from lightning_megatron.groups import fingerprint, mesh
 from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
 from lightning_megatron.groups.sources import digest_of_sources, own_sources
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy import mesh_strategy
+from lightning_megatron.strategy.process import ranks
 from tests.world import run_world
 
 
@@ -131,7 +131,7 @@ def _other_sources(rank: int, size: int) -> None:
         patch.setattr(mesh, "own_sources", lambda: digest)
         with pytest.raises(RankMismatchError, match=words):
             ParallelMesh.create(ParallelLayout(size, tp=2))
-        patch.setattr(mesh_strategy, "own_sources", lambda: digest)
+        patch.setattr(ranks, "own_sources", lambda: digest)
         trainer = Trainer(
             accelerator="cpu",
             devices=2,

@@ -68,7 +68,7 @@ def train(
     if layout is not None:
         assert isinstance(module.model.get_base_model(), ReplacedModel)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        main_parameters = trainer.strategy._state.main
+        main_parameters = trainer.strategy.run.state.main
         held = sum(piece.main.numel() for piece in main_parameters.slices.values())
         assert 0 < held <= trained, "what is frozen has no main parameter and no state"
     if out:

@@ -136,7 +136,7 @@ class Record(pl.Callback):
     ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            self.report.norms.append(float(grad_norm(strategy._state.main)))
+            self.report.norms.append(float(grad_norm(strategy.run.state.main)))
         else:
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.report.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))

@@ -50,7 +50,7 @@ class Regress(LightningModule):
     def on_train_end(self) -> None:
         strategy = self.trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            strategy._state.main.wait()
+            strategy.run.state.main.wait()
             self.weights = full_weights(self, strategy.mesh)
         else:
             self.weights = {name: p.detach().clone() for name, p in self.named_parameters()}

@@ -334,7 +334,7 @@ def test_what_nobody_wrote_keeps_its_precision() -> None:
         Writes("on_train_batch_end", look),
         precision="bf16-mixed",
     )
-    main_parameters = module.trainer.strategy._state.main.slices  # type: ignore[union-attr]
+    main_parameters = module.trainer.strategy.run.state.main.slices  # type: ignore[union-attr]
     plain = fit(Slow(), "auto").state_dict()
     start = {name: value.to(torch.bfloat16).float() for name, value in Slow().state_dict().items()}
     for name, one in main_parameters.items():

@@ -18,7 +18,7 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.plan.settings import coerced_arguments
-from lightning_megatron.strategy.model_strategy import ModelStrategy
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.loops import accumulates, is_logged, logged_step
 
 #: Names of the values that are logged for every layer, and as means over the layers.
@@ -65,7 +65,7 @@ class ExpertLoad(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, ModelStrategy):
+        if not isinstance(trainer.strategy, MegatronStrategy):
             raise UnsupportedError(
                 "ExpertLoad logs what MegatronStrategy counts: the strategy is "
                 f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
@@ -83,7 +83,7 @@ class ExpertLoad(Callback):
         if accumulates(trainer) or not is_logged(trainer):
             return
         strategy = trainer.strategy
-        assert isinstance(strategy, ModelStrategy), "setup has checked the strategy"
+        assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
         layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh.pp_cpu)
         if not layers:
             raise UnsupportedError(

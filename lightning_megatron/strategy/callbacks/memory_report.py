@@ -33,7 +33,7 @@ from lightning_megatron.plan.kept_activations import (
     fused_activations,
 )
 from lightning_megatron.plan.settings import Count, coerced_arguments
-from lightning_megatron.strategy.model_strategy import ModelStrategy
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
 _RUNNING = ("activations", "loss", "workspace", "communication", "libraries")
@@ -125,7 +125,7 @@ class MemoryReport(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, ModelStrategy):
+        if not isinstance(trainer.strategy, MegatronStrategy):
             raise UnsupportedError(
                 "MemoryReport counts what MegatronStrategy holds: the strategy is "
                 f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
@@ -146,7 +146,7 @@ class MemoryReport(Callback):
         if self.reports or trainer.global_step - self._first_step < self.after_steps:
             return
         strategy = trainer.strategy
-        assert isinstance(strategy, ModelStrategy), "setup has checked the strategy"
+        assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
         cuda = strategy.root_device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(strategy.root_device) if cuda else None
         held = held_bytes(strategy, trainer.optimizers)
@@ -161,17 +161,16 @@ class MemoryReport(Callback):
             pl_module.print(report.table())
 
 
-def held_bytes(strategy: ModelStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def held_bytes(strategy: MegatronStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Return the static memory of this rank, by part (bytes)."""
-    assert strategy._state is not None, "setup has run"
     states = [value for o in optimizers for state in o.state.values() for value in state.values()]
-    return strategy._state.main.memory() | {
+    return strategy.run.state.main.memory() | {
         "optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))
     }
 
 
 def estimate_of(
-    strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer], batch: Any
+    strategy: MegatronStrategy, module: LightningModule, optimizers: Sequence[Optimizer], batch: Any
 ) -> StageMemory:
     """Estimate the memory of this rank's stage.
 
@@ -181,7 +180,6 @@ def estimate_of(
         optimizers: Optimizers of the run.
         batch: A batch of this data-parallel rank.
     """
-    assert strategy._state is not None, "setup has run"
     layout, stage = strategy.layout, strategy.mesh.pp.rank
     training = training_shape(strategy, module, optimizers)
     models = [part for _, part in pipelined_modules(module) if isinstance(part, GPT)]
@@ -199,7 +197,7 @@ def estimate_of(
         layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]
         shape, table = model.config.memory_shape(), kept_by(model)
         return estimate_memory(shape, layout, training, table=table, stage_layers=layers)[stage]
-    main = strategy._state.main
+    main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:
         axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
@@ -212,7 +210,7 @@ def estimate_of(
 
 
 def training_shape(
-    strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]
+    strategy: MegatronStrategy, module: LightningModule, optimizers: Sequence[Optimizer]
 ) -> TrainingShape:
     """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
     options, dtypes = strategy.options, strategy.precision_plugin.dtypes
@@ -229,9 +227,7 @@ def training_shape(
         schedule=options.schedule_name,
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
-        expert_transport=options.expert_transport
-        if strategy._experts is None
-        else strategy._experts.transport,
+        expert_transport=strategy.run.mixtures.transport,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torchmetrics import Metric
-from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_
@@ -109,34 +107,6 @@ class SharedBuffers:
             parts = flat.split([buffer.numel() for buffer in group])
             for buffer, part in zip(group, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-
-class BufferStrategy(ParallelStrategy):
-    """Strategy that synchronises buffers before code that may read them."""
-
-    #: None before the setup of a run and after its end.
-    _buffers: SharedBuffers | None = None
-
-    def synchronise_buffers(self) -> None:
-        """Copy the buffers of the first data rank; a collective over the data axis."""
-        if self._buffers is not None:
-            self._buffers.share(look=True)
-
-    @override
-    def on_validation_start(self) -> None:
-        self.synchronise_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self.synchronise_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.synchronise_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        self.synchronise_buffers()
 
 
 def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -21,7 +21,7 @@ from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 
 
-class ExpertsOfRun:
+class MixtureRuntime:
     """Mixture-of-experts layers of this rank during a run.
 
     Args:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from math import lcm
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.nccl_options import read_nccl_options
@@ -17,13 +18,116 @@ from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 
+_Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
 _PATIENCE = Range(above=0, most=1_000_000_000)
 
 
+def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
+    """Append the documentation of the options to the docstring of a class with these arguments.
+
+    Args:
+        strategy: Class whose arguments are the fields of :class:`StrategyOptions`.
+    """
+    own = inspect.getdoc(strategy)
+    options = inspect.getdoc(StrategyOptions)
+    # Python removes docstrings with -OO.
+    if own is not None and options is not None:
+        section = options[options.find("Args:") : options.find("Raises:")].rstrip()
+        strategy.__doc__ = f"{own}\n\n{section}\n"
+    return strategy
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Arguments of :class:`MegatronStrategy`, which documents them.
+    """Arguments of :class:`MegatronStrategy`.
+
+    Args:
+        tp: Ranks that share every matrix product (tensor parallel).
+        pp: Stages that the layers are cut into (pipeline parallel).
+        vpp: Chunks of layers per stage (virtual pipeline stages); values above 1 shorten the
+            pipeline bubble.
+        cp: Ranks that share a sequence (context parallel); only 1 is available yet.
+        ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp
+            divide the ranks of tp and dp in another way, and add no ranks.
+        etp: Ranks that share each expert's matrix products. None means tp.
+        sequence_parallel: Whether activations between tensor-parallel regions are sharded along the
+            sequence, whose length must then be divisible by tp. None means True if tp is above 1.
+            It applies to this package's models and to plain modules whose tensor_parallel_plan says
+            "sequence"; other modules receive whole sequences.
+        schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means
+            interleaved if vpp is above 1, else 1f1b.
+        microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
+            microbatch. None means one microbatch without pipeline stages. With stages, None means
+            the fewest equal microbatches with at most a fifth of the step idle: at least 4 * (pp -
+            1) / vpp, or one per sample. The log names the choice.
+        microbatch_group_size: Microbatches that run through one chunk before the next chunk runs
+            (interleaved only). None means pp.
+        check_microbatches: Whether the first batch is tried without gradients, if microbatches cut
+            its samples or a plan cuts its features. Loss and logs of the parts must equal those of
+            the whole; batch norms, steps that count their calls and similar code are refused. False
+            skips the trial.
+        order: Axes from the fastest to the slowest; neighbours on the first axis are neighbouring
+            ranks.
+        recompute: Activations that the backward pass recomputes: none, selective (attention core),
+            experts (outputs of experts) or full (whole blocks). None keeps the models' own setting.
+        expert_transport: Transport of tokens to the ranks of their experts. all_gather has static
+            sizes and needs equal token counts on all ranks. all_to_all sends each token to its
+            experts only, and the host reads sizes. one_sided sends each token to its experts only,
+            with static sizes, into the memory of other GPUs of the host; with NVLink multicast it
+            needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment. auto means all_to_all if a
+            token has fewer experts than ep. Otherwise, auto means one_sided if GPUs support it and
+            no shared expert runs concurrently, else all_gather.
+        tensor_parallel_plan: Name patterns and kinds of cuts of plain torch.nn modules over tp,
+            such as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
+        pipeline_plan: Parts of a model from outside this package that are cut into stages:
+            {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential. Modules defined
+            before it belong to the first stage, and modules after it to the last, unless the plan
+            says "first" or "last". None asks a Hugging Face model.
+        timeout: Seconds that a collective may wait for a rank before the job fails. None means
+            torch's default.
+        process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else
+            gloo.
+        nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}, or the path of a YAML
+            file with such a mapping; Megatron-LM's files and names are accepted. Axes: world, tp,
+            cp, dp, pp, data (dp x cp), model (tp x pp), embedding, position_embedding, etp, ep,
+            edp. Settings: high_priority, and fields of NCCL's configuration such as min_ctas,
+            max_ctas, cga_cluster_size and net_name.
+        signal_check_interval: Training batches between checks of all ranks for a received SIGTERM.
+        zero: Stage of the distributed optimizer. With 1, each data-parallel rank keeps and updates
+            its part of the optimizer state and main parameters, and all ranks gather the result.
+            With 0, every rank has the whole state.
+        optimizer_slices: Division of the optimizer state with zero=1: elements (equal shares that
+            cut through parameters, for elementwise optimizers such as AdamW or SGD) or parameters
+            (whole parameters, distributed by size). auto tries the optimizer on small tensors, and
+            means elements if the result is unchanged.
+        bucket_size: Approximate size of a message that sums gradients or gathers parameters
+            (elements).
+        gradient_dtype: Type in which mixed precisions sum gradients: float32, or bfloat16 for half
+            of the memory.
+        overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward
+            pass.
+        overlap_parameters: Whether updated parameters are gathered during the next forward pass.
+            None means True unless a callback may read parameters before it.
+        overlap_tensor_parallel: Whether the matrix products next to tp's communication of sequences
+            are cut into pieces that overlap with it, through memory shared by the ranks. It needs
+            half precision and GPUs of one host with direct access to each other (NVLink), and two
+            buffers of a microbatch's activation.
+        check_gradients: When values that are infinite or not a number end the run with rank, batch
+            and parameter. None checks losses, gradients and weights at logging steps
+            (log_every_n_steps) and at the end, in one pass (about 1.5 % of such a step); 16-mixed
+            skips this check, because its loss scale skips such steps. True checks the gradients of
+            every step before the optimizer uses them, and waits for the device. False means never.
+        replica_check_interval: Optimizer steps between comparisons of replicated values
+            (parameters, and gradients of parameters that tp does not cut). The first two steps are
+            always compared. A comparison needs one message per axis and waits for the device, about
+            as long as one optimizer step: less than half a percent by default. 0 means the first
+            two steps only.
+        async_save: Whether checkpoints are written in the background during training.
+        moments_dtype: Type of the moments of Adam and AdamW: float32, or bfloat16 for half of their
+            memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each
+            moment, with unbiased stochastic rounding that depends on the step and the element's
+            position only. Runs repeat exactly under one layout, but not across layouts.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or range, or no layout has these sizes.

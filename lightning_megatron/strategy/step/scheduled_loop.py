@@ -21,7 +21,7 @@ from lightning_megatron.strategy.private.loops import (
     replace_automatic_optimization,
 )
 
-Forget = Callable[[], None]
+ClearGradients = Callable[[], None]
 
 
 class ScheduledClosure(Closure):
@@ -43,23 +43,25 @@ class ScheduledOptimization(AutomaticOptimization):
             accumulate.
     """
 
-    def __init__(self, trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
+    def __init__(self, trainer: Trainer, prepare: Callable[[ClearGradients | None], None]) -> None:
         super().__init__(trainer)
         self.prepare = prepare
 
     @override
     def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
-        forget = self._make_zero_grad_fn(batch_idx, optimizer)
-        return ScheduledClosure(partial(self._scheduled_step, kwargs, forget))
+        clear = self._make_zero_grad_fn(batch_idx, optimizer)
+        return ScheduledClosure(partial(self._scheduled_step, kwargs, clear))
 
-    def _scheduled_step(self, kwargs: OrderedDict, forget: Forget | None) -> ClosureResult:
-        self.prepare(forget)
+    def _scheduled_step(self, kwargs: OrderedDict, clear: ClearGradients | None) -> ClosureResult:
+        self.prepare(clear)
         output = call_strategy_step(self.trainer, tuple(kwargs.values()))
         # The strategy has divided by the number of accumulated batches already.
         return ClosureResult.from_training_step_output(output)
 
 
-def install_scheduled_loop(trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
+def install_scheduled_loop(
+    trainer: Trainer, prepare: Callable[[ClearGradients | None], None]
+) -> None:
     """Replace the trainer's automatic optimization once, and keep its counters.
 
     Args:

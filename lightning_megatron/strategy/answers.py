@@ -1,0 +1,102 @@
+"""Answers to Lightning's questions about precision, devices and what this strategy supports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.checks.run_checks import configuration_fields
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.private.user_module import attached_trainer
+from lightning_megatron.strategy.process.ranks import RankStrategy
+from lightning_megatron.swap import building_on_meta
+
+
+class TrainerAnswers(RankStrategy):
+    """Answers to the Trainer's questions that do not depend on the progress of a run."""
+
+    @property
+    def user_module(self) -> LightningModule:
+        """Return the user's LightningModule."""
+        assert self.lightning_module is not None, (
+            "the Trainer connects the module before anything else"
+        )
+        return self.lightning_module
+
+    @property
+    def is_fitting(self) -> bool:
+        """Return whether the Trainer runs ``fit``."""
+        return self.user_module.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    @override
+    def precision_plugin(self) -> MegatronPrecision:
+        if not isinstance(self._precision_plugin, MegatronPrecision):
+            self._precision_plugin = MegatronPrecision.from_lightning(self._precision_plugin)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # The Trainer ignores its precision argument if a plugin is set, so None stays None.
+        if precision_plugin is not None:
+            precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with building_on_meta():
+            yield
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None, "the Trainer has connected the module"
+        self.model.to(self.root_device)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        move = super().batch_to_device
+        if isinstance(batch, list) and batch and all(isinstance(p, Microbatch) for p in batch):
+            return [
+                Microbatch(move(part.data, device, dataloader_idx), part.num_samples)
+                for part in batch
+            ]
+        return move(batch, device, dataloader_idx)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # save_checkpoint reads the optimizers themselves.
+        return {}
+
+    @override
+    def configuration(self) -> dict[str, str | int]:
+        own = super().configuration()
+        trainer = attached_trainer(self.user_module)
+        if trainer is None:
+            return own
+        options = self.options.as_dict().items()
+        arguments = {name: value for name, value in options if name not in own}
+        return {**own, **configuration_fields(arguments, trainer)}

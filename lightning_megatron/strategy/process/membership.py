@@ -1,0 +1,128 @@
+"""Membership of a process in the job: its process groups and the watch over the other ranks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_megatron.groups.collectives import broadcast_object
+from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
+from lightning_megatron.groups.notices import Notices
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.hang_watch import HangWatch
+from lightning_megatron.strategy.process.rendezvous import join_processes
+
+
+class Membership:
+    """Joining and leaving the mesh of one job.
+
+    The process group of all ranks lives as long as the process, as in Lightning's strategies.
+    :meth:`leave` destroys all other groups.
+
+    Args:
+        options: Options of the strategy.
+        watch: Watch for ranks that fail.
+    """
+
+    def __init__(self, options: StrategyOptions, watch: FailureWatch) -> None:
+        self.watch = watch
+        self._options = options
+        self._hang_watch: HangWatch | None = None
+
+    def join(
+        self,
+        layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        environment: ClusterEnvironment | None,
+        num_nodes: int,
+        configuration: Mapping[str, str | int],
+        place: Callable[[], str],
+    ) -> ParallelMesh:
+        """Create this rank's groups, agree on the seed, and watch for ranks that fail or hang.
+
+        Args:
+            layout: Sizes of the axes.
+            rank: Global rank of this process.
+            device: Device of this process.
+            environment: Cluster environment, which knows the address of the first rank.
+            num_nodes: Number of nodes of the job (nodes).
+            configuration: Settings that must be equal on all ranks, by name.
+            place: Function that describes the Trainer's current stage and step, for hang reports.
+
+        Communication: collective over all ranks.
+        """
+        options = self._options
+        timeout = options.timeout_delta
+        seed = torch.initial_seed()
+        if layout.world_size > 1:
+            join_processes(
+                environment,
+                rank,
+                layout.world_size,
+                device,
+                options.process_group_backend,
+                timeout,
+                configuration,
+            )
+        mesh = ParallelMesh.create(
+            layout,
+            device=device,
+            seed=seed % 2**63,
+            sequence_parallel=options.shards_sequence,
+            backend=options.process_group_backend,
+            timeout=timeout,
+            options=options.nccl_options,
+            overlaps_matmul=options.overlap_tensor_parallel,
+        )
+        agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
+        if agreed != seed:
+            # The ranks have different seeds: use rank 0's, as ddp uses rank 0's weights.
+            torch.manual_seed(agreed)
+            mesh.random.seed = agreed % 2**63
+        if layout.world_size > 1:
+            self._watch_over(mesh, job, num_nodes, place)
+        return mesh
+
+    def leave(self, mesh: ParallelMesh | None) -> None:
+        """Stop the watch for hung ranks, and destroy the groups of a mesh.
+
+        Args:
+            mesh: The groups of this rank; None without any.
+        """
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
+        # A failed rank must not wait for the others here; the end of the process closes everything.
+        if mesh is not None and not self.watch.has_failed:
+            mesh.destroy()
+
+    def _watch_over(
+        self, mesh: ParallelMesh, job: str, num_nodes: int, place: Callable[[], str]
+    ) -> None:
+        """Start watching for ranks that fail or hang."""
+        notices = Notices(job) if num_nodes > 1 else None
+        folder = self.watch.join_job(job, notices)
+        if folder is None:
+            return
+        cpu, device = (
+            (self._options.timeout_delta or DEFAULT_TIMEOUTS[kind]).total_seconds()
+            for kind in ("cpu", mesh.device.type)
+        )
+        self._hang_watch = HangWatch(
+            mesh.rank,
+            mesh.world.size,
+            mesh.journal,
+            cpu,
+            None if mesh.device.type == "cpu" else device,
+            folder,
+            notices,
+            place,
+            self.watch.report_hang,
+        )
+        self._hang_watch.start()

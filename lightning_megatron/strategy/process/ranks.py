@@ -1,0 +1,190 @@
+"""Lightning's view of this process: its rank, its device, its launcher and its groups."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.sources import own_sources
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.processes import utils_rank_zero_only
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
+from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.hang_watch import activity_of
+from lightning_megatron.strategy.process.launcher import MegatronLauncher
+from lightning_megatron.strategy.process.membership import Membership
+from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
+from lightning_megatron.strategy.process.rendezvous import check_backend
+
+log = logging.getLogger(__name__)
+
+
+class RankStrategy(MeshCommunication, ABC):
+    """Strategy with one process per device, and the answers to Lightning's questions about ranks.
+
+    Args:
+        options: Options of the strategy.
+    """
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__()
+        self.options = options
+        #: Number of nodes of the job; the Trainer sets it.
+        self.num_nodes = 1
+        self._membership = Membership(options, FailureWatch(0))
+
+    # ---- ranks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Return the sizes of all axes; known once the Trainer exists."""
+        return ParallelLayout(self.num_nodes * self.num_processes, **self.options.sizes())
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Return the groups of this rank; known while the Trainer runs.
+
+        Raises:
+            RuntimeError: Before ``setup_environment`` and after ``teardown``.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "the mesh exists while the Trainer runs: from the `setup` hook to the `teardown` "
+                "hook."
+            )
+        return self._mesh
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None, "the Trainer sets the devices"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes of this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return True, so that Lightning injects samplers and honours ``sync_dist``."""
+        return True
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of ranks that read different data."""
+        return self.layout.dp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that read different data."""
+        return self.layout.coordinates(self.global_rank)["dp"]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Set the ranks of the cluster environment and of Lightning's rank-zero functions."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # ---- processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Sizes that do not divide raise here, inside Trainer(...), before any process exists.
+        log.debug("layout: %s", self.layout)
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "Trainer(sync_batchnorm=True) cannot be used with this strategy: batch statistics "
+                "over microbatches and stages would differ from those of the batch. Use norms "
+                "without batch statistics."
+            )
+        check_backend(self.options.process_group_backend, self.root_device)
+        assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
+        watch = FailureWatch(self.global_rank, self.num_processes)
+        self._membership = Membership(self.options, watch)
+        self._launcher = MegatronLauncher(
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            lambda: watch,
+            self.check_run,
+        )
+
+    @abstractmethod
+    def check_run(self, arguments: Mapping[str, Any]) -> None:
+        """Check the keyword arguments of fit, validate, test or predict before any launch."""
+
+    def configuration(self) -> dict[str, str | int]:
+        """Return the settings that must be equal on all ranks before groups exist, by name."""
+        return {**asdict(self.layout), "lightning-megatron sources": own_sources()}
+
+    def join_mesh(self) -> ParallelMesh:
+        """Create this rank's groups; :meth:`leave_mesh` destroys them.
+
+        Communication: collective over all ranks.
+        """
+        self._mesh = self._membership.join(
+            self.layout,
+            self.global_rank,
+            self.root_device,
+            self.cluster_environment,
+            self.num_nodes,
+            self.configuration(),
+            lambda: activity_of(self.lightning_module),
+        )
+        return self._mesh
+
+    def leave_mesh(self) -> None:
+        """Destroy the process groups of this run."""
+        self._membership.leave(self._mesh)
+        self._mesh = None
+
+    @contextmanager
+    def temporary_mesh(self) -> Iterator[ParallelMesh]:
+        """Return the mesh of the run, or after its end a temporary one for the block."""
+        if self._mesh is not None:
+            yield self._mesh
+            return
+        try:
+            yield self.join_mesh()
+        finally:
+            self.leave_mesh()
+
+    # ---- plugins and data
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise UnsupportedError(
+            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every "
+            "rank writes its own shards, which the plugin would not see. Remove it from "
+            "Trainer(plugins=...)."
+        )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return seed_dataloader(dataloader, torch.initial_seed(), self.data_parallel_rank)

@@ -1,0 +1,254 @@
+"""A run: everything that exists between ``setup`` and ``teardown`` of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.checkpoints.weight_averaging import (
+    average_main_parameters,
+    average_model_parameters,
+)
+from lightning_megatron.strategy.checks.callback_checks import hiding_example_input
+from lightning_megatron.strategy.checks.run_checks import (
+    check_train_loaders,
+    data_fields,
+    pipelined_module,
+)
+from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
+from lightning_megatron.strategy.modules.rebind import MetricGroups
+from lightning_megatron.strategy.optimization.finite_watch import checks_of
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.parameter_data import seeing_data
+from lightning_megatron.strategy.optimization.parameter_readers import (
+    SEES_PARTS,
+    gradient_reader,
+    parameter_reader,
+)
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.callback_patches import (
+    announce_no_saves,
+    announce_saves,
+    patch_finetuning,
+)
+from lightning_megatron.strategy.private.data_loading import (
+    filter_sampler_injection,
+    restore_sampler_injection,
+)
+from lightning_megatron.strategy.private.loops import call_before_epoch_ends, restore_epoch_ends
+from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
+from lightning_megatron.strategy.process.garbage import LongLivedObjects
+from lightning_megatron.strategy.process.signals import SignalAgreement
+from lightning_megatron.strategy.step.runner import StepRunner
+from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
+from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
+from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+
+
+class Run:
+    """One call of ``fit``, ``validate``, ``test`` or ``predict``, after the module is sharded.
+
+    The constructor changes the Trainer: its optimization loop, signal handlers, samplers and some
+    callbacks. :meth:`close` undoes all changes. The training state stays, so that weights can be
+    saved after the run.
+
+    Args:
+        module: The sharded module, on its device and in its precision.
+        mesh: The groups of this rank.
+        options: Options of the strategy.
+        precision: Precision of the run.
+        optimizers: The user's optimizers; empty outside of a fit.
+        mixtures: Mixture-of-experts layers of this rank.
+        checkpoints: Checkpoints of the strategy.
+        previous: Training state of an earlier run of the same strategy; None without one.
+
+    Raises:
+        UnsupportedError: If the run needs something that this strategy does not support.
+
+    Communication: collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: ParallelMesh,
+        options: StrategyOptions,
+        precision: MegatronPrecision,
+        optimizers: Sequence[Optimizer],
+        mixtures: MixtureRuntime,
+        checkpoints: RunCheckpoints,
+        previous: TrainingState | None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.mixtures = mixtures
+        self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
+        self._options = options
+        self._checkpoints = checkpoints
+        self._long_lived = LongLivedObjects()
+        with ExitStack() as undo:
+            undo.callback(self._long_lived.release)
+            undo.callback(MetricGroups(module, mesh).restore)
+            check_synchronised_norms(module, mesh)
+            self.buffers = SharedBuffers(module, mesh)
+            self.executor = PipelineExecutor(
+                mesh,
+                pipelined_module(module, mesh),
+                options.schedule_name,
+                options.microbatch_group_size,
+            )
+            kept = AttributeSync(module, mesh)
+            self.state = self._training_state(precision, optimizers, previous)
+            undo.callback(self.state.release)
+            precision.bind(self.state)
+            self.steps = TrainingSteps(
+                module,
+                mesh,
+                precision,
+                self.state,
+                mixtures,
+                self.buffers,
+                self._step_runner(kept),
+                options.overlap_gradients,
+            )
+            self._patch_trainer(kept, undo)
+            if self.is_fit:
+                self._patch_fit(undo)
+            self._undo = undo.pop_all()
+
+    # ---- parts
+
+    def _step_runner(self, kept: AttributeSync) -> StepRunner:
+        trials = None
+        if self._options.check_microbatches:
+            trials = MicrobatchTrials(self.module, self.mesh), FeatureTrials(self.module, self.mesh)
+        rule = self._options.microbatches(self.mesh.layout)
+        return StepRunner(self.mesh, self.executor, rule, kept, trials)
+
+    def _training_state(
+        self,
+        precision: MegatronPrecision,
+        optimizers: Sequence[Optimizer],
+        previous: TrainingState | None,
+    ) -> TrainingState:
+        """Return a new state for a fit; evaluation reuses the state of an earlier fit."""
+        if not self.is_fit and previous is not None and previous.belongs_to(self.module):
+            previous.mesh = self.mesh
+            return previous
+        if previous is not None:
+            # The new state attaches its own gradient slots to the same parameters.
+            previous.release()
+        options = self._options
+        dtypes = precision.dtypes
+        return TrainingState(
+            self.module,
+            optimizers,
+            self.mesh,
+            division_of(options, dtypes.main_parameters if self.is_fit else None),
+            precision.loss_scale,
+            checks_of(options.check_gradients, dtypes.scales_loss, self.module.trainer),
+            previous.main if previous is not None else None,
+            options.replica_check_interval,
+        )
+
+    # ---- changes of the Trainer
+
+    def _patch_trainer(self, kept: AttributeSync, undo: ExitStack) -> None:
+        trainer = self.module.trainer
+        num_shares = self.mesh.dp.size
+        filter_sampler_injection(
+            trainer, lambda loader: needs_distributed_sampler(loader, num_shares)
+        )
+        undo.callback(restore_sampler_injection, trainer)
+        call_before_epoch_ends(trainer, kept.share)
+        undo.callback(restore_epoch_ends, trainer)
+        if self._options.async_save:
+            announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
+            undo.callback(announce_no_saves, trainer)
+
+    def _patch_fit(self, undo: ExitStack) -> None:
+        trainer = self.module.trainer
+        main = self.state.main
+        patch_finetuning(trainer, lambda: main.main_parameters)
+        if self._gathers_late(trainer):
+            self.state.overlap_gathers()
+        self._expose_gradients(gradient_reader(trainer))
+        install_scheduled_loop(trainer, self.steps.prepare)
+        interval = self._options.signal_check_interval
+        signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
+        signals.install()
+        undo.callback(signals.remove)
+        undo.enter_context(seeing_data(main.user_writes.note))
+        if self.mesh.pp.size > 1:
+            undo.enter_context(hiding_example_input(self.module))
+        average_main_parameters(trainer, self.module, main, self.mesh)
+        undo.callback(average_model_parameters, trainer)
+
+    def _gathers_late(self, trainer: Trainer) -> bool:
+        """Return whether parameters are gathered during the next forward pass."""
+        chosen = self._options.overlap_parameters
+        if chosen is not None or self.mesh.data.size == 1:
+            return bool(chosen)
+        reader = parameter_reader(trainer)
+        if reader is not None:
+            rank_zero_info(
+                f"Updated parameters are gathered before {reader} runs, which might read them, and "
+                "not during the next forward pass; overlap_parameters=True says that it does not."
+            )
+        return reader is None
+
+    def _expose_gradients(self, reader: str | None) -> None:
+        """Expose gradients as ``parameter.grad`` if user code may read them there.
+
+        Args:
+            reader: Hook that may read gradients; None without one.
+        """
+        if reader is not None or not self.module.automatic_optimization:
+            self.state.gradients.expose()
+        if reader is not None and self.mesh.model.size > 1:
+            rank_zero_info(f"{reader} {SEES_PARTS}")
+
+    # ---- the life of a run
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Return whether a step of several stages is running."""
+        model = self.executor.model
+        return model is not None and model.cursor is not None
+
+    def begin_training(self) -> None:
+        """Check the training data, and prepare for the first step.
+
+        Raises:
+            ParallelPlanError: If the batches cannot be cut for the schedule.
+            RankMismatchError: If the ranks have data of different lengths.
+
+        Communication: one comparison over the world on the CPU.
+        """
+        trainer = self.module.trainer
+        if self.module.automatic_optimization:
+            check_train_loaders(trainer, self._options, self.mesh.layout)
+        check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
+        self.mixtures.warn_of_evaluation()
+        self.state.begin_fit()
+
+    def exclude_garbage(self) -> None:
+        """Exclude the objects that exist now from garbage collection until the end of the run."""
+        self._long_lived.freeze()
+
+    def close(self) -> None:
+        """Undo the changes of the Trainer and the module."""
+        self._undo.close()

@@ -1,0 +1,71 @@
+"""Sharding of the user's module at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.strategy.checks.run_checks import check_module
+from lightning_megatron.strategy.modules.rebind import find_models, rebind_mesh
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.callback_patches import record_module_names_again
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.decide.model_plan import whole_parts
+
+
+def shard_module(
+    module: LightningModule, mesh: ParallelMesh, options: StrategyOptions
+) -> Sequence[LayeredModule]:
+    """Replace the parts of a module that the mesh shards; return its models of this package.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+        options: Options of the strategy.
+
+    Raises:
+        UnsupportedError: If the layout or an option does not support the module.
+
+    Communication: that of :func:`~lightning_megatron.swap.parallelize`.
+    """
+    rebind_mesh(module, mesh)
+    record_module_names_again(module.trainer)
+    for record in parallelize(
+        module,
+        mesh,
+        options.tensor_parallel_plan,
+        options.pipeline_plan,
+        module.trainer.progress_bar_callback is not None,
+        options.needs_tables,
+    ):
+        rank_zero_info(str(record))
+    if options.tensor_parallel_plan is not None and mesh.tp.size > 1:
+        rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
+    check_module(module, mesh)
+    return find_models(module, options.recompute)
+
+
+def start_mixtures(
+    models: Sequence[LayeredModule], mesh: ParallelMesh, options: StrategyOptions
+) -> MixtureRuntime:
+    """Set up the mixture-of-experts layers of this rank, and log how their tokens travel.
+
+    Args:
+        models: Models of this package in the user's module.
+        mesh: The groups of this rank.
+        options: Options of the strategy.
+
+    Raises:
+        ParallelPlanError: If ep or etp is set and no model has experts.
+        UnsupportedError: If ``recompute`` is ``experts`` and no model has experts.
+    """
+    check_experts(models, mesh.layout, options.recompute)
+    mixtures = MixtureRuntime(models, mesh, options.expert_transport)
+    for note in mixtures.notes():
+        rank_zero_info(note)
+    return mixtures

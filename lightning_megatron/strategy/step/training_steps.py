@@ -1,0 +1,183 @@
+"""Training and evaluation steps of a run: what happens around the user's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.checks.run_checks import digest_of
+from lightning_megatron.strategy.modules.buffers import SharedBuffers
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.private.loops import (
+    accumulates,
+    call_after_backward_hooks,
+    is_logged,
+    run_backward,
+    skips_backward,
+    total_batch_index,
+)
+from lightning_megatron.strategy.step.raw_backward import surrounding_backward
+from lightning_megatron.strategy.step.runner import BackwardPasses, StepResult, StepRunner
+from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
+from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+
+
+class TrainingSteps:
+    """Training and evaluation steps of one run.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+        precision: Precision of the run.
+        state: Main parameters and gradients of the run.
+        mixtures: Mixture-of-experts layers of this rank.
+        buffers: Buffers that the data-parallel ranks synchronise.
+        runner: Runner of the user's steps on microbatches.
+        overlaps_gradients: Whether sums of gradients may start during the backward pass.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: ParallelMesh,
+        precision: MegatronPrecision,
+        state: TrainingState,
+        mixtures: MixtureRuntime,
+        buffers: SharedBuffers,
+        runner: StepRunner,
+        overlaps_gradients: bool,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._precision = precision
+        self._state = state
+        self._mixtures = mixtures
+        self._buffers = buffers
+        self._runner = runner
+        self._overlaps_gradients = overlaps_gradients
+        self._has_checked_batch = False
+        self._clear_gradients: ClearGradients | None = None
+
+    def prepare(self, clear_gradients: ClearGradients | None) -> None:
+        """Set the function that clears the previous step's gradients; None while they accumulate.
+
+        Args:
+            clear_gradients: Function that calls Lightning's hooks and ``zero_grad``.
+        """
+        self._clear_gradients = clear_gradients
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``training_step`` with its backward passes; return its output for the whole batch.
+
+        Args:
+            args: Arguments of the step; the first one is the batch of this data-parallel rank.
+            kwargs: Further arguments of the step, in manual optimization.
+
+        Communication: that of :meth:`StepRunner.train` and of :class:`StepGradients`.
+        """
+        trainer = self._module.trainer
+        step = total_batch_index(trainer)
+        is_automatic = self._module.automatic_optimization
+        self._buffers.begin_batch(not is_automatic or not accumulates(trainer))
+        if is_automatic:
+            self._check_first_batch(args[0])
+        self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
+        self._state.attach_new(trainer.optimizers, trainer.current_epoch)
+        self._state.main.user_writes.adopt_noted()
+        with self._precision.train_step_context():
+            if is_automatic:
+                return self._train(args, step)
+            return self._train_by_hand(args, kwargs, step)
+
+    def _train(self, args: tuple[Any, ...], step: int) -> Any:
+        """Run a step of automatic optimization."""
+        trainer = self._module.trainer
+        passes = None if skips_backward(trainer) else self._backward_passes()
+        result = self._runner.train(
+            self._module,
+            args[0],
+            args[1:],
+            step=step,
+            passes=passes,
+            divisor=trainer.accumulate_grad_batches,
+            factor=self._precision.loss_factor,
+            values_to_log=self._precision.values_to_log(),
+        )
+        if passes is not None:
+            self._end_backward(result)
+        return result.output
+
+    def _backward_passes(self) -> BackwardPasses:
+        overlaps = self._overlaps_gradients and not accumulates(self._module.trainer)
+        return BackwardPasses(
+            self._hide_and_clear,
+            self._run_backward,
+            self._state.gradients.observer if overlaps else None,
+            self._state.checks.inspector,
+            self._mixtures.loss_weight,
+        )
+
+    def _hide_and_clear(self) -> None:
+        if self._clear_gradients is not None:
+            self._clear_gradients()
+        if self._mesh.pp.size > 1:
+            self._state.gradients.hide()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        run_backward(self._module.trainer, loss, self._state.gradients.hide)
+
+    def _end_backward(self, result: StepResult) -> None:
+        """Finish the gradients if the optimizer steps, and call the hooks after backward passes."""
+        will_step = not accumulates(self._module.trainer)
+        self._state.checks.note("loss", result.loss)
+        self._state.gradients.end_batch(result.num_tokens, will_step)
+        if will_step:
+            self._mixtures.finish_step()
+        call_after_backward_hooks(self._module.trainer)
+
+    def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
+        """Run a step of manual optimization, whose backward passes user code runs."""
+        self._state.main.wait()
+        self._mesh.random.begin_microbatch(step, self._mesh.dp.rank)
+        if self._mixtures.loss_weight is not None:
+            self._mixtures.loss_weight.value = self._precision.loss_factor
+        guard = self._runner.reads.guard(self._module, "training_step")
+        passes = surrounding_backward(self._state.gradients.raw_backward)
+        with guard, passes, naming_uncut_modules(self._module, self._mesh):
+            output = self._module.training_step(*args, **kwargs)
+        self._mixtures.finish_step()
+        return output
+
+    def _check_first_batch(self, batch: Any) -> None:
+        """Compare the first batch over the ranks that must see the same one."""
+        if self._has_checked_batch or self._mesh.model.size == 1:
+            return
+        self._has_checked_batch = True
+        check_same_everywhere(
+            self._mesh.model_cpu,
+            {"first training batch of its data-parallel rank": digest_of(batch)},
+        )
+
+    def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step``; return its output.
+
+        Args:
+            name: Name of the step.
+            args: Arguments of the step: the batch, its index, and the index of the dataloader if
+                there are several.
+
+        Communication: that of :meth:`StepRunner.evaluate`.
+        """
+        self._state.main.wait()
+        batch = args[0]
+        rest = args[1:]
+        step = rest[0] if rest and isinstance(rest[0], int) else 0
+        return self._runner.evaluate(
+            self._module, name, batch, rest, step=step, key=(name, *rest[1:])
+        )
