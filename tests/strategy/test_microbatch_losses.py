@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, choose_token_scale
 
 NAN = float("nan")
 
@@ -36,7 +36,7 @@ def run(
 
 
 def test_samples_weigh_without_counts() -> None:
-    losses = MicrobatchLosses(parts(3, 1), factor=8.0, divisor=2, unit=4)
+    losses = MicrobatchLosses(parts(3, 1), factor=8.0, divisor=2, token_scale=4)
     gradient = run(losses, [(1.0, None), (5.0, None)])
     assert gradient.item() == 2.0 / 2 * 8.0
     assert (
@@ -48,7 +48,7 @@ def test_samples_weigh_without_counts() -> None:
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 def test_tokens_weigh_with_counts(kind: Any) -> None:
-    losses = MicrobatchLosses(parts(2, 2, 2), factor=8.0, divisor=2, unit=16)
+    losses = MicrobatchLosses(parts(2, 2, 2), factor=8.0, divisor=2, token_scale=16)
     gradient = run(losses, [(1.0, kind(6)), (5.0, kind(2)), (NAN, kind(0))])
     tokens = losses.num_tokens(torch.device("cpu"))
     assert tokens.dtype == torch.float64
@@ -60,7 +60,7 @@ def test_tokens_weigh_with_counts(kind: Any) -> None:
 
 
 def test_nothing_is_counted() -> None:
-    losses = MicrobatchLosses(parts(1), factor=1.0, divisor=1, unit=4)
+    losses = MicrobatchLosses(parts(1), factor=1.0, divisor=1, token_scale=4)
     assert losses.take({"loss": torch.tensor(NAN, requires_grad=True), "num_tokens": 0}, 0) is None
     assert losses.report().item() == 0.0
     assert losses.num_tokens(torch.device("cpu")).item() == 0.0
@@ -81,7 +81,7 @@ def test_a_mean_over_no_label_has_a_gradient_of_zero_where_the_host_does_not_kno
 
 
 def test_half_losses_are_weighed_and_reported_in_float32() -> None:
-    losses = MicrobatchLosses(parts(1, 1), factor=1.0, divisor=1, unit=1)
+    losses = MicrobatchLosses(parts(1, 1), factor=1.0, divisor=1, token_scale=1)
     value = torch.tensor(100.0, dtype=torch.float16, requires_grad=True)
     scalar = losses.take({"loss": value, "num_tokens": 5000}, 0)
     assert scalar is not None
@@ -92,14 +92,14 @@ def test_half_losses_are_weighed_and_reported_in_float32() -> None:
 
 
 def test_counts_for_some_microbatches_only_are_refused_at_once() -> None:
-    losses = MicrobatchLosses(parts(1, 1), factor=1.0, divisor=1, unit=1)
+    losses = MicrobatchLosses(parts(1, 1), factor=1.0, divisor=1, token_scale=1)
     losses.take({"loss": torch.ones(()), "num_tokens": 1}, 0)
     with pytest.raises(ValueError, match="for every microbatch or for none"):
         losses.take(torch.ones(()), 1)
 
 
 def test_a_unit_is_a_power_of_two_near_the_tokens_of_a_batch() -> None:
-    assert unit_of(parts(3, 2)) == 16
-    assert unit_of(parts(4)) == 16
-    assert unit_of([Microbatch(torch.zeros(3), 3)]) == 2
-    assert unit_of([]) == 1
+    assert choose_token_scale(parts(3, 2)) == 16
+    assert choose_token_scale(parts(4)) == 16
+    assert choose_token_scale([Microbatch(torch.zeros(3), 3)]) == 2
+    assert choose_token_scale([]) == 1

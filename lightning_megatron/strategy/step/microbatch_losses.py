@@ -22,12 +22,12 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.logs.token_count import count_tokens
 
 
-def unit_of(microbatches: Sequence[Microbatch]) -> int:
+def choose_token_scale(microbatches: Sequence[Microbatch]) -> int:
     """Return the largest power of two up to the token count of a batch (tokens).
 
-    Token counts are divided by this unit before they multiply a loss. Gradients then have about the
-    magnitude of those of a mean over the batch, which half precision can represent, and division by
-    a power of two is exact. The count of a microbatch is that of
+    Token counts are divided by this scale before they multiply a loss. Gradients then have about
+    the magnitude of those of a mean over the batch, which half precision can represent, and
+    division by a power of two is exact. The count of a microbatch is that of
     :func:`~lightning_megatron.strategy.logs.token_count.count_tokens`, which includes padded and
     ignored tokens, or the number of samples if it finds no tokens.
 
@@ -42,26 +42,26 @@ class MicrobatchLosses:
     """Losses of the microbatches of one batch.
 
     A step is *counted* if it returns ``num_tokens``, the number of tokens that its loss averages.
-    The backward pass of a counted step starts from the sum of ``loss * num_tokens / unit``. Its
-    gradients, divided by the sum of :meth:`num_tokens` over all microbatches, ranks and accumulated
-    batches, equal those of the mean over all tokens. The backward pass of any other step starts
-    from the mean over samples, as in Lightning.
+    The backward pass of a counted step starts from the sum of ``loss * num_tokens / token_scale``.
+    Its gradients, divided by the sum of :meth:`num_tokens` over all microbatches, ranks and
+    accumulated batches, equal those of the mean over all tokens. The backward pass of any other
+    step starts from the mean over samples, as in Lightning.
 
     Args:
         microbatches: Microbatches of the batch.
         factor: Factor of the loss, used only in the backward pass.
         divisor: Number of batches whose gradients are accumulated; not applied to a counted step
             (batches).
-        unit: Divisor of token counts, the same on all ranks and for all batches (tokens).
+        token_scale: Divisor of token counts, the same on all ranks and for all batches (tokens).
     """
 
     def __init__(
-        self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int
+        self, microbatches: Sequence[Microbatch], factor: float, divisor: int, token_scale: int
     ) -> None:
         self._num_samples = [part.num_samples for part in microbatches]
         self._factor = factor
         self._divisor = divisor
-        self._unit = unit
+        self._token_scale = token_scale
         self._outputs: list[Any] = []
         self._numbers: list[int] = []
         self._losses: list[Tensor] = []
@@ -102,7 +102,7 @@ class MicrobatchLosses:
         # The product of loss and token count may overflow in half precision.
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
-        self._weights[number] = tokens * (self._factor / self._unit)
+        self._weights[number] = tokens * (self._factor / self._token_scale)
         return wide * self._weights[number]
 
     def weight_of(self, number: int) -> Weight:
@@ -146,10 +146,10 @@ class MicrobatchLosses:
         return weighted_mean(values, sizes) / self._divisor
 
     def num_tokens(self, device: torch.device) -> Tensor:
-        """Return the token count divided by ``unit``, as a float64 scalar; 0 if not counted.
+        """Return the token count divided by ``token_scale``, as a float64 scalar; 0 if not counted.
 
         Args:
             device: Device of the result.
         """
         counts = self.counts
-        return scalar_on(0 if counts is None else total_weight(counts), device) / self._unit
+        return scalar_on(0 if counts is None else total_weight(counts), device) / self._token_scale

@@ -32,7 +32,7 @@ from lightning_megatron.strategy.logs.merge import (
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.module_state import ModuleState
-from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, choose_token_scale
 from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
@@ -72,7 +72,7 @@ class StepResult:
             number of accumulated batches. Other outputs are included on the last stage, and on all
             stages if a hook receives them.
         loss: The mean loss in float64.
-        num_tokens: Token count of the batch, a float64 scalar in a unit common to all ranks.
+        num_tokens: Token count of the batch, a float64 scalar on a scale common to all ranks.
             Gradients are then sums, to be divided by the tokens of all ranks and accumulated
             batches. None means that gradients are means.
     """
@@ -110,7 +110,7 @@ class StepRunner:
         self.reads = WeightReads(mesh)
         self._has_said_size = False
         self._replay = LogReplay(mesh)
-        self._unit: int | None = None
+        self._token_scale: int | None = None
         self._is_counted: bool | None = None
 
     def train(
@@ -148,7 +148,9 @@ class StepRunner:
         self._say_size(batch, microbatches)
         self._try(module, ("training_step",), batch, microbatches, args, step)
         self._kept.begin()
-        losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
+        losses = MicrobatchLosses(
+            microbatches, factor, divisor, self._agreed_token_scale(microbatches)
+        )
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
@@ -360,13 +362,15 @@ class StepRunner:
                 "zero, such as 0.0 * output.sum(), to skip a batch."
             )
 
-    def _unit_of_tokens(self, microbatches: list[Microbatch]) -> int:
+    def _agreed_token_scale(self, microbatches: list[Microbatch]) -> int:
         """Return the divisor of token counts, chosen from the first batches of all ranks."""
-        if self._unit is None:
-            self._unit = int(
-                all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max")
+        if self._token_scale is None:
+            self._token_scale = int(
+                all_reduce_(
+                    torch.tensor(choose_token_scale(microbatches)), self._mesh.data_cpu, "max"
+                )
             )
-        return self._unit
+        return self._token_scale
 
     def _agree_on_counting(self, is_counted: bool) -> None:
         """Refuse steps that return token counts on some ranks or in some batches only."""
