@@ -184,6 +184,7 @@ class MegatronStrategy(TrainerAnswers):
         check_trained_somewhere(self.optimizers, self.mesh, saves_optimizers(trainer))
 
     def _begin_run(self, mixtures: MixtureRuntime) -> None:
+        previous = None if self._run is None else self._run.state
         self._run = Run(
             self.user_module,
             self.mesh,
@@ -192,7 +193,7 @@ class MegatronStrategy(TrainerAnswers):
             self.optimizers if self.is_fitting else (),
             mixtures,
             self._checkpoints,
-            None if self._run is None else self._run.state,
+            previous,
         )
         self.setup_precision_plugin()
         forward_zero_grad(self)

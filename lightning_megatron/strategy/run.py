@@ -153,11 +153,12 @@ class Run:
             previous.release()
         options = self._options
         dtypes = precision.dtypes
+        main_dtype = dtypes.main_parameters if self.is_fit else None
         return TrainingState(
             self.module,
             optimizers,
             self.mesh,
-            division_of(options, dtypes.main_parameters if self.is_fit else None),
+            division_of(options, main_dtype),
             precision.loss_scale,
             checks_of(options.check_gradients, dtypes.scales_loss, self.module.trainer),
             previous.main if previous is not None else None,

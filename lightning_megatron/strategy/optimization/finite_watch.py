@@ -99,7 +99,8 @@ class FiniteWatch:
             step: Number of the training batch (batches).
             looks: Whether weights and gradients of this step are recorded.
         """
-        self._step, self.looks = step, looks
+        self._step = step
+        self.looks = looks
 
     def note(self, kind: str, value: Tensor) -> None:
         """Record a scalar of this step, without a host synchronisation.
@@ -145,7 +146,8 @@ class FiniteWatch:
         Communication: one all-reduce of a flag over the world on the CPU; a gather of names on
         failure. The host waits for the device.
         """
-        seen, self._seen = self._seen, []
+        seen = self._seen
+        self._seen = []
         parts = [one.values.to(self._mesh.device, torch.float64).reshape(-1) for one in seen]
         values = torch.cat(parts).cpu() if parts else torch.zeros(0)
         flag = torch.tensor(int(not values.isfinite().all()))

@@ -33,7 +33,8 @@ class MixtureRuntime:
     def __init__(
         self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport
     ) -> None:
-        self._mesh, self._transport = mesh, transport
+        self._mesh = mesh
+        self._transport = transport
         self._layers: dict[int, MixtureOfExperts] = {}
         first = 0
         for model in models:

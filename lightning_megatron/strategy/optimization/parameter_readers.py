@@ -158,13 +158,12 @@ def _called(hook: Any) -> Iterator[FunctionType]:
     Attribute names are resolved only on the hook's owner (a module or a callback). On arbitrary
     objects the same names would match unrelated methods.
     """
-    waiting, seen = [(hook, 0)], set[int]()
+    waiting = [(hook, 0)]
+    seen = set[int]()
     while waiting:
         function, depth = waiting.pop()
-        owner, function = (
-            getattr(function, "__self__", None),
-            getattr(function, "__func__", function),
-        )
+        owner = getattr(function, "__self__", None)
+        function = getattr(function, "__func__", function)
         if (
             not isinstance(function, FunctionType)
             or id(function) in seen

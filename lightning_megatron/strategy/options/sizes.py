@@ -114,7 +114,8 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
         ParallelPlanError: If the batch size is not a multiple of the microbatch size, or gives too
             few microbatches for the schedule.
     """
-    rule, size = options.microbatches(layout), options.microbatch_size
+    rule = options.microbatches(layout)
+    size = options.microbatch_size
     if isinstance(size, int) and batch_size % size:
         legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ParallelPlanError(

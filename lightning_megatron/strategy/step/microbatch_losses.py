@@ -80,7 +80,8 @@ class MicrobatchLosses:
             returned None or the host knows that the microbatch has no tokens. In the latter case
             not even a NaN loss reaches the gradients.
         """
-        loss, count = loss_in(output), token_count_in(output)
+        loss = loss_in(output)
+        count = token_count_in(output)
         self._weights[number] = 0.0
         counted = {} if count is None else {"num_tokens": count}
         self._outputs.append(None if loss is None else counted)
@@ -138,7 +139,8 @@ class MicrobatchLosses:
         """
         if not self._losses:
             return torch.zeros((), dtype=torch.float64)
-        values, counts = stack_scalars(self._losses), self.counts
+        values = stack_scalars(self._losses)
+        counts = self.counts
         if counts is not None:
             return weighted_mean(values, counts)
         sizes = [self._num_samples[number] for number in self._numbers]

@@ -19,7 +19,8 @@ def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> I
     Args:
         around: Function that returns a context manager for one pass.
     """
-    original, is_inside = torch.autograd.backward, False
+    original = torch.autograd.backward
+    is_inside = False
 
     def backward(*args: Any, **kwargs: Any) -> None:
         nonlocal is_inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.executor import BackwardObserver, Inspector, PipelineExecutor
+from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -33,53 +32,12 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, choose_token_scale
+from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
 from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
-
-
-@dataclass(frozen=True)
-class BackwardPasses:
-    """Settings of the backward passes of a batch.
-
-    Args:
-        clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
-            It runs between the first forward and the first backward pass, like Lightning's hooks.
-            With several stages it runs before all passes, because the hooks may communicate.
-        run: Function that runs the backward pass of one microbatch from its weighted loss.
-        observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
-            not start during the backward pass.
-        inspector: Inspector of the graphs; None if replicas are not compared in this step.
-        loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
-    """
-
-    clear_gradients: Callable[[], None]
-    run: Callable[[Tensor], None]
-    observer: BackwardObserver | None = None
-    inspector: Inspector | None = None
-    loss_weight: LossWeight | None = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Output of ``training_step`` for a whole batch, the same on all ranks.
-
-    Args:
-        output: The mean loss, or a mapping with other outputs; None if the step returned no loss.
-            The mean is over tokens if the step counts them, else over samples and divided by the
-            number of accumulated batches. Other outputs are included on the last stage, and on all
-            stages if a hook receives them.
-        loss: The mean loss in float64.
-        num_tokens: Token count of the batch, a float64 scalar on a scale common to all ranks.
-            Gradients are then sums, to be divided by the tokens of all ranks and accumulated
-            batches. None means that gradients are means.
-    """
-
-    output: Any
-    loss: Tensor
-    num_tokens: Tensor | None
 
 
 class StepRunner:
@@ -281,7 +239,8 @@ class StepRunner:
         if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
             return
         self._has_said_size = True
-        count, size = len(microbatches), microbatches[0].num_samples
+        count = len(microbatches)
+        size = microbatches[0].num_samples
         rank_zero_info(
             f"microbatch_size is {size}: a batch of "
             f"{sum(part.num_samples for part in microbatches)} samples is cut into {count} "
@@ -303,7 +262,8 @@ class StepRunner:
         begin: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
-        step_fn, trial = getattr(module, name), Trial(name, partial(_kept_state, module, name))
+        step_fn = getattr(module, name)
+        trial = Trial(name, partial(_kept_state, module, name))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:

@@ -23,8 +23,9 @@ from lightning_megatron.strategy.private.loops import (
     total_batch_index,
 )
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
-from lightning_megatron.strategy.step.runner import BackwardPasses, StepResult, StepRunner
+from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
+from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
 
 

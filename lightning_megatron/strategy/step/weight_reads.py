@@ -174,7 +174,8 @@ class _Guard(TorchFunctionMode):
         ):
             return
         name, reason = self._watched[id(parameter)]
-        file, line = reader.f_code.co_filename, reader.f_lineno
+        file = reader.f_code.co_filename
+        line = reader.f_lineno
         raise UnsupportedError(
             f"{self._step} must not read a weight of which this rank has a part: {name!r} is "
             f"{reason}, and {file}:{line} reads it: {linecache.getline(file, line).strip()!r}. "

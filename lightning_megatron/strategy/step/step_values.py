@@ -1,0 +1,54 @@
+"""Settings of a step's backward passes, and the result of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.experts.routing.attached_loss import LossWeight
+from lightning_megatron.pipeline.executor import BackwardObserver, Inspector
+
+
+@dataclass(frozen=True)
+class BackwardPasses:
+    """Settings of the backward passes of a batch.
+
+    Args:
+        clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
+            It runs between the first forward and the first backward pass, like Lightning's hooks.
+            With several stages it runs before all passes, because the hooks may communicate.
+        run: Function that runs the backward pass of one microbatch from its weighted loss.
+        observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
+            not start during the backward pass.
+        inspector: Inspector of the graphs; None if replicas are not compared in this step.
+        loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
+    """
+
+    clear_gradients: Callable[[], None]
+    run: Callable[[Tensor], None]
+    observer: BackwardObserver | None = None
+    inspector: Inspector | None = None
+    loss_weight: LossWeight | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Output of ``training_step`` for a whole batch, the same on all ranks.
+
+    Args:
+        output: The mean loss, or a mapping with other outputs; None if the step returned no loss.
+            The mean is over tokens if the step counts them, else over samples and divided by the
+            number of accumulated batches. Other outputs are included on the last stage, and on all
+            stages if a hook receives them.
+        loss: The mean loss in float64.
+        num_tokens: Token count of the batch, a float64 scalar on a scale common to all ranks.
+            Gradients are then sums, to be divided by the tokens of all ranks and accumulated
+            batches. None means that gradients are means.
+    """
+
+    output: Any
+    loss: Tensor
+    num_tokens: Tensor | None
