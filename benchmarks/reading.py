@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_megatron.families import family_of
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder

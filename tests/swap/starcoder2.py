@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_megatron.swap.families import (
+from lightning_megatron.families import (
     ConfigTable,
     Family,
     Field,

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
+from lightning_megatron.families import Family, family_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.apply import parallelize
-from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.fields import IRRELEVANT
 from lightning_megatron.swap.families.llama import LLAMA_NAMES

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.families import family_of
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -23,7 +24,6 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.weights.load import full_tensors, load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.swap.families import family_of
+from lightning_megatron.families import family_of
 from lightning_megatron.swap.weights import export
 from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder

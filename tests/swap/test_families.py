@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.families import Family, family_of, find_family
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap.families import Family, family_of, find_family
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.families import families, family_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
-from lightning_megatron.swap.families import families, family_of
 from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
 from lightning_megatron.swap.weights.load import load_from
 from tests.swap.families import CASES, config_of, transformers

@@ -16,9 +16,9 @@ import torch
 from lightning_megatron.checkpoint.hugging_face import import_model
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.families import families, family_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.swap.families import families, family_of
 from lightning_megatron.swap.families.field_kinds import KINDS
 from lightning_megatron.swap.families.fields import IRRELEVANT
 from tests.swap.families import CASES, config_of, transformers

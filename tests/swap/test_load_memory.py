@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.swap.families import family_of
+from lightning_megatron.families import family_of
 from lightning_megatron.swap.weights.copying import _NUM_AT_ONCE, PIECE_BYTES
 
 CONFIG = {
@@ -42,7 +42,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from lightning_megatron.swap.families import family_of
+from lightning_megatron.families import family_of
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.parts import expert_mesh_of, mesh_of, part_on_meta

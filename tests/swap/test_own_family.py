@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_megatron import families
+from lightning_megatron.families import family_of, find_family
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap.families import family_of, find_family
+from lightning_megatron.swap import families as former
 from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -20,7 +22,8 @@ from tests.swap.starcoder2 import STARCODER2
 transformers = pytest.importorskip("transformers")
 
 PROGRAM = """
-from lightning_megatron.swap.families import families, family_of
+from lightning_megatron import families
+from lightning_megatron.families import families, family_of
 print(family_of("Starcoder2ForCausalLM").model_type, families()[0].model_type)
 """
 
@@ -51,6 +54,12 @@ def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) ->
     assert all(
         torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()
     )
+
+
+def test_families_have_public_names_and_keep_their_former_path() -> None:
+    for name in families.__all__:
+        assert getattr(former, name, None) in (getattr(families, name), None), name
+    assert {"Family", "ConfigTable", "Field", "Names"} <= vars(former).keys()
 
 
 def package(folder: Path, value: str) -> str:
