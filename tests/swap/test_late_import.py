@@ -6,9 +6,11 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from lightning_megatron.swap import building_on_meta
 from lightning_megatron.swap.pretrained.late_import import when_imported
 
 NAME = "a_module_of_this_test"
@@ -58,3 +60,17 @@ assert not AutoModelForCausalLM.from_config(config).lm_head.weight.is_meta
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("left", [(), ("peft",), ("peft.tuners.tuners_utils",)])
+def test_models_are_built_on_meta_after_an_import_of_peft_has_failed_half_way(
+    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("peft", "peft.tuners.tuners_utils"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in left:
+        module = ModuleType(name)
+        module.BaseTuner = object
+        monkeypatch.setitem(sys.modules, name, module)
+    with building_on_meta():
+        pass

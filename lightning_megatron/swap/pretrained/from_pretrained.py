@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -93,11 +92,12 @@ def _build_later(library: Any, stack: ExitStack) -> None:
 @contextmanager
 def _giving_adapters_values() -> Iterator[None]:
     """Give peft's small adapters values on the CPU if their model has none."""
-    tuners: ModuleType | None = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
+    # An import of peft that failed half-way leaves some of its modules behind.
+    tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    wrapper = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if tuner is None or wrapper is None:
         yield
         return
-    tuner = tuners.BaseTuner
     inject = tuner.inject_adapter
 
     def injected(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +113,6 @@ def _giving_adapters_values() -> Iterator[None]:
         inject(self, model, adapter_name, *args, **kwargs)
         _draw_adapters(model, adapter_name, first)
 
-    wrapper = sys.modules["peft"].PeftModel
     load = wrapper.load_adapter
 
     def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
