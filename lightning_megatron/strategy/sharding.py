@@ -10,12 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.strategy.checks.run_checks import check_module
-from lightning_megatron.strategy.modules.rebind import find_models, rebind_mesh
+from lightning_megatron.strategy.modules.rebind import find_models
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.decide.model_plan import whole_parts
+from lightning_megatron.swap.rejoin import rejoin
 
 
 def shard_module(
@@ -33,7 +34,7 @@ def shard_module(
 
     Communication: that of :func:`~lightning_megatron.swap.parallelize`.
     """
-    rebind_mesh(module, mesh)
+    rejoin(module, mesh)
     record_module_names_again(module.trainer)
     for record in parallelize(
         module,

@@ -37,7 +37,6 @@ from lightning_megatron.swap.pretrained.replace import (
     reason_to_keep,
     swapped_model,
 )
-from lightning_megatron.swap.rejoin import rejoin
 from lightning_megatron.swap.ties import NewHome, tie
 
 #: Layers below this number belong to models that number their own layers.
@@ -82,8 +81,8 @@ def parallelize(
     :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns
     (``fnmatch`` over dotted names; ``*`` matches dots too) that come later in the plan override
     earlier ones. A GPT or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing
-    else is swapped, but the plan is checked. A module swapped earlier on a mesh of the same layout
-    moves to the groups of ``mesh``. Exclude modules that use the weight of a layer without calling
+    else is swapped, but the plan is checked. A module swapped in an earlier run must be on
+    ``mesh`` already. Exclude modules that use the weight of a layer without calling
     the layer.
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
@@ -110,7 +109,6 @@ def parallelize(
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
-    rejoin(module, mesh)
     if any(isinstance(part, StagedBlocks) for part in module.modules()):
         # An earlier fit has swapped everything. The plan is not checked again, because its patterns
         # may name modules of other stages.

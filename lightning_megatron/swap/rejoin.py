@@ -10,47 +10,40 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 
-_ATTRIBUTE = "mesh"
-
 
 def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
-    """Move blocks that were sharded on an earlier mesh to the groups of a new mesh.
+    """Move modules that were sharded in an earlier run to the process groups of this run.
 
-    A second fit of a module creates new process groups. The shards remain valid if the layout is
-    the same.
+    A second fit of a module creates new process groups. The shards remain valid if the layout and
+    the rank are the same.
+
+    Args:
+        root: Module that may contain sharded modules.
+        mesh: Process groups of this run.
 
     Raises:
-        UnsupportedError: If a block was sharded for another layout.
+        UnsupportedError: If a module was sharded for another layout or rank; nothing has changed.
     """
-    cut_before = [(name, module) for name, module in named_layers(root) if _was_cut(module, mesh)]
-    for name, module in cut_before:
-        old = _mesh_of(module)
+    moved: list[tuple[nn.Module, ParallelMesh]] = []
+    for name, module in named_layers(root):
+        old = vars(module).get("mesh")
+        # A module that was built for one process is whole: it is sharded later. Meshes with and
+        # without sequence parallelism share one set of random streams.
+        if (
+            not isinstance(old, ParallelMesh)
+            or old.random is mesh.random
+            or old.layout.world_size == 1
+        ):
+            continue
         if (old.layout, old.rank) != (mesh.layout, mesh.rank):
             raise UnsupportedError(
-                f"{name!r} is already cut for another layout ({old.layout}), so its weights cannot "
-                f"be cut for this one ({mesh.layout}). Build the module again, and load its "
-                "weights from a checkpoint."
+                "a module can only be used again with the layout that it was sharded for, because "
+                f"its weights are parts: {name!r} was sharded for {old.layout} and rank "
+                f"{old.rank}, this run has {mesh.layout} and rank {mesh.rank}. Build a new module, "
+                "and pass ckpt_path to continue with its weights."
             )
-    for _, module in cut_before:
-        sequence_parallel = _mesh_of(module).sequence_parallel
-        same = sequence_parallel == mesh.sequence_parallel
-        setattr(
-            module, _ATTRIBUTE, mesh if same else replace(mesh, sequence_parallel=sequence_parallel)
-        )
-
-
-def _mesh_of(module: nn.Module) -> ParallelMesh:
-    mesh = getattr(module, _ATTRIBUTE)
-    assert isinstance(mesh, ParallelMesh), "only modules of this package keep a mesh"
-    return mesh
-
-
-def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
-    # Modules built for one process are not sharded. Meshes with and without sequence parallelism
-    # share one set of random streams.
-    old = getattr(module, _ATTRIBUTE, None)
-    return (
-        isinstance(old, ParallelMesh)
-        and old.random is not mesh.random
-        and old.layout.world_size > 1
-    )
+        moved.append((module, old))
+    for module, old in moved:
+        same = old.sequence_parallel == mesh.sequence_parallel
+        own = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
+        setattr(module, "mesh", own)  # noqa: B010 - a module may have any attribute

@@ -17,6 +17,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.rejoin import rejoin
 from tests.swap import cases
 from tests.swap.cases import Comparison, compare_parameters, compare_training, twin
 from tests.world import run_world
@@ -291,6 +292,7 @@ def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
     theirs, ours, _ = twin(build, mesh, plan)
     layout = mesh.layout
     again = ParallelMesh.create(layout, sequence_parallel=True, seed=1)
+    rejoin(ours, again)
     assert parallelize(ours, again, plan) == [], "nothing is left to swap"
     assert ours.gpt.model.mesh is again, "the model is on the new mesh"
     block = ours.encoder.layers[0].linear1
@@ -300,8 +302,8 @@ def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
     compare_training(
         note, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1
     )
-    with pytest.raises(UnsupportedError, match="already cut for another layout"):
-        parallelize(ours, replace(again, layout=ParallelLayout(4), random=mesh.random))
+    with pytest.raises(UnsupportedError, match="the layout that it was sharded for"):
+        rejoin(ours, replace(again, layout=ParallelLayout(4), random=mesh.random))
     again.destroy()
 
 

@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.models.stage import named_layers, pipelined_modules
-
-
-def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Assign the process groups of this run to modules built in an earlier run.
-
-    Args:
-        module: Module whose layers receive the groups.
-        mesh: Process groups of this run.
-
-    Raises:
-        UnsupportedError: If the modules were sharded for another layout.
-    """
-    for name, part in named_layers(module):
-        found = vars(part).get("mesh")
-        if not isinstance(found, ParallelMesh) or found is mesh or found.layout.world_size == 1:
-            # A model built without a mesh is whole: module replacement shards it later.
-            continue
-        if found.layout != mesh.layout:
-            raise UnsupportedError(
-                f"a module can only be used again with the layout that it was cut for: {name!r} "
-                f"was cut for {found.layout}, this run has {mesh.layout}. Build a new module, and "
-                "pass ckpt_path to continue with its weights."
-            )
-        same = found.sequence_parallel == mesh.sequence_parallel
-        own = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
-        setattr(part, "mesh", own)  # noqa: B010 - a module may have any attribute
+from lightning_megatron.models.stage import pipelined_modules
 
 
 class MetricGroups:
