@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.families import Family
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
-from lightning_megatron.swap.pretrained.replace import swapped_model
+from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.weights.load import reader_of
 from tests.oracles import assert_equal
 
@@ -49,7 +49,9 @@ def part_on_meta(config: Any, mesh: ParallelMesh) -> GPT:
 
 def replaced(source: Any, family: Family, mesh: ParallelMesh) -> Any:
     """Return the same model, computed by this rank's part of the layers that replace its own."""
-    swapped_model("model", source, family, mesh).finish()
+    swap = build_swapped_model("model", source, family, mesh)
+    swap.fill()
+    swap.install()
     assert isinstance(source, ReplacedModel)
     return source
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.families import Family, family_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
-from lightning_megatron.swap.pretrained.replace import swapped_model
+from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -119,7 +119,8 @@ def test_every_class_is_built_from_every_file(
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.manual_seed(3)
     family = family_of(architecture)
-    swap = swapped_model("model", model, family, ParallelMesh.single())
+    swap = build_swapped_model("model", model, family, ParallelMesh.single())
+    note = swap.fill()
     ours = dict(foreign_tensors(full_tensors(swap.layers).items(), family, swap.layers.config))
     theirs = getattr(transformers, architecture).from_pretrained(tmp_path).state_dict()
     prefix = f"{kind}."
@@ -127,11 +128,11 @@ def test_every_class_is_built_from_every_file(
     for name, tensor in ours.items():
         if name.removeprefix(prefix) in in_file:
             assert torch.equal(tensor, theirs[name]), name
-            assert repr(name) not in swap.note
+            assert repr(name) not in note
         else:
-            assert "keep their first values" in swap.note
+            assert "keep their first values" in note
             assert torch.isfinite(tensor).all()
-    assert bool(swap.note) == any(name.removeprefix(prefix) not in in_file for name in ours)
+    assert bool(note) == any(name.removeprefix(prefix) not in in_file for name in ours)
 
 
 def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:

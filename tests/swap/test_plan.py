@@ -16,8 +16,14 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.blocks.build import Site
-from lightning_megatron.swap.blocks.rules import BlockRule, TensorRule, rule_for, swapped
+from lightning_megatron.swap.blocks.builders import BlockRequest
+from lightning_megatron.swap.blocks.rules import (
+    BlockRule,
+    TensorRule,
+    build_target,
+    fill_target,
+    rules_of,
+)
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, Attending, Classifier, TiedDecoder, mlp
 
 
@@ -218,12 +224,14 @@ def test_a_rule_joins_several_source_tensors_into_one() -> None:
             super().__init__()
             self.gate, self.up = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
 
-    def build(site: Site) -> nn.Module:
-        return ColumnParallelLinear(4, 12, site.mesh, bias=False)
+    def build(request: BlockRequest) -> nn.Module:
+        return ColumnParallelLinear(4, 12, request.mesh, bias=False)
 
     source = Split()
     rule = BlockRule("gated", Split, build, (TensorRule("weight", ("gate.weight", "up.weight")),))
-    target = swapped(rule, Site("block", source, mesh_of(), 0))
+    request = BlockRequest("block", source, mesh_of(), 0)
+    target = build_target(rule, request)
+    fill_target(rule, request, target)
     assert torch.equal(target.weight, source.gate.weight)
 
 
@@ -231,5 +239,5 @@ def test_rules_are_for_exact_classes() -> None:
     class MyLinear(nn.Linear):
         pass
 
-    assert rule_for("column", nn.Linear(2, 2)) is not None
-    assert rule_for("column", MyLinear(2, 2)) is None
+    assert "column" in rules_of(nn.Linear(2, 2))
+    assert "column" not in rules_of(MyLinear(2, 2))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.swap.blocks import build
+from lightning_megatron.swap.blocks import builders
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class BlockRule:
         build: Function that builds the target with unfilled parameters, and shares parts that are
             not sharded.
         tensors: Sources of the values of the target's sharded parameters.
+        shared: Names of parameters that the target shares with the source.
     """
 
     kind: str
     source: type[nn.Module]
-    build: Callable[[build.Site], nn.Module]
+    build: Callable[[builders.BlockRequest], nn.Module]
     tensors: tuple[TensorRule, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 def _same(*names: str) -> tuple[TensorRule, ...]:
@@ -64,29 +66,29 @@ _DECODER_LAYER = (
 )
 
 RULES: tuple[BlockRule, ...] = (
-    BlockRule("column", nn.Linear, build.column, _LINEAR),
-    BlockRule("column_gather", nn.Linear, build.column_gather, _LINEAR),
-    BlockRule("row", nn.Linear, build.row, _LINEAR),
-    BlockRule("row_split", nn.Linear, build.row_split, _LINEAR),
-    BlockRule("vocab", nn.Linear, build.linear_over_vocabulary, _LINEAR),
-    BlockRule("vocab", nn.Embedding, build.embedding_over_vocabulary, _same("weight")),
-    BlockRule("latent", nn.Linear, build.latent),
-    BlockRule("dropout", nn.Dropout, build.dropout),
-    BlockRule("sequence", nn.LayerNorm, build.sequence_layer_norm, _LINEAR),
-    BlockRule("sequence", nn.RMSNorm, build.sequence_rms_norm, _same("weight")),
-    BlockRule("sequence", nn.Dropout, build.sequence_dropout),
-    BlockRule("auto", nn.MultiheadAttention, build.attention, _ATTENTION),
-    BlockRule("auto", nn.TransformerEncoderLayer, build.encoder_layer, _ENCODER_LAYER),
-    BlockRule("auto", nn.TransformerDecoderLayer, build.decoder_layer, _DECODER_LAYER),
-    BlockRule("auto", nn.TransformerEncoder, build.encoder),
+    BlockRule("column", nn.Linear, builders.column, _LINEAR),
+    BlockRule("column_gather", nn.Linear, builders.column_gather, _LINEAR),
+    BlockRule("row", nn.Linear, builders.row, _LINEAR),
+    BlockRule("row_split", nn.Linear, builders.row_split, _LINEAR),
+    BlockRule("vocab", nn.Linear, builders.linear_over_vocabulary, _LINEAR),
+    BlockRule("vocab", nn.Embedding, builders.embedding_over_vocabulary, _same("weight")),
+    BlockRule("latent", nn.Linear, builders.latent, shared=("weight", "bias")),
+    BlockRule("dropout", nn.Dropout, builders.dropout),
+    BlockRule("sequence", nn.LayerNorm, builders.sequence_layer_norm, _LINEAR),
+    BlockRule("sequence", nn.RMSNorm, builders.sequence_rms_norm, _same("weight")),
+    BlockRule("sequence", nn.Dropout, builders.sequence_dropout),
+    BlockRule("auto", nn.MultiheadAttention, builders.attention, _ATTENTION),
+    BlockRule("auto", nn.TransformerEncoderLayer, builders.encoder_layer, _ENCODER_LAYER),
+    BlockRule("auto", nn.TransformerDecoderLayer, builders.decoder_layer, _DECODER_LAYER),
+    BlockRule("auto", nn.TransformerEncoder, builders.encoder),
 )
 
 
-def rule_for(kind: str, module: nn.Module) -> BlockRule | None:
-    """Return the rule that swaps a module as this kind, or None."""
-    if kind == "features":
-        return _rule_for_features(module)
-    return next((rule for rule in RULES if rule.kind == kind and type(module) is rule.source), None)
+def rules_of(module: nn.Module) -> dict[str, BlockRule]:
+    """Return the rules that swap a module, by kind."""
+    rules = {rule.kind: rule for rule in RULES if type(module) is rule.source}
+    features = _rule_for_features(module)
+    return rules if features is None else {**rules, "features": features}
 
 
 def _rule_for_features(module: nn.Module) -> BlockRule | None:
@@ -95,46 +97,69 @@ def _rule_for_features(module: nn.Module) -> BlockRule | None:
     rows = {parameter.shape[:1] for parameter in own.values()}
     if len(rows) != 1 or not rows.pop() or len(own) != sum(1 for _ in module.parameters()):
         return None
-    return BlockRule("features", type(module), build.features, _same(*own))
+    return BlockRule("features", type(module), builders.features, _same(*own))
 
 
-def swapped(rule: BlockRule, site: build.Site) -> nn.Module:
-    """Return the target block for a site, with this rank's part of the source's values.
+def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
+    """Return the target block, whose sharded parameters have no values yet.
 
     The source is not changed, and the target shares the parts that are not sharded.
+
+    Raises:
+        ParallelPlanError: If a size is not divisible.
+        UnsupportedError: If the block has settings that cannot be kept.
     """
-    device = next((p.device for p in site.module.parameters()), torch.device("cpu"))
+    device = request.device
+    if device is None:
+        device = next((p.device for p in request.module.parameters()), torch.device("cpu"))
     with device:
-        target = rule.build(site)
+        target = rule.build(request)
     for tensor_rule in rule.tensors:
-        _fill(target, site, tensor_rule)
+        _sources_of(target, request, tensor_rule)
     # Parts taken over from the source keep their training mode.
-    for module in set(target.modules()) - set(site.module.modules()):
-        module.training = site.module.training
+    for module in set(target.modules()) - set(request.module.modules()):
+        module.training = request.module.training
     return target
 
 
-def _fill(target: nn.Module, site: build.Site, rule: TensorRule) -> None:
+def fill_target(rule: BlockRule, request: builders.BlockRequest, target: nn.Module) -> None:
+    """Give a target block this rank's part of the source's values; do not change the source."""
+    for key in rule.shared:
+        # The source may have been given its values after the target was built.
+        target._parameters[key] = request.module._parameters[key]
+    for tensor_rule in rule.tensors:
+        sources = _sources_of(target, request, tensor_rule)
+        if not sources:
+            continue
+        parameter = target.get_parameter(tensor_rule.target)
+        full = torch.cat([p.detach() for p in sources]) if len(sources) > 1 else sources[0].detach()
+        spec = shard_spec_of(parameter)
+        # Only the storage changes, and with it the dtype. The parameter object keeps its
+        # attributes.
+        parameter.data = spec.shard(full, local_size=parameter.shape[spec.dim])
+        parameter.requires_grad_(sources[0].requires_grad)
+
+
+def _sources_of(
+    target: nn.Module, request: builders.BlockRequest, rule: TensorRule
+) -> list[Tensor]:
+    """Return the source tensors of a target parameter; empty if neither has it."""
     parameter = _tensor(target, rule.target)
-    sources = [_tensor(site.module, name) for name in rule.sources]
+    sources = [_tensor(request.module, name) for name in rule.sources]
     present = [source for source in sources if source is not None]
     if parameter is None and not present:
-        return
+        return []
     if (
         parameter is None
         or len(present) != len(sources)
         or len({p.requires_grad for p in present}) != 1
     ):
         raise UnsupportedError(
-            f"the tensors {', '.join(rule.sources)} of {site.name!r} must all exist and all be "
+            f"the tensors {', '.join(rule.sources)} of {request.name!r} must all exist and all be "
             f"trained or none, because they become {rule.target}. Build the block without changing "
             "its biases, or give it the kind 'replicate'."
         )
-    full = torch.cat([p.detach() for p in present]) if len(present) > 1 else present[0].detach()
-    spec = shard_spec_of(parameter)
-    # Only the storage changes, and with it the dtype. The parameter object keeps its attributes.
-    parameter.data = spec.shard(full, local_size=parameter.shape[spec.dim])
-    parameter.requires_grad_(present[0].requires_grad)
+    return present
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -142,10 +167,10 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
     return found
 
 
-def source_names(rule: BlockRule, site: build.Site) -> Mapping[str, str]:
+def source_names(rule: BlockRule, request: builders.BlockRequest) -> Mapping[str, str]:
     """Map full names of source tensors to target parameters that are made of one tensor only."""
     return {
-        f"{site.name}.{tensor_rule.sources[0]}": tensor_rule.target
+        f"{request.name}.{tensor_rule.sources[0]}": tensor_rule.target
         for tensor_rule in rule.tensors
         if len(tensor_rule.sources) == 1
     }

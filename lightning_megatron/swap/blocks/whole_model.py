@@ -33,11 +33,11 @@ def is_cut(mesh: ParallelMesh) -> bool:
     return mesh.tp.size * mesh.pp.size * mesh.ep.size * mesh.etp.size > 1
 
 
-def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
-    """Return this rank's layers and shards of a whole model, with its values.
+def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
+    """Return this rank's layers of a whole model, on the meta device; do not change the source.
 
     Dropout of the result uses the random streams of ``mesh``, so a replicated model is rebuilt as
-    well. If the model is on the meta device, so is the result.
+    well.
 
     Args:
         name: Name of the model, for errors.
@@ -60,15 +60,27 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
         target = kind(source.config, mesh)
         expected = kind(source.config)
     _check_names(name, source, expected)
+    target.recompute = source.recompute
+    return target.train(source.training)
+
+
+def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
+    """Give layers of :func:`build_model` this rank's shards of the model's values.
+
+    Layers of a model on the meta device stay there.
+
+    Args:
+        target: Layers to fill.
+        source: Model with the values.
+        device: Device of the values.
+    """
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                owner._parameters[key] = _part(source, f"{path}.{key}", parameter, mesh.device)
+                owner._parameters[key] = _part(source, f"{path}.{key}", parameter, device)
     for name, buffer in target.named_buffers():
         # For example, the biases of experts are such buffers.
         buffer.copy_(source.get_buffer(name))
-    target.recompute = source.recompute
-    return target.train(source.training)
 
 
 def _is_ours(source: nn.Module) -> TypeGuard[_Whole]:

@@ -8,17 +8,18 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.swap.decide.kinds import Place
+from lightning_megatron.swap.decide.kinds import ModuleSite
+from lightning_megatron.swap.hugging_face.peft_layers import is_input_hook
 
 #: Attribute in which torch.compile stores the wrapped module.
 _COMPILED = "_orig_mod"
 
 
-def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = False) -> None:
+def check_nothing_is_lost(site: ModuleSite, target: nn.Module, *, stays: bool = False) -> None:
     """Refuse to replace a module that has hooks or was compiled.
 
     Args:
-        place: Module that is replaced, with its position.
+        site: Module that is replaced, with its position.
         target: Replacement; modules of the original that it contains are kept.
         stays: Whether the module stays the same object and only its computation is replaced.
 
@@ -26,32 +27,36 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
         UnsupportedError: If a removed module or parameter has hooks, or a removed module was
             compiled or lies inside a compiled one.
     """
-    if _COMPILED in place.name.split("."):
-        around = place.name.split(f".{_COMPILED}")[0]
+    if _COMPILED in site.name.split("."):
+        around = site.name.split(f".{_COMPILED}")[0]
         raise UnsupportedError(
-            f"{around!r} was compiled, but {place.name!r} in it must be replaced: what was "
+            f"{around!r} was compiled, but {site.name!r} in it must be replaced: what was "
             "compiled would go on with "
             "the module that is gone. " + _remedy(target)
         )
     kept = set(target.modules())
     staying = {id(parameter) for parameter in target.parameters()}
-    for path, gone in place.module.named_modules():
-        name = f"{place.name}.{path}".rstrip(".")
-        hooks = (
-            gone._forward_hooks,
-            gone._forward_pre_hooks,
-            gone._backward_hooks,
-            gone._backward_pre_hooks,
-        )
-        inside_encoder = (
-            isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
-        )
-        keeps_hooks = stays and gone is place.module
-        if gone not in kept and not inside_encoder and not keeps_hooks and any(hooks):
+    for path, gone in site.module.named_modules():
+        name = f"{site.name}.{path}".rstrip(".")
+        hooks = [
+            hook
+            for kind in (
+                gone._forward_hooks,
+                gone._forward_pre_hooks,
+                gone._backward_hooks,
+                gone._backward_pre_hooks,
+            )
+            for hook in kind.values()
+            # A replaced Hugging Face model needs no hooks of recomputed blocks.
+            if not (stays and is_input_hook(hook))
+        ]
+        inside_encoder = isinstance(site.module, nn.TransformerEncoder) and gone is not site.module
+        keeps_hooks = stays and gone is site.module
+        if gone not in kept and not inside_encoder and not keeps_hooks and hooks:
             raise UnsupportedError(
                 f"{name!r} has hooks, which a swap would lose, because another module takes its "
-                "place. Register them after the strategy has set the module up, or give "
-                f"{place.name!r} the kind 'replicate'."
+                "site. Register them after the strategy has set the module up, or give "
+                f"{site.name!r} the kind 'replicate'."
             )
         if gone not in kept:
             _check_parameters(name, gone, staying)

@@ -29,16 +29,20 @@ are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.legal_values import join_or
+from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 
 #: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
@@ -62,6 +66,9 @@ KINDS: Mapping[str, str] = {
     "replicate": "any module, which then stays as it is",
 }
 
+#: Attribute of a swapped block that stores its kind, so that the same plan can be applied again.
+SWAPPED_AS = "swapped_as"
+
 #: Kinds that apply to everything inside the module that a pattern names.
 _FOR_WHOLE_TREES = ("auto", "replicate")
 
@@ -71,7 +78,7 @@ _CLOSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleSite:
     """Position of a module in its parent.
 
     Args:
@@ -80,6 +87,7 @@ class Place:
         key: Name in the parent.
         module: Module itself.
         closed_by: Name of the surrounding block that must be swapped whole; None if there is none.
+        rules: Rules that can swap the module, by kind.
     """
 
     name: str
@@ -87,30 +95,40 @@ class Place:
     key: str
     module: nn.Module
     closed_by: str | None = None
+    rules: Mapping[str, BlockRule] = field(default_factory=dict)
+
+    def is_inside(self, names: Iterable[str]) -> bool:
+        """Return whether the module is inside one of the named modules."""
+        return any(self.name.startswith(f"{name}.") for name in names)
 
 
-def places_of(root: nn.Module) -> list[Place]:
+def sites_of(root: nn.Module) -> list[ModuleSite]:
     """List every module below ``root`` in the order of definition, once for each name."""
-    return list(_places(root, "", None))
+    return list(_sites(root, "", None))
 
 
-def _places(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[Place]:
-    for key, child in _children(parent):
+def _sites(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[ModuleSite]:
+    # named_children would leave the second name of a shared module out.
+    for key, child in parent._modules.items():
+        if child is None:
+            continue
         name = f"{prefix}{key}"
-        yield Place(name, parent, key, child, closed_by)
+        yield ModuleSite(name, parent, key, child, closed_by, rules_of(child))
         is_closed = isinstance(child, _CLOSED) or computed_by(child) is not None
         inner = name if closed_by is None and is_closed else closed_by
-        yield from _places(child, f"{name}.", inner)
+        yield from _sites(child, f"{name}.", inner)
 
 
-def _children(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    # named_children leaves the second name of a shared module out.
-    return ((key, child) for key, child in parent._modules.items() if child is not None)
+def unique_sites(sites: Sequence[ModuleSite]) -> list[ModuleSite]:
+    """Return the sites of modules that can be swapped, once for each module."""
+    first: dict[int, ModuleSite] = {}
+    for site in sites:
+        if site.closed_by is None:
+            first.setdefault(id(site.module), site)
+    return list(first.values())
 
 
-def choose_kinds(
-    places: Sequence[Place], plan: Mapping[str, str] | None, fits: Callable[[str, nn.Module], bool]
-) -> dict[str, str]:
+def choose_kinds(sites: Sequence[ModuleSite], plan: Mapping[str, str] | None) -> dict[str, str]:
     """Return the kind of every module that the plan matches, by name.
 
     A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` apply
@@ -118,28 +136,32 @@ def choose_kinds(
     plan applies. Without a plan every module is ``auto``.
 
     Args:
-        places: All modules with their positions.
+        sites: All modules with their positions.
         plan: Kind by name pattern, or None.
-        fits: Function that returns whether a module's type fits a kind.
 
     Raises:
         ParallelPlanError: For an unknown kind, a pattern that matches no module of its kind, or a
             module with two names and two kinds.
     """
     if plan is None:
-        return {place.name: "auto" for place in places if place.closed_by is None}
+        return {site.name: "auto" for site in sites if site.closed_by is None}
     kinds: dict[str, str] = {}
     for pattern, kind in plan.items():
         check_kind(pattern, kind, KINDS, "the plan")
-        matching = [place for place in places if _matches(pattern, kind, place.name)]
-        fitting = [
-            place for place in matching if place.closed_by is None and fits(kind, place.module)
-        ]
+        matching = [site for site in sites if _matches(pattern, kind, site.name)]
+        fitting = [site for site in matching if site.closed_by is None and _fits(kind, site)]
         if not fitting:
-            raise ParallelPlanError(_nothing_fits(pattern, kind, places, matching, fits))
-        kinds.update((place.name, kind) for place in fitting)
-    _check_shared(places, kinds)
+            raise ParallelPlanError(_nothing_fits(pattern, kind, sites, matching))
+        kinds.update((site.name, kind) for site in fitting)
+    _check_shared(sites, kinds)
     return kinds
+
+
+def _fits(kind: str, site: ModuleSite) -> bool:
+    if kind in ("replicate", "partial") or getattr(site.module, SWAPPED_AS, None) == kind:
+        return True
+    is_model = isinstance(site.module, (GPT, Encoder, ReplacedModel))
+    return kind in site.rules or (kind == "auto" and is_model)
 
 
 def _matches(pattern: str, kind: str, name: str) -> bool:
@@ -173,18 +195,15 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
 def _nothing_fits(
     pattern: str,
     kind: str,
-    places: Sequence[Place],
-    matching: Sequence[Place],
-    fits: Callable[[str, nn.Module], bool],
+    sites: Sequence[ModuleSite],
+    matching: Sequence[ModuleSite],
 ) -> str:
     head = (
         f"every pattern of the plan must match a module that {kind!r} is for: {pattern!r} matches "
     )
     if matching and matching[0].closed_by is not None:
-        outer = next(place for place in places if place.name == matching[0].closed_by)
-        remedy = (
-            f"Use {{{outer.name!r}: 'auto'}}." if fits("auto", outer.module) else "Leave it out."
-        )
+        outer = next(site for site in sites if site.name == matching[0].closed_by)
+        remedy = f"Use {{{outer.name!r}: 'auto'}}." if _fits("auto", outer) else "Leave it out."
         return (
             f"{head}{matching[0].name!r} inside {outer.name!r}, which reads the weights of its "
             f"parts directly and is swapped whole or not at all. {remedy}"
@@ -195,9 +214,7 @@ def _nothing_fits(
     else:
         what = f"{head}nothing. A misspelt name would leave a layer whole. "
     names = list(
-        dict.fromkeys(
-            place.name for place in places if place.closed_by is None and fits(kind, place.module)
-        )
+        dict.fromkeys(site.name for site in sites if site.closed_by is None and _fits(kind, site))
     )
     near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     remedy = (
@@ -208,14 +225,14 @@ def _nothing_fits(
     return what + remedy
 
 
-def _check_shared(places: Sequence[Place], kinds: Mapping[str, str]) -> None:
+def _check_shared(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> None:
     first: dict[int, str] = {}
-    for place in places:
-        other = first.setdefault(id(place.module), place.name)
-        mine, theirs = kinds.get(place.name, "replicate"), kinds.get(other, "replicate")
+    for site in sites:
+        other = first.setdefault(id(site.module), site.name)
+        mine, theirs = kinds.get(site.name, "replicate"), kinds.get(other, "replicate")
         if mine != theirs:
             raise ParallelPlanError(
                 f"a module with two names must have one kind: {other!r} is {theirs!r}, "
-                f"{place.name!r} is {mine!r}. Both are the same module. Give both names the same "
+                f"{site.name!r} is {mine!r}. Both are the same module. Give both names the same "
                 "kind."
             )

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, join_or
-from lightning_megatron.swap.blocks.rules import rule_for
+from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
 
 #: Kinds for the styles of Hugging Face's plans.
@@ -108,7 +108,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
-    return kind in ("replicate", "partial") or rule_for(kind, module) is not None
+    return kind in ("replicate", "partial") or kind in rules_of(module)
 
 
 def _leaves_parts(block: Mapping[str, str]) -> bool:
@@ -186,7 +186,7 @@ def _of_heads(
         for key, owner in owners.values()
         if _leaves_parts(block)
         and all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
-        and rule_for("features", owner) is not None
+        and "features" in rules_of(owner)
     }
 
 
@@ -202,10 +202,10 @@ def _share_vocabularies(
         shared = [
             other for other, module in modules.items() if _holds(module, modules[name].weight)
         ]
-        if all(rule_for("vocab", modules[other]) is not None for other in shared):
+        if all("vocab" in rules_of(modules[other]) for other in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
-        odd = next(other for other in shared if rule_for("vocab", modules[other]) is None)
+        odd = next(other for other in shared if "vocab" not in rules_of(modules[other]))
         left[
             (
                 f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "

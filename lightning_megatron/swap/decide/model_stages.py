@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.swap.decide.kinds import Place
+from lightning_megatron.swap.decide.kinds import ModuleSite
 from lightning_megatron.swap.decide.stages import Stages, check_pipeline_plan, plan_stages
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 
@@ -21,7 +23,7 @@ _OF_ALL_STAGES = ("output_hidden_states", "output_attentions", "output_router_lo
 
 def find_stages(
     root: nn.Module,
-    places: Sequence[Place],
+    sites: Sequence[ModuleSite],
     kinds: Mapping[str, str],
     plan: Mapping[str, str] | None,
     mesh: ParallelMesh,
@@ -31,7 +33,7 @@ def find_stages(
 
     Args:
         root: Root module.
-        places: All modules in it, with their positions.
+        sites: All modules in it, with their positions.
         kinds: Kinds of the tensor-parallel cuts, by module name.
         plan: The user's pipeline_plan; None uses the stages that a Hugging Face model defines.
         mesh: Process groups of this rank.
@@ -44,10 +46,10 @@ def find_stages(
             configuration of a Hugging Face model requests outputs of all blocks.
     """
     if plan is not None:
-        check_pipeline_plan(places, plan)
+        check_pipeline_plan(sites, plan)
     if mesh.pp.size == 1:
         return None
-    models = [place for place in places if is_hugging_face(place.module)]
+    models = [site for site in sites if is_hugging_face(site.module)]
     models = [
         one for one in models if not any(one.name.startswith(f"{other.name}.") for other in models)
     ]
@@ -57,11 +59,11 @@ def find_stages(
         if (
             replaced
             or len(known) != 1
-            or any(isinstance(place.module, PipelinedModule) for place in places)
+            or any(isinstance(site.module, PipelinedModule) for site in sites)
         ):
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in found[known[0]].items()}
-    stages = plan_stages(root, places, plan, kinds, mesh)
+    stages = plan_stages(root, sites, plan, kinds, mesh)
     for name in replaced:
         if stages.blocks.name.startswith(f"{name}."):
             raise ParallelPlanError(
@@ -70,10 +72,11 @@ def find_stages(
                 "pipeline_plan out, or give the model a tensor_parallel_plan such as {'*': "
                 "'replicate'}."
             )
-    for one in models:
-        if stages.blocks.name.startswith(f"{one.name}."):
-            _check_configuration(one.module)
-    return stages
+    around = [one.module for one in models if stages.blocks.is_inside([one.name])]
+    if not around:
+        return stages
+    _check_configuration(around[0])
+    return replace(stages, prepare=partial(_prepare_calls, around[0]))
 
 
 def own_stages(model: Any) -> dict[str, str]:
@@ -91,18 +94,10 @@ def own_stages(model: Any) -> dict[str, str]:
     return dict(zip(inner, sides, strict=True)) | {lists[0]: "blocks"}
 
 
-def prepare_call(places: Sequence[Place], stages: Stages) -> None:
+def _prepare_calls(model: nn.Module) -> None:
     """Turn off caches of a Hugging Face model on a stage, and refuse outputs of all blocks."""
-    around = [
-        p
-        for p in places
-        if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")
-    ]
-    for place in around[:1]:
-        takes_cache = "use_cache" in signature(type(place.module).forward).parameters
-        place.module.register_forward_pre_hook(
-            _without_cache if takes_cache else _checked, with_kwargs=True
-        )
+    takes_cache = "use_cache" in signature(type(model).forward).parameters
+    model.register_forward_pre_hook(_without_cache if takes_cache else _checked, with_kwargs=True)
 
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

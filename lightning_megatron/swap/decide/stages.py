@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.stages import split_layers
-from lightning_megatron.swap.decide.kinds import Place, check_kind
+from lightning_megatron.swap.decide.kinds import ModuleSite, check_kind
 from lightning_megatron.swap.decide.record import SwapRecord
 
 #: Kinds of a pipeline plan.
@@ -35,12 +35,12 @@ class End:
     """Module outside the list of blocks, on the first or the last stage.
 
     Args:
-        place: Module with its position.
+        site: Module with its position.
         is_before: Whether it runs before the blocks.
         is_said: Whether the plan assigns the stage; otherwise the order of definition does.
     """
 
-    place: Place
+    site: ModuleSite
     is_before: bool
     is_said: bool = False
 
@@ -59,9 +59,11 @@ class Stages:
         twins: Copies of the blocks without values, made before layers are sharded over tp.
         end_twins: Copies of the modules outside the list, made in the same way.
         mesh: Process groups of this rank.
+        prepare: Function that prepares the calls of a Hugging Face model around the blocks; None
+            if there is no such model.
     """
 
-    blocks: Place
+    blocks: ModuleSite
     layers: tuple[tuple[range, ...], ...]
     ends: tuple[End, ...]
     loose: tuple[tuple[nn.Module, str, str], ...]
@@ -69,6 +71,7 @@ class Stages:
     twins: tuple[nn.Module, ...]
     end_twins: tuple[nn.Module, ...]
     mesh: ParallelMesh
+    prepare: Callable[[], None] | None = None
 
     def is_here(self, name: str) -> bool:
         """Return whether this rank has the module or parameter of a name."""
@@ -77,7 +80,7 @@ class Stages:
             index = int(name.removeprefix(prefix).partition(".")[0])
             return any(index in layers for layers in self.layers[self.mesh.pp.rank])
         return not any(
-            f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end)
+            f"{name}.".startswith(f"{end.site.name}.") for end in self.ends if not self._holds(end)
         )
 
     def _holds(self, end: End) -> bool:
@@ -85,25 +88,27 @@ class Stages:
 
     def install(self, root: nn.Module) -> SwapRecord:
         """Remove other stages' modules in place; parameters keep their names."""
+        if self.prepare is not None:
+            self.prepare()
         before = sum(p.numel() for p in self.blocks.module.parameters())
         # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
-        own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
+        own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
         own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
         staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
-            end.place.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
+            end.site.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
         }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
-            stand_in = Elsewhere(end.place.name, twin, staged, end.is_before)
-            place = end.place
+            stand_in = Elsewhere(end.site.name, twin, staged, end.is_before)
+            site = end.site
             staged.stand_ins.append(stand_in)
             if self._holds(end):
-                staged.held.append(HeldModule(place.parent, place.key, stand_in, staged))
+                staged.held.append(HeldModule(site.parent, site.key, stand_in, staged))
             else:
-                place.module.to("meta")
-                setattr(place.parent, place.key, stand_in)
+                site.module.to("meta")
+                setattr(site.parent, site.key, stand_in)
         staged.loose += [LooseParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose]
         for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
             parameter = root.get_parameter(copy)
@@ -115,7 +120,7 @@ class Stages:
             f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank]
         )
         first, last = (
-            ", ".join(end.place.name for end in self.ends if end.is_before == is_before)
+            ", ".join(end.site.name for end in self.ends if end.is_before == is_before)
             or "nothing else"
             for is_before in (True, False)
         )
@@ -132,7 +137,7 @@ class Stages:
 
 def plan_stages(
     root: nn.Module,
-    places: Sequence[Place],
+    sites: Sequence[ModuleSite],
     plan: Mapping[str, str],
     kinds: Mapping[str, str],
     mesh: ParallelMesh,
@@ -145,7 +150,7 @@ def plan_stages(
 
     Args:
         root: Root module.
-        places: All modules in it, with their positions.
+        sites: All modules in it, with their positions.
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
         kinds: Kinds of the tensor-parallel cuts, by module name.
         mesh: Process groups of this rank.
@@ -155,12 +160,12 @@ def plan_stages(
             stages.
         UnsupportedError: If stages share a parameter that is not a tied embedding.
     """
-    blocks = _the_blocks(places, plan)
+    blocks = _the_blocks(sites, plan)
     layout = mesh.layout
     layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
     around = _around(root, blocks.name)
     ends = tuple(_ends(around, blocks, plan))
-    _check_sides(places, blocks, ends, plan)
+    _check_sides(sites, blocks, ends, plan)
     loose = tuple(
         (module, key, f"{prefix}.{key}" if prefix else key)
         for prefix, module in around
@@ -170,7 +175,7 @@ def plan_stages(
     owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
     ties = _ties(root, owners, kinds)
     twins = tuple(twin_of(block) for block in blocks.module.children())
-    end_twins = tuple(twin_of(end.place.module) for end in ends)
+    end_twins = tuple(twin_of(end.site.module) for end in ends)
     return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
 
 
@@ -200,21 +205,21 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
     return {best: "blocks"} if best is not None and found[best] else None
 
 
-def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
+def check_pipeline_plan(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> None:
     """Refuse a plan that does not fit the module, even with a single stage.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module.
     """
-    _the_blocks(places, plan)
+    _the_blocks(sites, plan)
 
 
-def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
-    names = [place.name for place in places]
-    found: list[Place] = []
+def _the_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
+    names = [site.name for site in sites]
+    found: list[ModuleSite] = []
     for pattern, kind in plan.items():
         check_kind(pattern, kind, KINDS, "pipeline_plan")
-        matching = [place for place in places if fnmatchcase(place.name, pattern)]
+        matching = [site for site in sites if fnmatchcase(site.name, pattern)]
         if not matching:
             near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
             raise ParallelPlanError(
@@ -223,10 +228,10 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
                 f"{join_or([repr(name) for name in near])}?"
             )
         found += matching if kind == "blocks" else []
-    lists = [place.name for place in places if type(place.module) in (nn.ModuleList, nn.Sequential)]
+    lists = [site.name for site in sites if type(site.module) in (nn.ModuleList, nn.Sequential)]
     if len(found) != 1 or found[0].name not in lists:
         named = (
-            ", ".join(f"{place.name!r} ({type(place.module).__name__})" for place in found)
+            ", ".join(f"{site.name!r} ({type(site.module).__name__})" for site in found)
             or "nothing"
         )
         raise ParallelPlanError(
@@ -247,7 +252,7 @@ def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _ends(
-    around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]
+    around: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
 ) -> Iterator[End]:
     for prefix, module in around:
         is_before = True
@@ -260,19 +265,19 @@ def _ends(
             elif next(child.parameters(), None) is not None:
                 said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
                 yield End(
-                    Place(name, module, key, child),
+                    ModuleSite(name, module, key, child),
                     said[-1] == "first" if said else is_before,
                     bool(said),
                 )
 
 
 def _check_sides(
-    places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]
+    sites: Sequence[ModuleSite], blocks: ModuleSite, ends: Sequence[End], plan: Mapping[str, str]
 ) -> None:
-    known = [end.place.name for end in ends]
-    bare = {place.name for place in places if next(place.module.parameters(), None) is None}
+    known = [end.site.name for end in ends]
+    bare = {site.name for site in sites if next(site.module.parameters(), None) is None}
     for pattern, kind in plan.items():
-        matching = [place.name for place in places if fnmatchcase(place.name, pattern)]
+        matching = [site.name for site in sites if fnmatchcase(site.name, pattern)]
         # A module without parameters runs on every stage, so a plan cannot assign it.
         if kind != "blocks" and not any(name in known or name in bare for name in matching):
             raise ParallelPlanError(
@@ -315,7 +320,7 @@ class _Owners:
 
     def end_of(self, path: str) -> End | None:
         """Return the module next to the blocks that contains a module; None if there is none."""
-        return next((end for end in self.ends if f"{path}.".startswith(f"{end.place.name}.")), None)
+        return next((end for end in self.ends if f"{path}.".startswith(f"{end.site.name}.")), None)
 
 
 def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[str, str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
@@ -97,10 +99,36 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     return Adapter(adapter, _as_plain(config, type(source)), ranks, scales, tuple(saved))
 
 
-def add_adapter(
+@dataclass(frozen=True)
+class LayerUpdate:
+    """Low-rank updates of one layer of the replacement, not yet added to it.
+
+    Args:
+        base: Layer that gets the updates.
+        maps: Positions of the updates in the layer, and the sources of their factors.
+        wrappers: Wrapper of peft for each of the maps.
+        adapter: Adapter of the model.
+    """
+
+    base: Any
+    maps: tuple[LowRankMap, ...]
+    wrappers: tuple[Any, ...]
+    adapter: Adapter
+
+    def add(self, mesh: ParallelMesh) -> None:
+        """Add the updates to the layer, with their values."""
+        self.base.low_rank = LowRankUpdates(
+            {
+                one.key: _update(self.base, one, wrapper, self.adapter, mesh)
+                for one, wrapper in zip(self.maps, self.wrappers, strict=True)
+            }
+        )
+
+
+def updates_of(
     name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter
-) -> None:
-    """Give this rank's layers the updates of a model's adapter, with their values.
+) -> list[LayerUpdate]:
+    """List the updates of this rank's layers by a model's adapter; change nothing.
 
     Args:
         name: Name of the model, for errors.
@@ -110,7 +138,7 @@ def add_adapter(
         adapter: Adapter of the model.
 
     Raises:
-        UnsupportedError: If an adapted module is not supported, or the adapter has no values.
+        UnsupportedError: If an adapted module is not supported.
     """
     layers, _ = _wrapped(source, family)
     maps = adapter.maps(family.tensors(model.config))
@@ -119,43 +147,54 @@ def add_adapter(
     if left:
         _refuse(name, f"{named(left)} cannot be adapted", _OTHERS)
     here: dict[str, Any] = dict(model.named_modules())
+    found = []
     for layer, group in groupby(maps, key=lambda one: one.layer):
         if layer in here:
-            base = here[layer]
-            parts = list(group)
-            if not isinstance(base, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+            parts = tuple(group)
+            if not isinstance(
+                here[layer], (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+            ):
                 _refuse(name, f"{parts[0].module!r} cannot be adapted", _OTHERS)
-            base.low_rank = LowRankUpdates(
-                {one.key: _update(model, base, one, layers[one.module], adapter) for one in parts}
-            )
+            wrappers = tuple(layers[one.module] for one in parts)
+            found.append(LayerUpdate(here[layer], parts, wrappers, adapter))
+    return found
+
+
+def is_input_hook(hook: Any) -> bool:
+    """Return whether a hook makes inputs of recomputed blocks require gradients.
+
+    transformers and peft each register one.
+    """
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def remove_input_hooks(source: nn.Module) -> None:
     """Remove hooks that make inputs of recomputed blocks require gradients."""
     for module in source.modules():
         for key, hook in list(module._forward_hooks.items()):
-            # transformers and peft each register one.
-            if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
+            if is_input_hook(hook):
                 del module._forward_hooks[key]
 
 
 def _update(
-    model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adapter: Adapter
+    base: Any, part: LowRankMap, wrapper: Any, adapter: Adapter, mesh: ParallelMesh
 ) -> LowRank:
-    dropout = layer.lora_dropout[adapter.name]
-    factors = {key: getattr(layer, theirs)[adapter.name].weight for key, theirs in FACTORS.items()}
+    dropout = wrapper.lora_dropout[adapter.name]
+    factors = {
+        key: getattr(wrapper, theirs)[adapter.name].weight for key, theirs in FACTORS.items()
+    }
     update = LowRank(
         base,
-        place.rows,
-        adapter.ranks[place.module],
-        model.mesh,
-        scale=adapter.scales[place.module],
+        part.rows,
+        adapter.ranks[part.module],
+        mesh,
+        scale=adapter.scales[part.module],
         dropout=getattr(dropout, "p", 0.0),
-    ).to(model.mesh.device, factors["a"].dtype)
+    ).to(mesh.device, factors["a"].dtype)
     reader = TensorsInMemory(
-        {f"{place.module}.{FACTORS[key]}.weight": tensor for key, tensor in factors.items()}
+        {f"{part.module}.{FACTORS[key]}.weight": tensor for key, tensor in factors.items()}
     )
-    for key, tensor in (("a", place.a), ("b", place.b)):
+    for key, tensor in (("a", part.a), ("b", part.b)):
         parameter = update.get_parameter(f"{key}.weight")
         for box, view in shard_spec_of(parameter).local_views(parameter.data):
             tensor.fill(view, box.offsets, box.sizes, reader)

@@ -234,11 +234,23 @@ def is_taken_out(model: nn.Module) -> bool:
     return any(mark is not None and mark[1] != name for name, mark in found)
 
 
-def read_values(model: nn.Module) -> None:
-    """Give all deferred parameters of a model their values."""
-    for parameter in model.parameters():
-        if _is_deferred(parameter):
-            _give_value(parameter)
+def read_deferred(model: nn.Module) -> Callable[[], None]:
+    """Read the values of all deferred parameters of a model; do not change the model.
+
+    Returns:
+        Function that gives the parameters their values.
+    """
+    values = [
+        (parameter, _value_of(parameter))
+        for parameter in model.parameters()
+        if _is_deferred(parameter)
+    ]
+
+    def give() -> None:
+        for parameter, value in values:
+            _give_value(parameter, value)
+
+    return give
 
 
 class GivingValues(TorchFunctionMode):
@@ -280,7 +292,7 @@ class GivingValues(TorchFunctionMode):
         ):
             return _marked(func(*args, **kwargs), first)
         for parameter in _deferred_in((*args, *kwargs.values())):
-            _give_value(parameter)
+            _give_value(parameter, _value_of(parameter))
         return func(*args, **kwargs)
 
 
@@ -318,9 +330,13 @@ def _marked(result: Tensor, source: Tensor) -> Tensor:
     return result
 
 
-def _give_value(parameter: Tensor) -> None:
+def _value_of(parameter: Tensor) -> Tensor:
     origin, name = getattr(parameter, _ATTRIBUTE)
-    value = origin.value_of(name).to(parameter.dtype)
+    value: Tensor = origin.value_of(name).to(parameter.dtype)
+    return value
+
+
+def _give_value(parameter: Tensor, value: Tensor) -> None:
     given = (
         nn.Parameter(value, parameter.requires_grad)
         if isinstance(parameter, nn.Parameter)

@@ -20,7 +20,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     Origin,
     defer,
     is_taken_out,
-    read_values,
+    read_deferred,
 )
 from lightning_megatron.swap.pretrained.late_import import when_imported
 from lightning_megatron.swap.pretrained.untouched import parts_of
@@ -153,28 +153,33 @@ def folder_of(model: nn.Module) -> str | None:
     return found
 
 
-def give_values(model: Any) -> None:
-    """Fill all weights of a model that was built without them, in place.
+def read_missing_values(model: Any) -> Callable[[], None]:
+    """Read all weights of a model that was built without them; do not change the model.
+
+    Returns:
+        Function that gives the model the weights.
 
     Raises:
         UnsupportedError: If the model has a tensor without values that its class does not have.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return
+        return lambda: None
     folder = folder_of(model)
     cls = type(model)
     if folder is None and is_taken_out(model):
         # Its class alone would read or draw other tensors than the larger model in which it was
         # built.
-        read_values(model)
-        return
-    given = {"config": model.config, "dtype": model.dtype}
-    full = cls._from_config(**given) if folder is None else cls.from_pretrained(folder, **given)
+        return read_deferred(model)
+    settings = {"config": model.config, "dtype": model.dtype}
+    full = (
+        cls._from_config(**settings) if folder is None else cls.from_pretrained(folder, **settings)
+    )
     values = {
         **dict(full.named_parameters(remove_duplicate=False)),
         **dict(full.named_buffers(remove_duplicate=False)),
     }
-    made: dict[int, Tensor] = {}
+    given: list[tuple[dict[str, Any], str, Tensor]] = []
+    shared: dict[int, Tensor] = {}
     for path, owner in model.named_modules():
         for tensors in (owner._parameters, owner._buffers):
             for key, old in tensors.items():
@@ -188,13 +193,17 @@ def give_values(model: Any) -> None:
                         "the model outside of configure_model, or leave it to the strategy to "
                         "replace it: leave it out of the plan."
                     )
-                new = values[name].detach()
-                is_parameter = isinstance(old, nn.Parameter)
+                value = values[name].detach()
+                if isinstance(old, nn.Parameter):
+                    value = nn.Parameter(value, old.requires_grad)
                 # Shared tensors stay shared.
-                made.setdefault(
-                    id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new
-                )
-                tensors[key] = made[id(old)]
+                given.append((tensors, key, shared.setdefault(id(old), value)))
+
+    def give() -> None:
+        for tensors, key, value in given:
+            tensors[key] = value
+
+    return give
 
 
 def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.blocks.whole_model import is_cut
-from lightning_megatron.swap.families import Family, find_family
+from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.bert import CLASSIFIER
 from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.hugging_face.generation import GeneratingLM
-from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.swap.hugging_face.peft_layers import (
     adapter_of,
-    add_adapter,
     remove_input_hooks,
+    updates_of,
 )
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.tree import take_over
@@ -39,12 +39,13 @@ from lightning_megatron.swap.pretrained.untouched import (
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.load import (
+    Loading,
     RenamedTensors,
     check_tensors,
-    fill,
-    load_from,
+    plan_loading,
     reader_of,
 )
+from lightning_megatron.swap.weights.load import fill as fill_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 #: Log text for a model whose weights were complete on every rank.
@@ -54,52 +55,29 @@ NOTE = (
 )
 
 
-def family_of_module(module: nn.Module) -> Family | None:
-    """Return the family of a replaceable Hugging Face model; None for other modules."""
-    return find_family(type(module).__name__) if is_hugging_face(module) else None
-
-
-def reason_to_keep(module: Any, family: Family) -> str:
-    """Return the setting of a model that its family's table does not support; empty if none.
-
-    Such a model is not replaced, because Hugging Face's own module supports every setting.
-    """
-    return family.refusal_of(module.config.to_dict())
-
-
-def is_part(module: Any) -> bool:
-    """Return whether a Hugging Face model has values but lacks its class's head.
-
-    Such a model inside a larger Hugging Face model is not replaced, because the larger model reads
-    its tensors and may share them.
-    """
-    return module.base_model is module and not any(
-        parameter.is_meta for parameter in module.parameters()
-    )
-
-
 @dataclass(frozen=True)
 class SwappedModel:
-    """Layers that compute a Hugging Face model, and the step that installs them.
+    """Layers that compute a Hugging Face model, and the steps that fill and install them.
 
     Args:
-        layers: Layers that compute, with their values.
-        finish: Function that installs the layers in the model, in place.
-        note: Text for the log.
+        layers: Layers that compute, without values.
+        fill: Function that gives the layers their values, and returns a text for the log.
+        install: Function that puts the layers into the model, in place.
     """
 
     layers: GPT | Encoder
-    finish: Callable[[], None]
-    note: str = ""
+    fill: Callable[[], str]
+    install: Callable[[], None]
 
 
-def swapped_model(
+def build_swapped_model(
     name: str, source: Any, family: Family, mesh: ParallelMesh, shows_progress: bool = False
 ) -> SwappedModel:
-    """Build this rank's part of a Hugging Face model, ready for installation.
+    """Build this rank's part of a Hugging Face model, without values; do not change the model.
 
-    A model on the meta device gets the values of its folder. Without a folder it gets initial
-    values that do not depend on the layout, and so does a head that the folder lacks.
+    The names and shapes of the model's tensors are checked. A model on the meta device gets the
+    values of its folder. Without a folder it gets initial values that do not depend on the layout,
+    and so does a head that the folder lacks.
 
     Args:
         name: Name of the model, for errors.
@@ -121,43 +99,101 @@ def swapped_model(
     settings = built_settings(source)
     if origin is not None:
         check_settings(name, family, origin.config, settings)
-    remove_input_hooks(source)
     has_pooler = getattr(source, "pooler", None) is not None
     settings |= _labels(settings, family, tensors)
     model = build_layers(settings, family, source.dtype, mesh, has_pooler=has_pooler)
     check_tie(name, source, is_tied=model.config.tie_embeddings)
-    had_values = not any(tensor.is_meta for tensor in tensors.values())
-    folder = folder_of(source)
-    note = NOTE if had_values and is_cut(mesh) else ""
-    if had_values:
-        load_from(model, tensors, family)
-    else:
-        # The check of the folder would not notice values that user code set in a model without
-        # weights.
-        own = reader_of(tensors, family)
-        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
-        given = own.only(name for name, tensor in tensors.items() if not tensor.is_meta)
-        if folder is None:
-            initialize_(model, mesh.device, torch.initial_seed())
-            _fill_given(model, origin, family, own, given)
-        else:
-            files = reader_of(SafetensorsFolder(folder), family)
-            reader = Overlaid(given, files) if given.own else files
-            missing = load_from(model, reader, family, torch.initial_seed(), shows_progress)
-            note = (
-                f"{named(missing)} are not in {folder} and keep their first values."
-                if missing
-                else note
-            )
-        if given.own:
-            count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
-            note = f"{count} have the values that configure_model gave them. {note}".strip()
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
-    if adapter is not None:
-        add_adapter(name, model, source, family, adapter)
-    kind: type[ReplacedModel] = HuggingFaceEncoder if isinstance(model, Encoder) else GeneratingLM
-    return SwappedModel(model, lambda: take_over(name, source, model, family, adapter, kind), note)
+    load: Callable[[], str]
+    if any(tensor.is_meta for tensor in tensors.values()):
+        own = reader_of(tensors, family)
+        # The check of the folder would not notice values that user code set in a model without
+        # weights.
+        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
+        given = own.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+        folder = folder_of(source)
+        if folder is None:
+            load = partial(_draw, model, origin, family, own, given)
+        else:
+            load = _reading(model, family, folder, given, shows_progress)
+    else:
+        load = partial(_copy, plan_loading(model, tensors, family), NOTE if is_cut(mesh) else "")
+    updates = [] if adapter is None else updates_of(name, model, source, family, adapter)
+
+    def fill() -> str:
+        note = load()
+        for update in updates:
+            update.add(model.mesh)
+        return note
+
+    def install() -> None:
+        remove_input_hooks(source)
+        kind: type[ReplacedModel] = (
+            HuggingFaceEncoder if isinstance(model, Encoder) else GeneratingLM
+        )
+        take_over(name, source, model, family, adapter, kind)
+
+    return SwappedModel(model, fill, install)
+
+
+def _copy(loading: Loading, note: str) -> str:
+    """Fill a model with the values of a complete model."""
+    loading.run()
+    return note
+
+
+def _reading(
+    model: GPT | Encoder, family: Family, folder: str, given: RenamedTensors, shows_progress: bool
+) -> Callable[[], str]:
+    """Return a function that fills a model with values of a folder and of user code."""
+    files = reader_of(SafetensorsFolder(folder), family)
+    loading = plan_loading(
+        model, Overlaid(given, files) if given.own else files, family, may_lack=True
+    )
+
+    def fill() -> str:
+        loading.run(torch.initial_seed(), shows_progress)
+        note = ""
+        if loading.missing:
+            note = f"{named(loading.missing)} are not in {folder} and keep their first values."
+        return _with_given(note, given)
+
+    return fill
+
+
+def _draw(
+    model: GPT | Encoder,
+    origin: Origin | None,
+    family: Family,
+    own: RenamedTensors,
+    given: RenamedTensors,
+) -> str:
+    """Fill a model with initial values, except for those that user code changed."""
+    initialize_(model, model.mesh.device, torch.initial_seed())
+    changed = set(given.names())
+    table = [
+        tensor
+        for tensor in family.tensors(model.config)
+        if not changed.isdisjoint(tensor.source_shapes)
+    ]
+    if table and origin is not None:
+        # Draw again the tensors that one layer joins with them.
+        shapes = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
+        fill_from(
+            model,
+            {tensor.target: tensor for tensor in table},
+            Overlaid(given, DrawnTensors(origin, shapes)),
+            family,
+        )
+    return _with_given("", given)
+
+
+def _with_given(note: str, given: RenamedTensors) -> str:
+    if not given.own:
+        return note
+    count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
+    return f"{count} have the values that configure_model gave them. {note}".strip()
 
 
 def _labels(
@@ -173,29 +209,3 @@ def _labels(
                 "id2label": {number: str(number) for number in range(count)},
             }
     return {}
-
-
-def _fill_given(
-    model: GPT | Encoder,
-    origin: Origin | None,
-    family: Family,
-    own: RenamedTensors,
-    given: RenamedTensors,
-) -> None:
-    """Fill parameters with values that user code changed in a model with initial weights."""
-    changed = set(given.names())
-    table = [
-        tensor
-        for tensor in family.tensors(model.config)
-        if not changed.isdisjoint(tensor.source_shapes)
-    ]
-    if not table or origin is None:
-        return
-    # Draw again the tensors that one layer joins with them.
-    beside = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
-    fill(
-        model,
-        {tensor.target: tensor for tensor in table},
-        Overlaid(given, DrawnTensors(origin, beside)),
-        family,
-    )

@@ -56,20 +56,75 @@ def load_from(
         CheckpointMismatchError: If the tensors and the model differ in names or shapes, or a tied
             head differs from the embedding.
     """
+    loading = plan_loading(model, tensors, family, may_lack=seed is not None)
+    loading.run(seed, shows_progress)
+    return loading.missing
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Checked loading of foreign tensors into this rank's part of a model.
+
+    Args:
+        model: This rank's part of the model.
+        reader: Foreign tensors, by the names of the table.
+        family: Family of the model.
+        table: Full tensors with their sources, by this package's names.
+        missing: Names of the tensors of heads that are missing, the same on every rank.
+    """
+
+    model: GPT | Encoder
+    reader: RenamedTensors
+    family: Family
+    table: Mapping[str, TensorMap]
+    missing: tuple[str, ...]
+
+    def run(self, seed: int | None = None, shows_progress: bool = False) -> None:
+        """Fill the model's parameters and buffers, converted to their dtype.
+
+        Args:
+            seed: Seed of the initial values of a missing head, the same on all ranks.
+            shows_progress: Whether rank 0 may show a progress bar.
+
+        Raises:
+            CheckpointMismatchError: If a tied head differs from the embedding.
+        """
+        drawn = {
+            target
+            for target, tensor in self.table.items()
+            if not set(self.missing).isdisjoint(tensor.source_shapes)
+        }
+        if seed is not None:
+            initialize_(self.model, self.model.mesh.device, seed, drawn)
+        read = {target: tensor for target, tensor in self.table.items() if target not in drawn}
+        fill(self.model, read, self.reader, self.family, shows_progress)
+
+
+def plan_loading(
+    model: GPT | Encoder,
+    tensors: TensorReader | Mapping[str, Tensor],
+    family: Family,
+    *,
+    may_lack: bool = False,
+) -> Loading:
+    """Check the names and shapes of foreign tensors, and change nothing.
+
+    Args:
+        model: This rank's part of a model, whose configuration comes from the family.
+        tensors: Folder of safetensors files, or state dict.
+        family: Family of the model.
+        may_lack: Whether tensors of heads may be missing.
+
+    Raises:
+        CheckpointMismatchError: If the tensors and the model differ in names or shapes.
+    """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
     missing = check_tensors(
-        reader, table.values(), family, model.config.tie_embeddings, may_lack=seed is not None
+        reader, table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
     _check_parameters(model, table)
-    drawn = {
-        target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)
-    }
-    if seed is not None:
-        initialize_(model, model.mesh.device, seed, drawn)
-    read = {target: tensor for target, tensor in table.items() if target not in drawn}
-    fill(model, read, reader, family, shows_progress)
-    return tuple(sorted(missing))
+    return Loading(model, reader, family, table, tuple(sorted(missing)))
 
 
 def fill(

@@ -13,7 +13,7 @@ from lightning_megatron.swap.decide.stages import Stages
 
 
 @dataclass(frozen=True)
-class NewHome:
+class TargetParameter:
     """Parameter that takes over the values of a source parameter.
 
     Args:
@@ -37,18 +37,18 @@ class NewHome:
         setattr(self.block.get_submodule(path), key, parameter)
 
 
-def tie(
+def share_weights(
     root: nn.Module,
-    homes: Mapping[str, NewHome],
-    closed: Sequence[str] = (),
+    targets: Mapping[str, TargetParameter],
+    models: Sequence[str] = (),
     stages: Stages | None = None,
 ) -> None:
     """Share parameters of the targets in the same way as their sources; do not change ``root``.
 
     Args:
         root: Module before the swap.
-        homes: New home of each swapped parameter, by its full name in ``root``.
-        closed: Names of whole models that are replaced, which may share weights within themselves
+        targets: Target of each swapped parameter, by its full name in ``root``.
+        models: Names of whole models that are replaced, which may share weights within themselves
             only.
         stages: Parts of a staged model that this rank keeps.
 
@@ -62,13 +62,13 @@ def tie(
                 names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
     for shared in names.values():
         if len(shared) > 1:
-            _check_models(shared, closed)
-            _tie_one(shared, homes)
+            _check_models(shared, models)
+            _share(shared, targets)
 
 
-def _check_models(shared: Sequence[str], closed: Sequence[str]) -> None:
-    models = {next((name for name in closed if key.startswith(f"{name}.")), "") for key in shared}
-    if len(models) > 1:
+def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
+    around = {next((name for name in models if key.startswith(f"{name}.")), "") for key in shared}
+    if len(around) > 1:
         raise ParallelPlanError(
             f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
             "model that is cut as a whole. The shared weight would fall apart. Use "
@@ -76,24 +76,24 @@ def _check_models(shared: Sequence[str], closed: Sequence[str]) -> None:
         )
 
 
-def _tie_one(shared: Sequence[str], homes: Mapping[str, NewHome]) -> None:
-    moved = [homes[key] for key in shared if key in homes]
+def _share(shared: Sequence[str], targets: Mapping[str, TargetParameter]) -> None:
+    moved = [targets[key] for key in shared if key in targets]
     if not moved:
         return
     first = moved[0].parameter
     same = all(
-        shard_spec_of(home.parameter) == shard_spec_of(first)
-        and home.parameter.shape == first.shape
-        for home in moved
+        shard_spec_of(target.parameter) == shard_spec_of(first)
+        and target.parameter.shape == first.shape
+        for target in moved
     )
     if len(moved) < len(shared) or not same:
         kinds = ", ".join(
-            f"{key!r} is {homes[key].kind if key in homes else 'replicate'!r}" for key in shared
+            f"{key!r} is {targets[key].kind if key in targets else 'replicate'!r}" for key in shared
         )
         raise ParallelPlanError(
             f"modules that share one weight must cut it alike: {kinds}. Cut differently, the "
             "weights would drift apart. Give all of them the kind 'replicate', or 'vocab' where an "
             "embedding and an output layer share a weight."
         )
-    for home in moved[1:]:
-        home.adopt(first)
+    for target in moved[1:]:
+        target.adopt(first)

@@ -28,7 +28,7 @@ from lightning_megatron.swap.blocks.vocabulary import EmbeddingOverVocabulary, L
 
 
 @dataclass(frozen=True)
-class Site:
+class BlockRequest:
     """Arguments of a block builder.
 
     Args:
@@ -39,6 +39,7 @@ class Site:
         layer: Number of the block for random streams.
         cuts_sequence: Whether ranks share the sequence between blocks of the plan.
         parent: Module around the block.
+        device: Device of the block's values; None means the device of its parameters.
     """
 
     name: str
@@ -47,80 +48,81 @@ class Site:
     layer: int
     cuts_sequence: bool = False
     parent: nn.Module | None = None
+    device: torch.device | None = None
 
 
-def column(site: Site) -> nn.Module:
+def column(request: BlockRequest) -> nn.Module:
     """Cut the outputs of a torch.nn.Linear and keep them cut."""
-    return _column(site, site.module, gather_output=False)
+    return _column(request, request.module, gather_output=False)
 
 
-def column_gather(site: Site) -> nn.Module:
+def column_gather(request: BlockRequest) -> nn.Module:
     """Cut the outputs of a torch.nn.Linear and gather them."""
-    return _column(site, site.module, gather_output=True)
+    return _column(request, request.module, gather_output=True)
 
 
-def row(site: Site) -> nn.Module:
+def row(request: BlockRequest) -> nn.Module:
     """Cut the inputs of a torch.nn.Linear."""
-    return _row(site, site.module)
+    return _row(request, request.module)
 
 
-def row_split(site: Site) -> nn.Module:
+def row_split(request: BlockRequest) -> nn.Module:
     """Cut the inputs of a torch.nn.Linear and split complete inputs."""
-    return _row(site, site.module, split_input=True)
+    return _row(request, request.module, split_input=True)
 
 
 def _column(
-    site: Site, source: nn.Module, *, gather_output: bool, what: str = "out_features"
+    request: BlockRequest, source: nn.Module, *, gather_output: bool, what: str = "out_features"
 ) -> ColumnParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
-    _check_divides(site, what, source.out_features, pads)
+    _check_divides(request, what, source.out_features, pads)
     has_bias = source.bias is not None
-    kind = SequenceColumnLinear if site.cuts_sequence else ColumnParallelLinear
+    kind = SequenceColumnLinear if request.cuts_sequence else ColumnParallelLinear
     return kind(
         source.in_features,
         source.out_features,
-        site.mesh,
+        request.mesh,
         bias=has_bias,
         gather_output=gather_output,
     )
 
 
 def _row(
-    site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False
+    request: BlockRequest, source: nn.Module, what: str = "in_features", split_input: bool = False
 ) -> RowParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
-    _check_divides(site, what, source.in_features)
-    kind = SequenceRowLinear if site.cuts_sequence else RowParallelLinear
+    _check_divides(request, what, source.in_features)
+    kind = SequenceRowLinear if request.cuts_sequence else RowParallelLinear
     has_bias = source.bias is not None
-    mesh = replace(site.mesh, sequence_parallel=True) if site.cuts_sequence else site.mesh
+    mesh = replace(request.mesh, sequence_parallel=True) if request.cuts_sequence else request.mesh
     return kind(
         source.in_features, source.out_features, mesh, bias=has_bias, split_input=split_input
     )
 
 
-def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> None:
-    tp = site.mesh.tp.size
+def _check_divides(request: BlockRequest, what: str, size: int, otherwise: str = "") -> None:
+    tp = request.mesh.tp.size
     if size % tp:
         raise ParallelPlanError(
-            f"{what} ({size}) of {site.name!r} must be a multiple of tp ({tp}), because each rank "
-            f"holds an equal part. Use tp of {join_or(divisors(size))}{otherwise}, or the kind "
+            f"{what} ({size}) of {request.name!r} must be a multiple of tp ({tp}), because each "
+            f"rank holds an equal part. Use tp of {join_or(divisors(size))}{otherwise}, or the kind "
             "'replicate'."
         )
 
 
-def linear_over_vocabulary(site: Site) -> nn.Module:
+def linear_over_vocabulary(request: BlockRequest) -> nn.Module:
     """Cut the outputs of a torch.nn.Linear of any size, and gather them."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     return LinearOverVocabulary(
-        source.in_features, source.out_features, site.mesh, bias=source.bias is not None
+        source.in_features, source.out_features, request.mesh, bias=source.bias is not None
     )
 
 
-def embedding_over_vocabulary(site: Site) -> nn.Module:
+def embedding_over_vocabulary(request: BlockRequest) -> nn.Module:
     """Cut the rows of a torch.nn.Embedding."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.Embedding), "the registry gives embeddings only"
     settings = {
         "max_norm": source.max_norm is not None,
@@ -130,87 +132,89 @@ def embedding_over_vocabulary(site: Site) -> nn.Module:
     for setting, is_set in settings.items():
         if is_set:
             raise UnsupportedError(
-                f"{setting} of the embedding {site.name!r} is not supported where its rows are cut "
-                f"over tp: it needs all rows or dense all-reduces cannot carry it. Leave {setting} "
-                "out or give it the kind 'replicate'."
+                f"{setting} of the embedding {request.name!r} is not supported where its rows are "
+                "cut over tp: it needs all rows or dense all-reduces cannot carry it. Leave "
+                f"{setting} out or give it the kind 'replicate'."
             )
     return EmbeddingOverVocabulary(
-        source.num_embeddings, source.embedding_dim, site.mesh, padding_idx=source.padding_idx
+        source.num_embeddings, source.embedding_dim, request.mesh, padding_idx=source.padding_idx
     )
 
 
-def dropout(site: Site) -> nn.Module:
+def dropout(request: BlockRequest) -> nn.Module:
     """Draw different masks of a torch.nn.Dropout on every tensor-parallel rank."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
-    return TensorDropout(source.p, site.mesh, site.layer)
+    return TensorDropout(source.p, request.mesh, request.layer)
 
 
-def features(site: Site) -> nn.Module:
+def features(request: BlockRequest) -> nn.Module:
     """Cut the rows of all parameters of a module; each row belongs to a feature or head."""
-    for name, parameter in site.module.named_parameters(recurse=False):
-        _check_divides(site, f"rows of {name}", parameter.shape[0])
-    return with_part_of_rows(site.module, site.mesh)
+    for name, parameter in request.module.named_parameters(recurse=False):
+        _check_divides(request, f"rows of {name}", parameter.shape[0])
+    return with_part_of_rows(request.module, request.mesh)
 
 
-def latent(site: Site) -> nn.Module:
+def latent(request: BlockRequest) -> nn.Module:
     """Let the last outputs of a torch.nn.Linear enter the tensor-parallel region."""
-    assert isinstance(site.module, nn.Linear), "the registry gives linear layers only"
-    assert site.parent is not None, "the plan of the model around it asks for it"
-    return LatentLinear(site.module, int(site.parent.qk_rope_head_dim), site.mesh)  # type: ignore[arg-type]
+    assert isinstance(request.module, nn.Linear), "the registry gives linear layers only"
+    assert request.parent is not None, "the plan of the model around it asks for it"
+    return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)  # type: ignore[arg-type]
 
 
-def sequence_layer_norm(site: Site) -> nn.Module:
+def sequence_layer_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.LayerNorm to this rank's positions."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.LayerNorm), "the registry gives such norms only"
-    return SequenceLayerNorm(site.name, _of_features(site, source), site.mesh)
+    return SequenceLayerNorm(request.name, _of_features(request, source), request.mesh)
 
 
-def sequence_rms_norm(site: Site) -> nn.Module:
+def sequence_rms_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.RMSNorm to this rank's positions."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.RMSNorm), "the registry gives such norms only"
-    return SequenceRMSNorm(site.name, _of_features(site, source), site.mesh)
+    return SequenceRMSNorm(request.name, _of_features(request, source), request.mesh)
 
 
 _Norm = TypeVar("_Norm", nn.LayerNorm, nn.RMSNorm)
 
 
-def _of_features(site: Site, source: _Norm) -> _Norm:
+def _of_features(request: BlockRequest, source: _Norm) -> _Norm:
     _refuse(
-        site,
+        request,
         "norm",
         {"normalized_shape of more than the features": len(source.normalized_shape) > 1},
     )
     return source
 
 
-def sequence_dropout(site: Site) -> nn.Module:
+def sequence_dropout(request: BlockRequest) -> nn.Module:
     """Draw masks of a torch.nn.Dropout for this rank's positions."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
-    return SequenceDropout(site.name, source.p, site.mesh, site.layer)
+    return SequenceDropout(request.name, source.p, request.mesh, request.layer)
 
 
-def attention(site: Site) -> nn.Module:
+def attention(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.MultiheadAttention by heads."""
-    return _attention(site, site.module, site.layer)
+    return _attention(request, request.module, request.layer)
 
 
-def _attention(site: Site, source: nn.Module, layer: int | None) -> HeadParallelAttention:
+def _attention(
+    request: BlockRequest, source: nn.Module, layer: int | None
+) -> HeadParallelAttention:
     assert isinstance(source, nn.MultiheadAttention), "the registry gives attention only"
     settings = {
         "kdim and vdim other than embed_dim": not source._qkv_same_embed_dim,
         "add_bias_kv": source.bias_k is not None,
         "add_zero_attn": source.add_zero_attn,
     }
-    _refuse(site, "attention", settings)
-    _check_divides(site, "num_heads", source.num_heads)
+    _refuse(request, "attention", settings)
+    _check_divides(request, "num_heads", source.num_heads)
     return HeadParallelAttention(
         source.embed_dim,
         source.num_heads,
-        site.mesh,
+        request.mesh,
         dropout=source.dropout,
         bias=source.in_proj_bias is not None,
         batch_first=source.batch_first,
@@ -218,13 +222,13 @@ def _attention(site: Site, source: nn.Module, layer: int | None) -> HeadParallel
     )
 
 
-def encoder_layer(site: Site) -> nn.Module:
+def encoder_layer(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.TransformerEncoderLayer by heads and inner features."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.TransformerEncoderLayer), "the registry gives encoder layers only"
     parts = {"self_attn": nn.MultiheadAttention, "linear1": nn.Linear, "linear2": nn.Linear}
     _refuse(
-        site,
+        request,
         "encoder layer",
         {
             **{
@@ -240,14 +244,14 @@ def encoder_layer(site: Site) -> nn.Module:
         },
     )
     return ParallelEncoderLayer(
-        _attention(site, source.self_attn, None),
-        _column(site, source.linear1, gather_output=False, what="dim_feedforward"),
-        _row(site, source.linear2, what="dim_feedforward"),
+        _attention(request, source.self_attn, None),
+        _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
+        _row(request, source.linear2, what="dim_feedforward"),
         source.norm1,
         source.norm2,
         source.activation,
-        mesh=site.mesh,
-        layer=site.layer,
+        mesh=request.mesh,
+        layer=request.layer,
         norm_first=source.norm_first,
         dropout=source.dropout.p,
         dropout1=source.dropout1.p,
@@ -255,12 +259,12 @@ def encoder_layer(site: Site) -> nn.Module:
     )
 
 
-def decoder_layer(site: Site) -> nn.Module:
+def decoder_layer(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.TransformerDecoderLayer by heads and inner features."""
-    source = site.module
+    source = request.module
     assert isinstance(source, nn.TransformerDecoderLayer), "the registry gives decoder layers only"
     _refuse(
-        site,
+        request,
         "decoder layer",
         {
             "an activation that mixes features or has weights": not _is_elementwise(
@@ -269,33 +273,33 @@ def decoder_layer(site: Site) -> nn.Module:
         },
     )
     return ParallelDecoderLayer(
-        _attention(site, source.self_attn, None),
-        _attention(site, source.multihead_attn, None),
-        _column(site, source.linear1, gather_output=False, what="dim_feedforward"),
-        _row(site, source.linear2, what="dim_feedforward"),
+        _attention(request, source.self_attn, None),
+        _attention(request, source.multihead_attn, None),
+        _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
+        _row(request, source.linear2, what="dim_feedforward"),
         (source.norm1, source.norm2, source.norm3),
         source.activation,
-        mesh=site.mesh,
-        layer=site.layer,
+        mesh=request.mesh,
+        layer=request.layer,
         norm_first=source.norm_first,
         dropout=source.dropout.p,
         dropouts=(source.dropout1.p, source.dropout2.p, source.dropout3.p),
     )
 
 
-def encoder(site: Site) -> nn.Module:
+def encoder(request: BlockRequest) -> nn.Module:
     """Run the layers of a torch.nn.TransformerEncoder without nested tensors."""
-    assert isinstance(site.module, nn.TransformerEncoder), "the registry gives encoders only"
-    return ParallelEncoder(site.module)
+    assert isinstance(request.module, nn.TransformerEncoder), "the registry gives encoders only"
+    return ParallelEncoder(request.module)
 
 
-def _refuse(site: Site, what: str, settings: dict[str, bool]) -> None:
+def _refuse(request: BlockRequest, what: str, settings: dict[str, bool]) -> None:
     for setting, is_set in settings.items():
         if is_set:
             raise UnsupportedError(
-                f"the {what} {site.name!r} cannot be cut over tp: {setting} is not supported, "
+                f"the {what} {request.name!r} cannot be cut over tp: {setting} is not supported, "
                 "because heads and features are cut by the layout of torch's own layer. Change it, "
-                f"or give {site.name!r} the kind 'replicate'."
+                f"or give {request.name!r} the kind 'replicate'."
             )
 
 

@@ -1,0 +1,133 @@
+"""Decisions for torch.nn blocks: which are replaced, by which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap.blocks.builders import BlockRequest
+from lightning_megatron.swap.blocks.rules import BlockRule
+from lightning_megatron.swap.decide.kinds import ModuleSite
+from lightning_megatron.swap.decide.replacements import BlockReplacement
+from lightning_megatron.swap.decide.stages import Stages
+
+#: Layers below this number belong to models that number their own layers.
+_FIRST_LAYER = 1_000_000
+
+#: Kinds of blocks whose inputs and outputs are parts of sequences.
+SEQUENCE_KINDS = ("column", "column_gather", "row", "row_split", "sequence")
+
+_RuledSite = tuple[ModuleSite, str, BlockRule]
+
+
+def choose_blocks(
+    sites: Sequence[ModuleSite],
+    kinds: Mapping[str, str],
+    stages: Stages | None,
+    mesh: ParallelMesh,
+    deferred: Sequence[str] = (),
+) -> list[BlockReplacement]:
+    """Decide which torch.nn blocks of this rank's stage are replaced.
+
+    Args:
+        sites: Modules that can be swapped, with their positions.
+        kinds: Kinds of all plans, by module name.
+        stages: Parts of the module that this rank keeps; None for a single stage.
+        mesh: Process groups of this rank.
+        deferred: Names of models whose missing values are read before blocks are filled.
+
+    Raises:
+        UnsupportedError: If the layout does not fit a block.
+    """
+    chosen = _choose(sites, kinds, mesh, has_stages=stages is not None)
+    cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
+    # Every block is numbered, so that its number does not depend on its stage.
+    return [
+        BlockReplacement(
+            site,
+            kind,
+            rule,
+            BlockRequest(
+                site.name,
+                site.module,
+                # Inputs and outputs of a plain module are whole sequences, with the batch first or
+                # second.
+                replace(mesh, sequence_parallel=False),
+                _FIRST_LAYER + number,
+                cuts_sequence and kind in SEQUENCE_KINDS,
+                site.parent,
+                _device_of_values(site, deferred),
+            ),
+        )
+        for number, (site, kind, rule) in enumerate(chosen)
+        if stages is None or stages.is_here(site.name)
+    ]
+
+
+def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device:
+    device = next((p.device for p in site.module.parameters()), torch.device("cpu"))
+    has_no_values = device.type == "meta" and site.is_inside(deferred)
+    return torch.device("cpu") if has_no_values else device
+
+
+def _choose(
+    sites: Sequence[ModuleSite], kinds: Mapping[str, str], mesh: ParallelMesh, *, has_stages: bool
+) -> list[_RuledSite]:
+    chosen: list[_RuledSite] = []
+    encoders: list[tuple[ModuleSite, nn.TransformerEncoder]] = []
+    whole = ""
+    for site in sites:
+        kind = kinds.get(site.name, "replicate")
+        rule = site.rules.get(kind)
+        if kind == "sequence" and not mesh.sequence_parallel:
+            continue
+        if whole and site.name.startswith(whole):
+            continue
+        if isinstance(site.module, nn.TransformerDecoderLayer) and rule is not None:
+            if not all(
+                kind == "auto" for name, kind in kinds.items() if name.startswith(f"{site.name}.")
+            ):
+                # The plan shards the parts of this layer one by one.
+                continue
+            whole = f"{site.name}."
+        if isinstance(site.module, nn.TransformerEncoder):
+            encoders.append((site, site.module))
+        elif rule is not None:
+            chosen.append((site, kind, rule))
+    _check_layout(chosen, mesh, has_stages)
+    if mesh.tp.size == 1:
+        return []
+    layers = {id(site.module) for site, _, _ in chosen}
+    for site, encoder in encoders:
+        # An encoder with a swapped layer is always replaced, because its packing of padded batches
+        # does not work with sharded layers.
+        if not any(id(layer) in layers for layer in encoder.layers):
+            continue
+        if "auto" not in site.rules:
+            raise UnsupportedError(
+                f"the layers of {site.name!r} cannot be cut over tp, because "
+                f"{type(encoder).__name__} may read their weights as torch.nn.TransformerEncoder "
+                "does. Use that class, or give it the kind 'replicate'."
+            )
+        chosen.append((site, "auto", site.rules["auto"]))
+    return chosen
+
+
+def _check_layout(chosen: Sequence[_RuledSite], mesh: ParallelMesh, has_stages: bool) -> None:
+    for site, kind, _ in chosen:
+        if mesh.cp.size > 1 and kind == "auto":
+            raise UnsupportedError(
+                f"the attention of {site.name!r} sees whole sequences, but cp ({mesh.cp.size}) "
+                "cuts them. Use cp 1."
+            )
+        if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
+            raise UnsupportedError(
+                f"the block {site.name!r} can be cut over tp only, because no pipeline stages are "
+                f"known of the model: pp is {mesh.pp.size}. Use pp 1, or name its list of blocks "
+                "in pipeline_plan."
+            )

@@ -1,0 +1,139 @@
+"""Everything that is decided about a module before any of it is built or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap.blocks.rules import rules_of
+from lightning_megatron.swap.blocks.whole_model import is_foreign
+from lightning_megatron.swap.decide.block_choice import choose_blocks
+from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel, choose_models
+from lightning_megatron.swap.decide.kinds import (
+    ModuleSite,
+    choose_kinds,
+    sites_of,
+    unique_sites,
+)
+from lightning_megatron.swap.decide.model_stages import find_stages
+from lightning_megatron.swap.decide.replacements import (
+    FamilyReplacement,
+    Replacement,
+    WholeModelReplacement,
+)
+from lightning_megatron.swap.decide.stages import Stages
+
+
+@dataclass(frozen=True)
+class SwapOptions:
+    """Settings of a swap.
+
+    Args:
+        plan: Kind by name pattern, or None.
+        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
+            a Hugging Face model defines.
+        shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
+        needs_tables: Whether an option was set that only models of this package support. Otherwise
+            a Hugging Face model with a setting that its family's table refuses is not replaced.
+    """
+
+    plan: Mapping[str, str] | None = None
+    pipeline_plan: Mapping[str, str] | None = None
+    shows_progress: bool = False
+    needs_tables: bool = False
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """Decisions for a module, which is unchanged.
+
+    Args:
+        root: Root module.
+        mesh: Process groups of this rank.
+        sites: All modules in it, with their positions.
+        replacements: Modules of this rank that are replaced, in the order of definition.
+        own_code: Hugging Face models that keep their own code, nested ones included.
+        stages: Parts of the module that this rank keeps; None for a single stage.
+        partial: Names of modules on this rank whose gradients are parts of sums.
+        built_here: Names of models that were built on ``mesh``, whose ranks have different layers.
+    """
+
+    root: nn.Module
+    mesh: ParallelMesh
+    sites: tuple[ModuleSite, ...]
+    replacements: tuple[Replacement, ...]
+    own_code: tuple[OwnCodeModel, ...]
+    stages: Stages | None
+    partial: tuple[str, ...]
+    built_here: tuple[str, ...]
+
+
+def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapPlan:
+    """Decide what becomes of a module on this rank; do not change it.
+
+    Args:
+        module: Root module.
+        mesh: Process groups of this rank.
+        options: Plans and settings.
+
+    Raises:
+        ParallelPlanError: If a pattern or a kind matches no module, or a plan does not fit.
+        UnsupportedError: If the module has a part that the layout does not support.
+    """
+    _check_root(module, mesh)
+    sites = sites_of(module)
+    swappable = unique_sites(sites)
+    kinds = choose_kinds(sites, options.plan)
+    models = choose_models(
+        swappable,
+        kinds,
+        needs_tables=options.needs_tables or mesh.ep.size > 1,
+        tp=mesh.tp.size if options.plan is None and mesh.tp.size > 1 else None,
+    )
+    kinds |= models.kinds
+    stages = find_stages(module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names)
+    own_code = [model.site.name for model in models.own_code]
+    replacements: list[Replacement] = [
+        *(WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)),
+        *(
+            FamilyReplacement(site, family, mesh, options.shows_progress)
+            for site, family in models.replaced
+        ),
+        *choose_blocks(swappable, kinds, stages, mesh, own_code),
+    ]
+    order = {site.name: number for number, site in enumerate(sites)}
+    partial = [name for name, kind in kinds.items() if kind == "partial" and mesh.tp.size > 1]
+    return SwapPlan(
+        module,
+        mesh,
+        tuple(sites),
+        tuple(sorted(replacements, key=lambda one: order[one.site.name])),
+        models.own_code,
+        stages,
+        tuple(name for name in partial if stages is None or stages.is_here(name)),
+        tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
+    )
+
+
+def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
+    if "auto" in rules_of(module) or is_foreign(module, mesh):
+        raise UnsupportedError(
+            f"the root ({type(module).__name__}) cannot be swapped in place, because nothing holds "
+            "it. Make it a child of another module, such as an attribute of a LightningModule."
+        )
+    for name, parameter in module.named_parameters() if mesh.world.size > 1 else ():
+        if is_lazy(parameter):
+            raise UnsupportedError(
+                f"the lazy parameter {name!r} has no shape yet, so ranks cannot agree on its "
+                "value. Run one batch through the module in configure_model, or give the layer its "
+                "sizes."
+            )
+
+
+def _is_built_here(module: nn.Module, mesh: ParallelMesh) -> bool:
+    return getattr(module, "mesh", None) is mesh and not is_foreign(module, mesh)
