@@ -106,8 +106,8 @@ def _check_divides(request: BlockRequest, what: str, size: int, otherwise: str =
     if size % tp:
         raise ParallelPlanError(
             f"{what} ({size}) of {request.name!r} must be a multiple of tp ({tp}), because each "
-            f"rank holds an equal part. Use tp of {join_or(divisors(size))}{otherwise}, or the kind "
-            "'replicate'."
+            f"rank holds an equal part. Use tp of {join_or(divisors(size))}{otherwise}, or the "
+            "kind 'replicate'."
         )
 
 
