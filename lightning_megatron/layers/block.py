@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.recompute import Recompute, replayed
+from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.shapes import Float
 
 NormPosition = Literal["pre", "post"]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.settings import shown
-
-#: ``none`` keeps all activations. ``selective`` recomputes the attention core, ``experts`` the
-#: activations inside of experts. ``full`` keeps the input of each block only.
-Recompute = Literal["none", "selective", "experts", "full"]
 
 
 def check_recompute(value: str) -> None:

@@ -13,9 +13,9 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 

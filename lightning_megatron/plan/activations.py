@@ -9,7 +9,9 @@ from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape, dense_costs, mixture_costs
 
-#: Part of a block that backward computes again.
+#: Part of a block that the backward pass computes again. ``none`` keeps all activations.
+#: ``selective`` recomputes the attention core, ``experts`` the activations inside of experts.
+#: ``full`` keeps the input of each block only.
 Recompute = Literal["none", "selective", "experts", "full"]
 
 

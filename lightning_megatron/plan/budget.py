@@ -14,7 +14,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.stages import split_layers
 
 GIB = 2**30
@@ -50,7 +50,7 @@ class TrainingShape:
     seq_length: int
     microbatch_size: int = 1
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: ScheduleName = "1f1b"
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"

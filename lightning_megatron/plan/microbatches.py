@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.schedule import check_schedule_sizes
+from lightning_megatron.plan.schedule import ScheduleName, check_schedule_sizes
 
 #: Microbatches x chunks for each stage after the first; stages are then idle for at most a fifth of
 #: a step.
@@ -30,7 +30,7 @@ class MicrobatchRule:
     """
 
     size: int | Literal["batch"] | None
-    schedule: str
+    schedule: ScheduleName
     num_stages: int
     num_chunks: int
     group_size: int | None

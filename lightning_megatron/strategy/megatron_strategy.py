@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
-from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.answers import TrainerAnswers

@@ -9,6 +9,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.plan.activations import Recompute
 
 
 class MetricGroups:
@@ -44,7 +45,7 @@ def _never() -> bool:
     return False
 
 
-def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]:
+def find_models(module: nn.Module, recompute: Recompute | None) -> list[LayeredModule]:
     """Return the models of this package inside a module, and set their recomputation.
 
     Args:
@@ -63,5 +64,5 @@ def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]
         )
     if recompute is not None:
         for model in models:
-            model.recompute = recompute  # type: ignore[assignment]
+            model.recompute = recompute
     return models

@@ -17,6 +17,7 @@ from lightning_megatron.experts.routing.statistics import (
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -101,7 +102,7 @@ def _is_balanced(config: ExpertsConfig) -> bool:
 
 
 def check_experts(
-    models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None
+    models: Sequence[LayeredModule], layout: ParallelLayout, recompute: Recompute | None
 ) -> None:
     """Refuse expert options if no model has experts.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.nccl_options import read_nccl_options
-from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
