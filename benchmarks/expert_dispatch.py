@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.expert_layer import by_kernel
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import Dispatched, Dispatcher
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -130,7 +130,7 @@ def measure(
     )
     passes = {}
     for transport in TRANSPORTS:
-        dispatcher = choose_dispatcher(num_experts, top_k, mesh, transport).dispatcher
+        dispatcher = choose_transport(num_experts, top_k, mesh, transport).dispatcher
         probabilities = found.values.clone().requires_grad_()
         passes[transport] = Pass(dispatcher, mesh, hidden, probabilities, found.indices)
     for number in range(rounds + 3):

@@ -114,7 +114,7 @@ def cases_of(shape: Shape) -> list[Case]:
 
     def route(x: Tensor) -> Tensor:
         routing = router(x.unsqueeze(1))
-        assert routing.losses.of_choices is not None, "the auxiliary loss is on"
+        assert routing.losses.load_factors is not None, "the auxiliary loss is on"
         return routing.losses.attach_to(routing.probabilities, 1.0)
 
     def plain_product(x: Tensor, weight: Tensor) -> Tensor:

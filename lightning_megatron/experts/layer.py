@@ -13,8 +13,8 @@ from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
 from lightning_megatron.experts.transport.choose_transport import (
-    DispatcherChoice,
-    choose_dispatcher,
+    TransportChoice,
+    choose_transport,
 )
 from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
@@ -26,9 +26,9 @@ from lightning_megatron.plan.experts import ExpertsConfig, Transport
 
 
 class MixtureOfExperts(nn.Module):
-    """Send each token to the experts that the router chooses, and sum their weighted outputs.
+    """Send each token to the experts that the router selects, and sum their weighted outputs.
 
-    Equal to ``sum of probability_e * MLP_e(x)`` over the chosen experts of each token, plus the
+    Equal to ``sum of probability_e * MLP_e(x)`` over the selected experts of each token, plus the
     output of the shared expert. Also equal to Hugging Face's MixtralSparseMoeBlock,
     Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
 
@@ -92,13 +92,13 @@ class MixtureOfExperts(nn.Module):
         self.statistics = RouterStatistics(config, mesh.device)
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
-        self._built: tuple[tuple[ParallelMesh, Transport], DispatcherChoice, SegmentList] | None = (
+        self._built: tuple[tuple[ParallelMesh, Transport], TransportChoice, SegmentList] | None = (
             None
         )
 
     @property
-    def choice(self) -> DispatcherChoice:
-        """Return the dispatcher of the layer, with the reason for its choice."""
+    def transport_choice(self) -> TransportChoice:
+        """Return the transport of the layer's tokens, with the reason for its choice."""
         return self._parts()[0]
 
     @property
@@ -110,7 +110,7 @@ class MixtureOfExperts(nn.Module):
         """Return the mixture's output for each token."""
         return self.segments(hidden)
 
-    def _parts(self) -> tuple[DispatcherChoice, SegmentList]:
+    def _parts(self) -> tuple[TransportChoice, SegmentList]:
         """Return the dispatcher and the segments.
 
         They are rebuilt if a later run has set another mesh or transport.
@@ -122,16 +122,16 @@ class MixtureOfExperts(nn.Module):
         ):
             sizes = self.config.num_experts, self.config.top_k
             has_shared = self.shared is not None
-            choice = choose_dispatcher(*sizes, self.mesh, self.transport, has_shared=has_shared)
+            choice = choose_transport(*sizes, self.mesh, self.transport, has_shared=has_shared)
             segments = self._list_segments(choice.dispatcher.is_static)
             self._built = (self.mesh, self.transport), choice, segments
         return self._built[1:]
 
     def _list_segments(self, is_static: bool) -> SegmentList:
         found = [
-            Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "chosen")),
+            Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "selected")),
             Segment(
-                "send", self._send, ("tokens", "probabilities", "chosen"), ("sent",), is_static
+                "send", self._send, ("tokens", "probabilities", "selected"), ("sent",), is_static
             ),
         ]
         if self.shared is not None:
@@ -162,11 +162,11 @@ class MixtureOfExperts(nn.Module):
             self._own_share(routing.experts, fill=-1),
         )
 
-    def _send(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Sent:
-        return self.choice.dispatcher.send(tokens, probabilities, chosen)
+    def _send(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> Sent:
+        return self.transport_choice.dispatcher.send(tokens, probabilities, selected)
 
     def _receive(self, sent: Sent) -> Dispatched:
-        return self.choice.dispatcher.receive(sent)
+        return self.transport_choice.dispatcher.receive(sent)
 
     def _compute(self, dispatched: Dispatched) -> Tensor:
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends
@@ -177,7 +177,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _combine(self, rows: Tensor, dispatched: Dispatched, hidden: Tensor) -> Tensor:
-        output = self.choice.dispatcher.combine(rows, dispatched)
+        output = self.transport_choice.dispatcher.combine(rows, dispatched)
         if self._is_shared_out:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[
                 : hidden.shape[0] * hidden.shape[1]

@@ -119,7 +119,8 @@ class LayeredModule(PipelinedModule):
     def _check_tokens(self, num_tokens: int) -> None:
         """Raise if token counts differ between ranks that gather each other's tokens."""
         is_needed = any(
-            layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values()
+            layer.transport_choice.dispatcher.needs_equal_counts
+            for layer in self._mixtures.values()
         )
         if is_needed and self.has_shared_experts:
             check_equal_counts(num_tokens, self.mesh)

@@ -12,16 +12,16 @@ _NUMBER = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBuffer:
-    """Layout of one slot for every token of every rank: features, probabilities and chosen experts.
+    """Layout of one row for every token of all ranks: features, probabilities, selected experts.
 
-    Slot ``rank * num_tokens + t`` belongs to token t of a rank. The buffer contains the features of
-    all slots, then the probabilities of all slots, then the chosen experts of all slots.
+    Row ``rank * num_tokens + t`` belongs to token t of a rank. The buffer contains the features of
+    all rows, then the probabilities of all rows, then the selected experts of all rows.
 
     Args:
         num_ranks: Number of ranks with tokens (ranks).
         num_tokens: Number of tokens of each rank (tokens).
         width: Features of a token (elements).
-        top_k: Number of chosen experts of a token (experts).
+        top_k: Number of selected experts of a token (experts).
         element: Size of a feature (bytes).
         scale: Size of a probability (bytes).
     """
@@ -35,7 +35,7 @@ class TokenBuffer:
 
     @property
     def count(self) -> int:
-        """Count the slots."""
+        """Count the rows."""
         return self.num_ranks * self.num_tokens
 
     @property
@@ -44,14 +44,14 @@ class TokenBuffer:
         return _aligned(self.count * self.width * self.element)
 
     @property
-    def choices_at(self) -> int:
-        """Return the offset of the chosen experts (bytes)."""
+    def experts_at(self) -> int:
+        """Return the offset of the selected experts (bytes)."""
         return self.scales_at + _aligned(self.count * self.top_k * self.scale)
 
     @property
     def num_bytes(self) -> int:
         """Return the size of the buffer (bytes)."""
-        return self.choices_at + self.count * self.top_k * _NUMBER
+        return self.experts_at + self.count * self.top_k * _NUMBER
 
 
 def _aligned(num_bytes: int) -> int:

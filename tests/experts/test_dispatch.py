@@ -10,8 +10,9 @@ import torch
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.transport import choose_transport, peer_transfer
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport import choose_transport as choosing
+from lightning_megatron.experts.transport import peer_transfer
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import AllToAllDispatcher, GatherDispatcher
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.axis import MeshAxis
@@ -89,7 +90,7 @@ def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) 
         experts_on(mesh),
         route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank),
     )
-    dispatcher = choose_dispatcher(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
+    dispatcher = choose_transport(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
     sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
     output = dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
     (output * routed.outer).sum().backward()
@@ -161,7 +162,7 @@ def test_training_goes_on_in_another_layout(results: list[Any]) -> None:
 
 def test_the_choice_of_a_dispatcher_says_why() -> None:
     single = ParallelMesh.single()
-    assert "this rank has all experts" in choose_dispatcher(4, 2, single).reason
+    assert "this rank has all experts" in choose_transport(4, 2, single).reason
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)))
     for top_k, transport, kind, reason in (
         (2, "auto", GatherDispatcher, "top_k (2) is at least ep (2)"),
@@ -170,7 +171,7 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
         (2, "all_to_all", AllToAllDispatcher, "asked for"),
         (1, "one_sided", OneSidedDispatcher, "asked for"),
     ):
-        choice = choose_dispatcher(4, top_k, mesh, transport)  # type: ignore[arg-type]
+        choice = choose_transport(4, top_k, mesh, transport)  # type: ignore[arg-type]
         assert isinstance(choice.dispatcher, kind)
         assert reason in choice.reason
 
@@ -200,9 +201,9 @@ def test_gpus_put_tokens_where_they_can(
 ) -> None:
     single = ParallelMesh.single()
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
-    monkeypatch.setattr(choose_transport, "why_no_puts", lambda axis, device: why_not)
-    monkeypatch.setattr(choose_transport, "transfer_over", lambda axis, each, device: None)
-    choice = choose_dispatcher(4, top_k, mesh, has_shared=has_shared)
+    monkeypatch.setattr(choosing, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(choosing, "transfer_over", lambda axis, each, device: None)
+    choice = choose_transport(4, top_k, mesh, has_shared=has_shared)
     assert choice.transport == kind
     assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")
     assert choice.reason.endswith(reason)
@@ -214,5 +215,5 @@ def test_puts_that_were_asked_for_are_never_replaced(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         UnsupportedError, match="write into each other's memory: ranks are far apart"
     ) as raised:
-        choose_dispatcher(4, 2, mesh, "one_sided")
+        choose_transport(4, 2, mesh, "one_sided")
     assert "'all_gather', 'all_to_all' or 'auto'" in str(raised.value)

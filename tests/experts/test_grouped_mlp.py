@@ -19,7 +19,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.compute import grouped_mlp
 from lightning_megatron.experts.compute.backends import stacked
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.permute import (
     map_rows,
     permute,
@@ -59,7 +59,7 @@ def weights_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]]:
 
 
 def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
-    dispatcher = choose_dispatcher(NUM_EXPERTS, 2, ParallelMesh.single()).dispatcher
+    dispatcher = choose_transport(NUM_EXPERTS, 2, ParallelMesh.single()).dispatcher
     sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
     return dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from lightning_megatron.experts.routing.attached_loss import attach_loss
 from lightning_megatron.experts.routing.balance import add_over_tokens_
 from lightning_megatron.experts.routing.router import Router
-from lightning_megatron.experts.routing.selection import balanced_experts
+from lightning_megatron.experts.routing.selection import round_robin_experts
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -153,7 +153,7 @@ def test_nothing_is_read_back_from_the_device(name: str) -> None:
     attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
     assert gradients(attached.sum(), hidden)[0].shape == hidden.shape
     router.update_(add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh))
-    balanced_experts(S * B, 0, router.config, mesh.device)
+    round_robin_experts(S * B, 0, router.config, mesh.device)
 
 
 def test_scores_are_those_of_float32_under_autocast_and_in_half_precision() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.routing.exact_linear import exact_linear
 from lightning_megatron.experts.routing.router import Router
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.init import initialize_
@@ -85,7 +85,7 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
     router, experts = router.to(DEVICE, torch.bfloat16), experts.to(DEVICE, torch.bfloat16)
     hidden = hidden.detach().requires_grad_()
     routing = router(hidden)
-    dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
+    dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
     sent = dispatcher.receive(
         dispatcher.send(hidden.flatten(0, 1), routing.probabilities, routing.experts)
     )
@@ -135,7 +135,7 @@ def test_a_mixture_agrees_with_that_on_the_operators_of_torch(
 def test_a_captured_graph_follows_new_choices() -> None:
     config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128)
     mesh = ParallelMesh.single(DEVICE, seed=0)
-    dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
+    dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
     draw = Draw(DEVICE, torch.bfloat16)
     hidden, probabilities = draw(300, SIZE), torch.rand(300, 4, device=DEVICE)
     experts = torch.rand(300, 16, device=DEVICE).topk(4).indices

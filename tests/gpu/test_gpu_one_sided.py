@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import Dispatcher
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -71,11 +71,9 @@ def experts_on(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
 def _compare(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
     ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (
-        choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways
-    )
+    one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
     assert isinstance(one_sided, OneSidedDispatcher)
-    assert choose_dispatcher(NUM_EXPERTS, TOP_K, mesh).transport == (
+    assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == (
         "one_sided" if size <= TOP_K else "all_to_all"
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -110,9 +108,7 @@ def _assert_alike(found: list[Tensor], wanted: list[Tensor], what: str, is_exact
 def _replay(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
     ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (
-        choose_dispatcher(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways
-    )
+    one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
     experts, tokens = experts_on(mesh, torch.bfloat16), Tokens(150, "random", rank, torch.bfloat16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

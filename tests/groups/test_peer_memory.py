@@ -57,14 +57,18 @@ def test_cpus_write_into_no_memory_of_others() -> None:
 @pytest.mark.parametrize(
     "sizes", [(2, 3, 5, 2, 2, 4), (3, 1, 1, 1, 2, 2), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)]
 )
-def test_parts_of_slots_lie_side_by_side_where_wide_loads_may_begin(sizes: tuple[int, ...]) -> None:
+def test_parts_of_a_buffer_lie_side_by_side_where_wide_loads_may_begin(
+    sizes: tuple[int, ...],
+) -> None:
     names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
-    slots = TokenBuffer(**dict(zip(names, sizes, strict=True)))
-    assert slots.count == slots.num_ranks * slots.num_tokens
-    assert 0 <= slots.scales_at - slots.count * slots.width * slots.element < 16
-    assert 0 <= slots.choices_at - slots.scales_at - slots.count * slots.top_k * slots.scale < 16
-    assert slots.num_bytes == slots.choices_at + slots.count * slots.top_k * 8
-    assert slots.scales_at % 16 == slots.choices_at % 16 == 0
+    buffer = TokenBuffer(**dict(zip(names, sizes, strict=True)))
+    assert buffer.count == buffer.num_ranks * buffer.num_tokens
+    assert 0 <= buffer.scales_at - buffer.count * buffer.width * buffer.element < 16
+    assert (
+        0 <= buffer.experts_at - buffer.scales_at - buffer.count * buffer.top_k * buffer.scale < 16
+    )
+    assert buffer.num_bytes == buffer.experts_at + buffer.count * buffer.top_k * 8
+    assert buffer.scales_at % 16 == buffer.experts_at % 16 == 0
 
 
 def _spread(rank: int, size: int) -> None:
@@ -72,16 +76,16 @@ def _spread(rank: int, size: int) -> None:
     hidden = torch.arange(3.0).view(3, 1).expand(3, 4) + 10 * rank
     experts = torch.tensor([[0, 1], [3, -1], [-1, -1]])
     probabilities = torch.full((3, 2), 0.5 + rank)
-    slots = Collectives(mesh.ep, 2).spread(hidden, probabilities, experts)
+    buffer = Collectives(mesh.ep, 2).spread(hidden, probabilities, experts)
     # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2
     # none.
     expected = torch.full((6, 4), torch.nan)
     expected[[rank, 3 + rank]] = torch.tensor([[0.0], [10.0]]) + rank
-    assert torch.equal(slots.rows.nan_to_num(99.0), expected.nan_to_num(99.0))
-    assert torch.equal(slots.choices, experts.repeat(2, 1))
-    assert torch.equal(slots.scales, torch.tensor([0.5, 1.5]).repeat_interleave(6).view(6, 2))
+    assert torch.equal(buffer.rows.nan_to_num(99.0), expected.nan_to_num(99.0))
+    assert torch.equal(buffer.experts, experts.repeat(2, 1))
+    assert torch.equal(buffer.scales, torch.tensor([0.5, 1.5]).repeat_interleave(6).view(6, 2))
     again = Collectives(mesh.ep, 2).spread(hidden, None, experts)
-    assert again.region is slots.region
+    assert again.region is buffer.region
     assert again.scales is None
     mesh.destroy()
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron import kernels
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables

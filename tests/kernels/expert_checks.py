@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron import kernels
-from lightning_megatron.experts.routing.balance import num_choices_of_sequences
+from lightning_megatron.experts.routing.balance import tokens_per_expert_of_sequences
 from lightning_megatron.experts.routing.router import Routing
 from lightning_megatron.experts.routing.router_losses import RouterLosses
-from lightning_megatron.experts.routing.scores import Scored, score_tokens, weigh_choices
+from lightning_megatron.experts.routing.scores import Scored, score_tokens, weigh_selected
 from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.transport.permute import RowMap, sort_by_expert
+from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
@@ -135,7 +135,7 @@ def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
             experts = choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 expected = sort_by_expert(experts, first, here)
-                pairs, rows, ends = kernels.sort_choices(experts, first, here)
+                pairs, rows, ends = kernels.sort_selections(experts, first, here)
                 what = (
                     f"sort {tokens, num_experts, top_k}, {routing}, experts {first} to "
                     f"{first + here}"
@@ -281,8 +281,10 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
         config = ExpertsConfig(ffn_hidden_size=4, aux_loss=0.1, **settings)  # type: ignore[arg-type]
         for kind in sizes.logits:
             # Dealing in turn depends on the numbers of experts alone.
-            for first_turn in (None, 5) if config.num_experts < 32 else (None,):
-                what = f"router {num_sequences, length}, {settings}, {kind}, turn {first_turn}"
+            for round_robin_start in (None, 5) if config.num_experts < 32 else (None,):
+                what = (
+                    f"router {num_sequences, length}, {settings}, {kind}, turn {round_robin_start}"
+                )
                 logits = leaf(logits_of(draw, num_sequences * length, config.num_experts, kind))
                 bias = None
                 if config.expert_bias:
@@ -291,22 +293,22 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
                         -4, 5, (config.num_experts,), generator=draw.generator, device=draw.device
                     )
                     bias = bias * 2.0**-5
-                check_routed(draw, logits, bias, config, num_sequences, first_turn, what)
+                check_routed(draw, logits, bias, config, num_sequences, round_robin_start, what)
 
 
 def check_routed(
-    draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, first_turn: int | None,
+    draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, round_robin_start: int | None,
     what: str,
 ) -> None:  # fmt: skip
     """Compare a router with that of torch: choices with those in float32, all else in float64 for
     the same choices.
     """
     classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-    found = score_tokens(logits, bias, config, classes, first_turn, kernels)
-    same = score_tokens(logits.detach(), bias, config, classes, first_turn)
+    found = score_tokens(logits, bias, config, classes, round_robin_start, kernels)
+    same = score_tokens(logits.detach(), bias, config, classes, round_robin_start)
     check_choices(found, same, logits.detach(), bias, config, what)
     slow = wide(logits)
-    expected = weigh_choices(slow, found.experts, found.experts, config, classes)
+    expected = weigh_selected(slow, found.experts, found.experts, config, classes)
     names = ("probabilities", "share_sums", "square_sum")
     for name in (*names, "entropy_sum"):
         check_grad(getattr(found, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
@@ -344,7 +346,9 @@ def check_choices(
         )
         return
     classes, slack = found.load.shape[0], 2e-6
-    load = num_choices_of_sequences(found.experts.unflatten(0, (-1, classes)), config.num_experts)
+    load = tokens_per_expert_of_sequences(
+        found.experts.unflatten(0, (-1, classes)), config.num_experts
+    )
     assert torch.equal(found.load, load), f"{what}: load"
     scores = (
         logits.double().softmax(-1) if config.scoring == "softmax" else logits.double().sigmoid()
@@ -376,20 +380,18 @@ def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
             0, 99, (classes, num_experts), generator=draw.generator, device=draw.device
         ).int()
         shares = torch.rand(num_experts, generator=draw.generator, device=draw.device)
-        for of_choices in (counts, None) if classes > 1 else (counts, shares, None):
+        for load_factors in (counts, None) if classes > 1 else (counts, shares, None):
             for square_coefficient in (0.0, 0.2):
                 for is_late in (False, True):
-                    what = (
-                        f"losses {classes, num_experts}, {of_choices is None or of_choices.dtype}, "
-                    )
+                    what = f"losses {classes, num_experts}, {load_factors is None or load_factors.dtype}, "
                     what += f"z {square_coefficient}, late {is_late}"
-                    check_attached(draw, counts, of_choices, square_coefficient, is_late, what)
+                    check_attached(draw, counts, load_factors, square_coefficient, is_late, what)
 
 
 def check_attached(
     draw: Draw,
     counts: Tensor,
-    of_choices: Tensor | None,
+    load_factors: Tensor | None,
     square_coefficient: float,
     is_late: bool,
     what: str,
@@ -405,7 +407,7 @@ def check_attached(
     found = []
     for of_kernels, dtype in ((kernels, torch.float32), (None, torch.float64)):
         total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
-        numbers = of_choices, 0.3, total[0, num_experts], square_coefficient
+        numbers = load_factors, 0.3, total[0, num_experts], square_coefficient
         losses = RouterLosses(total[:, :num_experts], *numbers, of_kernels)
         scale = torch.zeros((), dtype=torch.float64, device=draw.device) if is_late else 0.7
         attached = losses.attach_to(x, scale)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_megatron import kernels
 from lightning_megatron.experts.transport.permute import sort_by_expert
+from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.plan.token_buffer import TokenBuffer
 from tests.kernels.checks import Draw
 
@@ -49,7 +49,7 @@ class Ranks:
     def views(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         slots = self.slots
         size = slots.count * slots.top_k
-        starts = (0, slots.scales_at, slots.choices_at)
+        starts = (0, slots.scales_at, slots.experts_at)
         sizes = (slots.count * slots.width * slots.element, size * slots.scale, size * 8)
         parts = [
             self.memory[rank, at : at + length] for at, length in zip(starts, sizes, strict=True)
@@ -130,11 +130,15 @@ def check_sums(ranks: Ranks, what: str) -> None:
         gathered[pairs] = scales[:end]
     for rank in range(ranks.slots.num_ranks):
         rows, scales, _ = ranks.views(rank)
-        sums, found = kernels.add_slots(rows, scales, ranks.of(ranks.experts, rank), ranks.each)
+        sums, found = kernels.add_buffer_rows(
+            rows, scales, ranks.of(ranks.experts, rank), ranks.each
+        )
         assert torch.equal(sums.double(), ranks.of(total, rank)), f"{what}: sums on rank {rank}"
         assert torch.equal(found, ranks.of(gathered.view(count, top_k), rank)), (
             f"{what}: scales on rank {rank}"
         )
-        alone, nothing = kernels.add_slots(rows, None, ranks.of(ranks.experts, rank), ranks.each)
+        alone, nothing = kernels.add_buffer_rows(
+            rows, None, ranks.of(ranks.experts, rank), ranks.each
+        )
         assert nothing is None, f"{what}: scales of nothing"
         assert torch.equal(alone, sums), f"{what}: sums without scales"

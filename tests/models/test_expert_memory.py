@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     GatherDispatcher,
@@ -274,5 +274,5 @@ def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
     asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
     for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
-        chosen = choose_dispatcher(8, top_k, mesh, transport).dispatcher
+        chosen = choose_transport(8, top_k, mesh, transport).dispatcher
         assert transport_over_ep(top_k, ep, transport) == kinds[type(chosen)]

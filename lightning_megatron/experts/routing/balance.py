@@ -17,11 +17,11 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 
 
-def balance_loss(share_sums: Tensor, of_choices: Tensor, coefficient: float) -> Tensor:
+def balance_loss(share_sums: Tensor, load_factors: Tensor, coefficient: float) -> Tensor:
     """Return this rank's part of the auxiliary loss, which grows as the load becomes uneven.
 
     Over all tokens it equals the coefficient times E times the sum over experts of (share of the
-    choices) x (mean probability). Without the coefficient it is 1 for an even load and E if all
+    selections) x (mean probability). Without the coefficient it is 1 for an even load and E if all
     tokens go to one expert. Gradients flow through the probabilities only.
 
     Shapes: both ``(1, E)`` for all sequences together or ``(B, E)`` per sequence; output a scalar.
@@ -29,18 +29,18 @@ def balance_loss(share_sums: Tensor, of_choices: Tensor, coefficient: float) -> 
     Args:
         share_sums: Probabilities of each expert, summed over this rank's tokens; each token's sum
             to 1.
-        of_choices: Count of the choices of each expert, or its share of all choices.
+        load_factors: Count of the selections of each expert, or its share of all selections.
         coefficient: Factor of the sum of products. For shares it is the loss coefficient times E,
             divided by the tokens of the microbatch on all tp ranks. For counts it is further
-            divided by the number of choices in a row.
+            divided by the number of selections in a row.
 
     Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
     """
-    return (share_sums * of_choices).sum() * coefficient
+    return (share_sums * load_factors).sum() * coefficient
 
 
-def num_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """Count how often each expert is chosen, without a host read. Entries of -1 are not counted.
+def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert is selected, without a host read. Entries of -1 are not counted.
 
     Shapes: experts ``(..., k)``; output ``(E,)`` int32.
     """
@@ -48,20 +48,20 @@ def num_choices(experts: Tensor, num_experts: int) -> Tensor:
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts.flatten() + 1, ones)[1:]
 
 
-def num_choices_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
-    """Count how often each expert is chosen by each sequence, without a host read.
+def tokens_per_expert_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert is selected by each sequence, without a host read.
 
     Shapes: experts ``(S, B, k)``; output ``(B, E)`` int32.
     """
     num_sequences = experts.shape[1]
     first = torch.arange(num_sequences, device=experts.device)[:, None] * num_experts
-    return num_choices(experts + first, num_sequences * num_experts).view(
+    return tokens_per_expert(experts + first, num_sequences * num_experts).view(
         num_sequences, num_experts
     )
 
 
 def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Sum the counts of choices over all ranks that share the tokens of a microbatch.
+    """Sum the counts of selections over all ranks that share the tokens of a microbatch.
 
     Shapes: load ``(..., E)`` integers; output the same.
     Communication: an all-reduce over tp under sequence parallelism, and one over cp.
@@ -93,7 +93,7 @@ def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
 
     Args:
         bias: Bias of each expert.
-        load: Choices of each expert in a whole step, summed over all ranks.
+        load: Selections of each expert in a whole step, summed over all ranks.
         rate: Amount that is added or subtracted.
 
     Source: Wang et al. 2024, algorithm 1.

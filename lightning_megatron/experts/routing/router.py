@@ -1,4 +1,4 @@
-"""Router of a mixture of experts: chosen experts of each token, and their probabilities."""
+"""Router of a mixture of experts: selected experts of each token, and their probabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.routing.balance import microbatch_load, num_choices, update_bias_
+from lightning_megatron.experts.routing.balance import (
+    microbatch_load,
+    tokens_per_expert,
+    update_bias_,
+)
 from lightning_megatron.experts.routing.exact_linear import exact_dtype, exact_linear
 from lightning_megatron.experts.routing.router_losses import RouterLosses
 from lightning_megatron.experts.routing.scores import Scored, score_tokens
@@ -25,16 +29,16 @@ from lightning_megatron.plan.shards import whole_range
 class Routing:
     """Routing of this rank's tokens. All tensors are on the device.
 
-    Dimensions: T tokens of this rank, ordered by position and then by sequence; k choices of a
+    Dimensions: T tokens of this rank, ordered by position and then by sequence; k selections of a
     token; E experts.
 
     Args:
         probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
-            choices. Shape ``(T, k)``.
-        experts: Chosen experts, best first; -1 for dropped choices. Shape ``(T, k)``, int64.
+            selections. Shape ``(T, k)``.
+        experts: Selected experts, best first; -1 for dropped selections. Shape ``(T, k)``, int64.
         counts: Number of this rank's tokens that each expert gets. Shape ``(E,)``, int32.
-        load: Number of choices of each expert, including dropped ones. Shape ``(E,)``, int32.
-        dropped: Number of dropped choices; None without a capacity. A scalar, int32.
+        load: Number of selections of each expert, including dropped ones. Shape ``(E,)``, int32.
+        dropped: Number of dropped selections; None without a capacity. A scalar, int32.
         entropy_sum: Sum over tokens of the entropy of their normalized scores (nats). A scalar.
         losses: Losses of the router for this microbatch; there are none outside of training.
     """
@@ -65,18 +69,18 @@ class Router(nn.Module):
     Hugging Face's MixtralTopKRouter and Qwen3MoeTopKRouter (``softmax``) and DeepseekV3TopkRouter
     (``sigmoid``, groups, ``expert_bias``) for the corresponding settings.
 
-    Losses are computed in training only. The scope of the auxiliary loss sets which choices it
+    Losses are computed in training only. The scope of the auxiliary loss sets which selections it
     counts:
 
-    * ``microbatch`` and ``sequence``: the choices of this microbatch by scores without biases,
+    * ``microbatch`` and ``sequence``: the selections of this microbatch by scores without biases,
       including dropped ones.
-    * ``global``: the choices of the whole previous step, which the caller passes to
+    * ``global``: the selections of the whole previous step, which the caller passes to
       :meth:`update_`. A microbatch then need not wait for later ones, and the loss depends neither
       on the layout nor on the schedule. In the first step the shares are even, and the loss has no
       gradient.
 
-    If experts have a capacity, choices beyond it are dropped, those of later positions first. The
-    capacity is computed from the tokens of all tp ranks together.
+    If experts have a capacity, selections beyond it are dropped, those of later positions first.
+    The capacity is computed from the tokens of all tp ranks together.
 
     Shapes: input ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output a
         :class:`Routing`.
@@ -125,7 +129,7 @@ class Router(nn.Module):
         )
         self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
         counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
-        #: Share of the last step's choices that each expert had.
+        #: Share of the last step's selections that each expert had.
         self.register_buffer("step_shares", even if counts_steps else None)
 
     def forward(self, hidden: Tensor) -> Routing:
@@ -148,7 +152,7 @@ class Router(nn.Module):
             is_out = ~within_capacity(experts, load, capacity, self.mesh)
             probabilities = probabilities.masked_fill(is_out, 0.0)
             experts = experts.masked_fill(is_out, -1)
-            counts = num_choices(experts, config.num_experts)
+            counts = tokens_per_expert(experts, config.num_experts)
             dropped = is_out.sum(dtype=torch.int32)
         return Routing(
             probabilities=probabilities,
@@ -169,7 +173,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_(self, load: Tensor) -> None:
-        """Update the expert biases and the shares of choices from the load of a whole step.
+        """Update the expert biases and the shares of selections from the load of a whole step.
 
         Shapes: load ``(E,)`` integers.
 
@@ -201,10 +205,12 @@ class Router(nn.Module):
         if not self.training or not self.config.jitter:
             return hidden
         wide = hidden.to(exact_dtype(hidden))
-        num_places = wide.shape[0] * self._num_parts
+        num_positions = wide.shape[0] * self._num_parts
         with self.mesh.random.fork("replicated", "router"):
             # Draws for the tokens of all ranks make each token's noise independent of the layout.
-            uniform = torch.rand(num_places, *wide.shape[1:], dtype=wide.dtype, device=wide.device)
+            uniform = torch.rand(
+                num_positions, *wide.shape[1:], dtype=wide.dtype, device=wide.device
+            )
         if self.mesh.sequence_parallel:
             uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
         return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
@@ -213,24 +219,24 @@ class Router(nn.Module):
         config = self.config
         length, num_sequences = hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
-        first_turn = None
+        round_robin_start = None
         if self.forced_balance:
-            # Ranks that share a sequence continue each other's turns.
+            # Ranks that share a sequence continue each other's rounds.
             rank = self.mesh.tp.rank if self._num_parts > 1 else 0
-            first_turn = length * num_sequences * config.top_k * rank
+            round_robin_start = length * num_sequences * config.top_k * rank
         classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-        return score_tokens(logits, self.expert_bias, config, classes, first_turn, kernels)
+        return score_tokens(logits, self.expert_bias, config, classes, round_robin_start, kernels)
 
     def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
-        of_choices, coefficient = self._of_choices(scored, num_tokens)
+        load_factors, coefficient = self._load_factors(scored, num_tokens)
         square_coefficient = (
             self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
         )
         is_served = kernels is not None and scored.share_sums.dtype == torch.float32
-        sums = scored.share_sums, of_choices, coefficient, scored.square_sum, square_coefficient
+        sums = scored.share_sums, load_factors, coefficient, scored.square_sum, square_coefficient
         return RouterLosses(*sums, kernels if is_served else None)
 
-    def _of_choices(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
+    def _load_factors(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
         """Return the auxiliary loss's factors of ``share_sums``, or None, and its coefficient."""
         config = self.config
         if not (self.training and config.aux_loss):
@@ -239,6 +245,6 @@ class Router(nn.Module):
         if self.step_shares is not None:
             return self.step_shares, coefficient
         load = microbatch_load(scored.unbiased_load, self.mesh)
-        # Every token has top_k choices, so the total that turns counts into shares is known without
-        # a sum.
+        # Every token has top_k selections, so the total that turns counts into shares is known
+        # without a sum.
         return load, coefficient / (num_tokens * self.mesh.cp.size * config.top_k / load.shape[0])

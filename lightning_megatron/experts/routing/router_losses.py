@@ -19,11 +19,11 @@ class RouterLosses:
 
     ``experts.routing.balance`` documents how the parts of ranks are combined.
 
-    Shapes: share_sums ``(C, E)``; of_choices ``(C, E)`` or ``(E,)``; square_sum a scalar.
+    Shapes: share_sums ``(C, E)``; load_factors ``(C, E)`` or ``(E,)``; square_sum a scalar.
 
     Args:
         share_sums: Probabilities of each expert, summed over this rank's tokens.
-        of_choices: Factors of ``share_sums`` in the auxiliary loss; None without this loss.
+        load_factors: Factors of ``share_sums`` in the auxiliary loss; None without this loss.
         coefficient: Factor of the sum of these products.
         square_sum: Sum over tokens of the squared logsumexp of their logits.
         square_coefficient: Factor of ``square_sum`` in the z-loss; 0 without this loss.
@@ -31,7 +31,7 @@ class RouterLosses:
     """
 
     share_sums: Tensor
-    of_choices: Tensor | None
+    load_factors: Tensor | None
     coefficient: float
     square_sum: Tensor
     square_coefficient: float
@@ -42,7 +42,7 @@ class RouterLosses:
         """Return the inputs of the loss kernels, in the order of their parameters."""
         return (
             self.share_sums,
-            self.of_choices,
+            self.load_factors,
             self.coefficient,
             self.square_sum,
             self.square_coefficient,
@@ -54,9 +54,9 @@ class RouterLosses:
     @torch.enable_grad()
     def balance(self) -> Tensor | None:
         """Return the auxiliary loss times its coefficient; None without this loss."""
-        if self.of_choices is None:
+        if self.load_factors is None:
             return None
-        return balance_loss(self.share_sums, self.of_choices, self.coefficient)
+        return balance_loss(self.share_sums, self.load_factors, self.coefficient)
 
     @cached_property
     @torch.enable_grad()
@@ -71,7 +71,7 @@ class RouterLosses:
             x: Activation that the main loss depends on.
             scale: Factor of the losses in the backward pass.
         """
-        if self.of_choices is None and not self.square_coefficient:
+        if self.load_factors is None and not self.square_coefficient:
             return x
         if self.kernels is not None:
             return self.kernels.attach_losses(x, *self.parts, scale)

@@ -1,4 +1,4 @@
-"""Router scores: chosen experts, their probabilities and the sums of the load-balancing losses."""
+"""Router scores: selected experts, their probabilities and the sums of the balancing losses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.routing.balance import num_choices_of_sequences
-from lightning_megatron.experts.routing.selection import balanced_experts, choose_experts
+from lightning_megatron.experts.routing.balance import tokens_per_expert_of_sequences
+from lightning_megatron.experts.routing.selection import round_robin_experts, select_experts
 from lightning_megatron.plan.experts import ExpertsConfig
 
 #: Added to sums of scores, so that a token whose scores are all zero causes no division by zero.
@@ -23,11 +23,11 @@ class Scored:
     Sums are taken over the tokens of each of C sequences, or over all tokens (C is 1).
 
     Args:
-        probabilities: Probabilities of the chosen experts. Shape ``(T, k)``.
-        experts: Chosen experts, best first. Shape ``(T, k)``, int64.
-        load: Number of choices of each expert. Shape ``(C, E)``, int32.
-        unbiased_load: Number of choices of each expert by scores without biases, for the auxiliary
-            loss. Shape ``(C, E)``, int32.
+        probabilities: Probabilities of the selected experts. Shape ``(T, k)``.
+        experts: Selected experts, best first. Shape ``(T, k)``, int64.
+        load: Number of selections of each expert. Shape ``(C, E)``, int32.
+        unbiased_load: Number of selections of each expert by scores without biases, for the
+            auxiliary loss. Shape ``(C, E)``, int32.
         share_sums: Sums of scores that are normalized for each token. Shape ``(C, E)``.
         square_sum: Sum over tokens of the squared logsumexp of their logits. A scalar.
         entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats). A scalar.
@@ -47,10 +47,10 @@ def score_tokens(
     bias: Tensor | None,
     config: ExpertsConfig,
     num_sequences: int = 1,
-    first_turn: int | None = None,
+    round_robin_start: int | None = None,
     kernels: ModuleType | None = None,
 ) -> Scored:
-    """Score all experts for each token, and choose the best.
+    """Score all experts for each token, and select the best.
 
     Shapes: logits ``(T, E)``; bias ``(E,)``.
 
@@ -59,11 +59,12 @@ def score_tokens(
         bias: Values added to the scores for the selection only; None means zeros.
         config: Settings of the mixture.
         num_sequences: Number of sequences with separate sums, C; token t belongs to ``t % C``.
-        first_turn: Index of the first choice, if experts are assigned round-robin; else None.
+        round_robin_start: Index of the first selection, if experts are assigned round-robin; else
+            None.
         kernels: Module of the fused kernels, if they support the router's input.
     """
-    # The auxiliary loss counts the choices by scores without biases.
-    counts_unbiased = bias is not None and first_turn is None and config.aux_loss > 0.0
+    # The auxiliary loss counts the selections by scores without biases.
+    counts_unbiased = bias is not None and round_robin_start is None and config.aux_loss > 0.0
     if kernels is not None and logits.dtype == torch.float32:
         settings = kernels.RouteSettings(
             num_experts=config.num_experts,
@@ -74,30 +75,34 @@ def score_tokens(
             is_normalized=config.normalize_top_k,
             scale=config.score_scale,
             num_sequences=num_sequences,
-            first_turn=first_turn,
+            round_robin_start=round_robin_start,
             counts_unbiased=counts_unbiased,
         )
         if settings.is_served():
             return Scored(*kernels.route_tokens(logits, bias, settings))
     scores = _scores(logits, config)
-    if first_turn is None:
-        chosen = choose_experts(scores, bias, config)
+    if round_robin_start is None:
+        selected = select_experts(scores, bias, config)
     else:
-        chosen = balanced_experts(scores.shape[0], first_turn, config, scores.device)
-    unbiased = choose_experts(scores, None, config) if counts_unbiased else chosen
-    return weigh_choices(logits, chosen, unbiased, config, num_sequences)
+        selected = round_robin_experts(scores.shape[0], round_robin_start, config, scores.device)
+    unbiased = select_experts(scores, None, config) if counts_unbiased else selected
+    return weigh_selected(logits, selected, unbiased, config, num_sequences)
 
 
-def weigh_choices(
-    logits: Tensor, chosen: Tensor, unbiased: Tensor, config: ExpertsConfig, num_sequences: int = 1
+def weigh_selected(
+    logits: Tensor,
+    selected: Tensor,
+    unbiased: Tensor,
+    config: ExpertsConfig,
+    num_sequences: int = 1,
 ) -> Scored:
-    """Return the probabilities of chosen experts, and the sums of the router losses.
+    """Return the probabilities of selected experts, and the sums of the router losses.
 
-    Shapes: logits ``(T, E)``; choices ``(T, k)``.
+    Shapes: logits ``(T, E)``; selections ``(T, k)``.
 
     Args:
         logits: Logits of the router, in float32 or wider.
-        chosen: Chosen experts of each token.
+        selected: Selected experts of each token.
         unbiased: Experts that each token would choose by scores without biases.
         config: Settings of the mixture.
         num_sequences: Number of sequences with separate sums.
@@ -107,12 +112,14 @@ def weigh_choices(
         scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
     )
     load, unbiased_load = (
-        num_choices_of_sequences(experts.unflatten(0, (-1, num_sequences)), config.num_experts)
-        for experts in (chosen, unbiased)
+        tokens_per_expert_of_sequences(
+            experts.unflatten(0, (-1, num_sequences)), config.num_experts
+        )
+        for experts in (selected, unbiased)
     )
     return Scored(
-        probabilities=_weights(logits, scores, chosen, config),
-        experts=chosen,
+        probabilities=_weights(logits, scores, selected, config),
+        experts=selected,
         load=load,
         unbiased_load=unbiased_load,
         share_sums=shares.unflatten(0, (-1, num_sequences)).sum(0),
@@ -125,15 +132,15 @@ def _scores(logits: Tensor, config: ExpertsConfig) -> Tensor:
     return logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
 
 
-def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return the factors of the chosen experts' outputs."""
+def _weights(logits: Tensor, scores: Tensor, selected: Tensor, config: ExpertsConfig) -> Tensor:
+    """Return the factors of the selected experts' outputs."""
     if not config.normalize_top_k:
-        weights = scores.gather(-1, chosen)
+        weights = scores.gather(-1, selected)
     elif config.scoring == "softmax":
-        # Equal to a division by the sum of the chosen scores, but safe if that sum underflows to
+        # Equal to a division by the sum of the selected scores, but safe if that sum underflows to
         # zero.
-        weights = logits.gather(-1, chosen).softmax(-1)
+        weights = logits.gather(-1, selected).softmax(-1)
     else:
-        weights = scores.gather(-1, chosen)
+        weights = scores.gather(-1, selected)
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
     return weights * config.score_scale

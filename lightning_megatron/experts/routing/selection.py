@@ -17,7 +17,7 @@ from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 
 
 @torch.no_grad()
-def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
+def select_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
     """Return the top-k experts of each token, best first.
 
     With expert groups, only experts of the best groups are eligible.
@@ -44,8 +44,8 @@ def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     return _highest(scores, config.top_k)
 
 
-def balanced_experts(
-    num_tokens: int, first_turn: int, config: ExpertsConfig, device: torch.device
+def round_robin_experts(
+    num_tokens: int, round_robin_start: int, config: ExpertsConfig, device: torch.device
 ) -> Tensor:
     """Assign experts to tokens round-robin, independently of the scores.
 
@@ -53,12 +53,14 @@ def balanced_experts(
 
     Args:
         num_tokens: Tokens of this rank (tokens).
-        first_turn: Number of choices on earlier ranks, where this rank's turns start.
+        round_robin_start: Number of selections on earlier ranks, where this rank's rounds start.
         config: Settings of the mixture.
         device: Device of the tokens.
     """
-    turns = torch.arange(first_turn, first_turn + num_tokens * config.top_k, device=device)
-    return (turns % config.num_experts).view(num_tokens, config.top_k)
+    numbers = torch.arange(
+        round_robin_start, round_robin_start + num_tokens * config.top_k, device=device
+    )
+    return (numbers % config.num_experts).view(num_tokens, config.top_k)
 
 
 def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
@@ -75,18 +77,18 @@ def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: ParallelMesh) -> Tensor:
-    """Return which choices fit into the capacity of their expert.
+    """Return which selections fit into the capacity of their expert.
 
-    An expert accepts choices in the order of positions, then of sequences, then of a token's own
-    choices. A token's result therefore does not depend on later tokens of its sequence, as it would
-    with an order by probability. Under sequence parallelism the tokens of earlier tp ranks come
-    first, so that every tp size drops the same tokens.
+    An expert accepts selections in the order of positions, then of sequences, then of a token's own
+    selections. A token's result therefore does not depend on later tokens of its sequence, as it
+    would with an order by probability. Under sequence parallelism the tokens of earlier tp ranks
+    come first, so that every tp size drops the same tokens.
 
     Shapes: experts ``(T, k)``; load ``(E,)``; output ``(T, k)`` bool.
 
     Args:
-        experts: Choices of this rank's tokens, ordered by position and then by sequence.
-        load: Count of this rank's choices of each expert.
+        experts: Selections of this rank's tokens, ordered by position and then by sequence.
+        load: Count of this rank's selections of each expert.
         capacity: Tokens that an expert accepts (tokens).
         mesh: The groups of this rank.
 
@@ -94,14 +96,15 @@ def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: Parallel
     """
     flat = experts.flatten()
     by_expert = flat.argsort(stable=True)
-    # Index of an expert's first choice in `by_expert`, less the choices that earlier ranks made.
+    # Index of an expert's first selection in `by_expert`, less the selections that earlier ranks
+    # made.
     start = load.cumsum(0) - load
     if mesh.sequence_parallel:
         start = start - gather_from_axis(load[None], mesh.tp, 0)[: mesh.tp.rank].sum(0)
-    places = torch.arange(flat.numel(), device=flat.device) - start[flat[by_expert]]
+    positions = torch.arange(flat.numel(), device=flat.device) - start[flat[by_expert]]
     return (
         torch.empty_like(flat, dtype=torch.bool)
-        .scatter_(0, by_expert, places < capacity)
+        .scatter_(0, by_expert, positions < capacity)
         .view_as(experts)
     )
 

@@ -23,9 +23,9 @@ class RouterStatistics:
     with the weights of a layer, nor be saved with them.
 
     Shapes: sums ``(5 + E)`` float64, which represents all integers up to 2^53 exactly. The entries
-        are the dropped choices, the entropies of the tokens (nats), this rank's parts of the
+        are the dropped selections, the entropies of the tokens (nats), this rank's parts of the
         balance loss and of the z-loss (both times their coefficients), the microbatches, and the
-        choices of each expert, including dropped ones.
+        selections of each expert, including dropped ones.
 
     Args:
         config: Settings of the mixture.
@@ -42,7 +42,7 @@ class RouterStatistics:
 
     @property
     def load(self) -> Tensor:
-        """Return the number of choices of each expert. Shape ``(E,)``, int64."""
+        """Return the number of selections of each expert. Shape ``(E,)``, int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @torch.no_grad()
@@ -90,12 +90,12 @@ class StepStatistics:
 
     @property
     def load(self) -> Tensor:
-        """Return the choices of each expert, including dropped ones. Shape ``(E,)``, int64."""
+        """Return the selections of each expert, including dropped ones. Shape ``(E,)``, int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @property
     def dropped(self) -> Tensor:
-        """Return the number of dropped choices. A scalar, int64."""
+        """Return the number of dropped selections. A scalar, int64."""
         return self.sums[RoutingSum.DROPPED].long()
 
     @property

@@ -18,7 +18,7 @@ from lightning_megatron.plan.shards import ShardRange, even_range
 
 
 @dataclass(frozen=True)
-class DispatcherChoice:
+class TransportChoice:
     """Dispatcher of a layer, with the reason for its choice.
 
     Args:
@@ -32,24 +32,24 @@ class DispatcherChoice:
     reason: str
 
 
-def choose_dispatcher(
+def choose_transport(
     num_experts: int,
     top_k: int,
     mesh: ParallelMesh,
     transport: Transport = "auto",
     *,
     has_shared: bool = False,
-) -> DispatcherChoice:
+) -> TransportChoice:
     """Choose the dispatcher of a layer.
 
     An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
-    ``top_k / ep`` times as many rows. One-sided puts send only the tokens that chose the rank's
+    ``top_k / ep`` times as many rows. One-sided puts send only the tokens of the rank's
     experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
     access, unless the all-gather can overlap with a shared expert.
 
     Args:
         num_experts: Number of experts of the layer.
-        top_k: Number of experts that each token chooses.
+        top_k: Number of experts selected for each token.
         mesh: The groups of this rank.
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
@@ -68,7 +68,7 @@ def choose_dispatcher(
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
-    return DispatcherChoice(dispatcher, chosen, reason)
+    return TransportChoice(dispatcher, chosen, reason)
 
 
 def _transport(

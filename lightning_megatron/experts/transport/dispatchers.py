@@ -26,11 +26,12 @@ from lightning_megatron.plan.shards import ShardRange
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAllSizes:
     """Row counts of an all-to-all, kept for the way back.
 
     Args:
-        row_map: Map from the choices of this rank's tokens to the rows it sent, sorted by expert.
+        row_map: Map from the selections of this rank's tokens to the rows it sent, sorted by
+            expert.
         sends: Number of rows sent to each rank.
         receives: Number of rows received from each rank.
     """
@@ -49,14 +50,14 @@ class Sent:
     Args:
         hidden: Hidden states of the tokens.
         probabilities: Factors of the experts' outputs.
-        experts: Indices of the chosen experts, in the numbering of the receiving rank.
-        exchange: Row counts, if the tokens travel by an all-to-all.
+        experts: Indices of the selected experts, in the numbering of the receiving rank.
+        sizes: Row counts, if the tokens are sent by an all-to-all.
     """
 
     hidden: InFlight
     probabilities: InFlight
     experts: InFlight
-    exchange: Exchange | None = None
+    sizes: AllToAllSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,17 @@ class Dispatched:
     Args:
         rows: Tokens sorted by expert. Rows past the last end belong to no expert.
         probabilities: Factor of each row's output.
-        row_map: Map from the choices of the received tokens to the rows.
-        exchange: Row counts, if the tokens came by an all-to-all.
-        choices: Experts that this rank's own tokens chose, if one-sided puts moved the tokens.
+        row_map: Map from the selections of the received tokens to the rows.
+        sizes: Row counts, if the tokens came by an all-to-all.
+        sent_experts: Experts selected for this rank's own tokens, if one-sided puts moved the
+            tokens.
     """
 
     rows: Tensor
     probabilities: Tensor
     row_map: RowMap
-    exchange: Exchange | None = None
-    choices: Tensor | None = None
+    sizes: AllToAllSizes | None = None
+    sent_experts: Tensor | None = None
 
     @property
     def ends(self) -> Tensor:
@@ -107,8 +109,8 @@ class Dispatcher(Protocol):
 
         Args:
             hidden: Hidden states of this rank's tokens.
-            probabilities: Factors of the chosen experts' outputs.
-            experts: Indices of the chosen experts in the whole layer; -1 means none.
+            probabilities: Factors of the selected experts' outputs.
+            experts: Indices of the selected experts in the whole layer; -1 means none.
         """
 
     def receive(self, sent: Sent) -> Dispatched:
@@ -130,7 +132,7 @@ class LocalDispatcher:
     Sizes are static, and nothing is copied from the device to the host.
 
     Args:
-        here: Experts of this rank. Choices of other experts are ignored.
+        here: Experts of this rank. Selections of other experts are ignored.
     """
 
     here: ShardRange
@@ -212,7 +214,7 @@ class GatherDispatcher:
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """Dispatcher that sends one row for each choice to the rank of the chosen expert.
+    """Dispatcher that sends one row for each selection to the rank of the selected expert.
 
     Only rows that an expert needs are sent, and no token is dropped. Buffer sizes depend on the
     routing, so the host reads one small tensor from the device. Ranks may have different numbers of
@@ -242,40 +244,45 @@ class AllToAllDispatcher:
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
         """Exchange row counts, read them on the host, and start to send the rows."""
-        leaving = map_rows(experts, 0, self.num_experts)
-        counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(
+        sent_map = map_rows(experts, 0, self.num_experts)
+        sent_counts = torch.diff(sent_map.ends, prepend=sent_map.ends.new_zeros(1)).view(
             self.axis.size, -1
         )
         one_each = (1,) * self.axis.size
-        arriving = all_to_all_rows(counts, one_each, one_each, self.axis)
-        sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        # `pairs` has room for all choices; dropped choices (-1) are past the rows that are sent.
-        leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
+        received_counts = all_to_all_rows(sent_counts, one_each, one_each, self.axis)
+        sends, receives = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
+        # `pairs` has room for all selections; dropped selections (-1) are past the rows that are
+        # sent.
+        sent_map = replace(sent_map, pairs=sent_map.pairs[: sum(sends)])
         rows, scales = (
             start_all_to_all_rows(tensor, sends, receives, self.axis)
-            for tensor in permute_both(hidden, probabilities, leaving)
+            for tensor in permute_both(hidden, probabilities, sent_map)
         )
         # Rows arrive sorted by sending rank, then by expert: rebuild each row's expert index from
         # counts.
-        num_here = counts.shape[1]
-        numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
-        found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
-        return Sent(rows, scales, InFlight(found), Exchange(leaving, tuple(sends), tuple(receives)))
+        num_here = sent_counts.shape[1]
+        numbers = torch.arange(num_here, device=sent_counts.device).repeat(self.axis.size)
+        found = torch.repeat_interleave(
+            numbers, received_counts.flatten(), output_size=sum(receives)
+        )
+        return Sent(
+            rows, scales, InFlight(found), AllToAllSizes(sent_map, tuple(sends), tuple(receives))
+        )
 
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the rows, and sort them by expert."""
         row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
         rows = sent.hidden.wait()
         scales = sent.probabilities.wait()
-        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.exchange)
+        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Send outputs back to the ranks of their tokens, and sum them for each token."""
-        exchange = dispatched.exchange
-        assert exchange is not None, "these rows came by an all-to-all"
+        sizes = dispatched.sizes
+        assert sizes is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
         return unpermute(
-            all_to_all_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map
+            all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis), sizes.row_map
         )
 
 

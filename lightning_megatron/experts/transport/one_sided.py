@@ -18,10 +18,10 @@ from lightning_megatron.plan.shards import ShardRange
 
 @dataclass(frozen=True)
 class OneSidedDispatcher:
-    """Dispatcher that puts each token once into the memory of each rank whose experts it chose.
+    """Dispatcher that puts each token into the memory of the ranks of its selected experts, once.
 
     Only the needed tokens are sent, no token is dropped, and nothing is copied from the device to
-    the host. A token has the same slot on every rank, so each buffer has room for the tokens of all
+    the host. A token has the same row on every rank, so each buffer has room for the tokens of all
     ranks, and all ranks must have the same number. The puts run in :meth:`receive`, so computation
     between :meth:`send` and :meth:`receive` does not overlap with them.
 
@@ -44,7 +44,7 @@ class OneSidedDispatcher:
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Return ``True``: all ranks have the same number of token slots."""
+        """Return ``True``: all ranks have the same number of rows."""
         return True
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
@@ -57,9 +57,9 @@ class OneSidedDispatcher:
         arrived = to_experts(
             sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer
         )
-        return Dispatched(*arrived, choices=experts)
+        return Dispatched(*arrived, sent_experts=experts)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
-        assert dispatched.choices is not None, "these rows were put here"
-        return from_experts(outputs, dispatched.row_map, dispatched.choices, self.transfer)
+        assert dispatched.sent_experts is not None, "these rows were put here"
+        return from_experts(outputs, dispatched.row_map, dispatched.sent_experts, self.transfer)

@@ -1,9 +1,9 @@
 """One-sided transfers of tokens to the ranks of their experts, and of sums of outputs back.
 
-A rank writes a token once into the memory of each rank whose experts the token chose, at a slot
-that depends only on the token. Ranks therefore need not exchange counts. On the way back each rank
-writes one sum per token over its experts. Each of the two transfers is the backward pass of the
-other.
+A rank writes a token once into the memory of each rank that has one of its selected experts,
+at a row that depends only on the token. Ranks therefore need not exchange counts. On the way back
+each rank writes one sum per token over its experts. Each of the two transfers is the backward pass
+of the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_megatron.experts.transport.permute import (
     map_rows,
     permute,
     permute_both,
-    read_choices,
+    read_selections,
     unpermute,
 )
 from lightning_megatron.groups.axis import MeshAxis
@@ -35,28 +35,30 @@ from lightning_megatron.plan.token_buffer import TokenBuffer
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Views of shared memory with one slot for each token of every rank.
+class TokenBufferViews:
+    """Views of shared memory with one row for each token of every rank.
 
-    Shapes: rows ``(ep * T, D)``; scales and choices ``(ep * T, k)``.
+    Shapes: rows ``(ep * T, D)``; scales and experts ``(ep * T, k)``.
 
     Args:
-        region: Shared memory that holds the slots.
-        layout: Byte layout of the slots.
+        region: Shared memory of the buffer.
+        layout: Byte layout of the buffer.
         rows: Features of tokens, or sums of rows.
-        scales: Probabilities of choices, or their gradients; None if only rows are transferred.
-        choices: Experts that the tokens chose; None if only rows are transferred.
+        scales: Probabilities of selections, or their gradients; None if only rows are transferred.
+        experts: Experts selected for the tokens; None if only rows are transferred.
     """
 
     region: PeerRegion
     layout: TokenBuffer
     rows: Tensor
     scales: Tensor | None
-    choices: Tensor | None
+    experts: Tensor | None
 
     @classmethod
-    def over(cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor) -> Slots:
-        """Return slots on an axis for rows, scales and choices with the given shapes and dtypes."""
+    def over(
+        cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor
+    ) -> TokenBufferViews:
+        """Return the buffer of an axis for tensors of the given shapes and dtypes."""
         scale = 0 if scales is None else scales.element_size()
         layout = _lay_out(axis.size, *experts.shape, rows.shape[1], rows.element_size(), scale)
         region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device)
@@ -70,7 +72,7 @@ class Slots:
             layout,
             features,
             probabilities,
-            region.view(layout.choices_at, shape, experts.dtype),
+            region.view(layout.experts_at, shape, experts.dtype),
         )
 
 
@@ -92,11 +94,13 @@ def _lay_out(
 class PeerTransfer(Protocol):
     """Interface of the transfers of tokens to their experts and of sums back, without autograd."""
 
-    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """Transfer tokens to the ranks of their experts, and return the slots of all ranks' tokens.
+    def spread(
+        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+    ) -> TokenBufferViews:
+        """Transfer tokens to the ranks of their experts, and return the buffer of all tokens.
 
-        The slots are valid until the next transfer. Features of tokens that chose no expert of this
-        rank are undefined.
+        The buffer is valid until the next transfer. Rows of tokens without an expert on this rank
+        are undefined.
 
         Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
         """
@@ -112,8 +116,8 @@ class PeerTransfer(Protocol):
         Args:
             values: Rows sorted by expert; rows past the last end may have any values.
             scales: One number for each row, returned by choice; None if there are none.
-            row_map: Map from the choices of all ranks' tokens to the rows.
-            experts: Experts that this rank's tokens chose.
+            row_map: Map from the selections of all ranks' tokens to the rows.
+            experts: Experts selected for this rank's tokens.
         """
 
 
@@ -137,38 +141,40 @@ class Puts:
     experts_each: int
     kernels: ModuleType
 
-    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """Put each token into slots of its experts' ranks, and its choices into those of all."""
-        slots = Slots.over(self.axis, hidden, probabilities, experts)
-        if slots.layout.count:
+    def spread(
+        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+    ) -> TokenBufferViews:
+        """Put each token into a row of its experts' ranks, and its selected experts into all."""
+        buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
+        if buffer.layout.count:
             self.axis.note("put_tokens")
-            slots.region.wait()
-            where = slots.region.pointers, self.axis.rank, self.experts_each, slots.layout
+            buffer.region.wait()
+            where = buffer.region.pointers, self.axis.rank, self.experts_each, buffer.layout
             self.kernels.put_tokens(hidden, probabilities, experts, *where)
-            slots.region.wait()
-        return slots
+            buffer.region.wait()
+        return buffer
 
     def collect(
         self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Put the sum of each token's rows into a slot of its rank, and add received sums."""
-        slots = Slots.over(self.axis, values, scales, experts)
-        if not slots.layout.count:
-            no_scales = None if slots.scales is None else torch.empty_like(slots.scales)
-            return torch.empty_like(slots.rows), no_scales
+        """Put the sum of each token's rows into a row of its rank, and add received sums."""
+        buffer = TokenBufferViews.over(self.axis, values, scales, experts)
+        if not buffer.layout.count:
+            no_scales = None if buffer.scales is None else torch.empty_like(buffer.scales)
+            return torch.empty_like(buffer.rows), no_scales
         self.axis.note("put_sums")
-        slots.region.wait()
-        where = slots.region.pointers, self.axis.rank, slots.layout
+        buffer.region.wait()
+        where = buffer.region.pointers, self.axis.rank, buffer.layout
         self.kernels.put_sums(values, scales, row_map.rows, row_map.ends, *where)
-        slots.region.wait()
-        return self.kernels.add_slots(slots.rows, slots.scales, experts, self.experts_each)
+        buffer.region.wait()
+        return self.kernels.add_buffer_rows(buffer.rows, buffer.scales, experts, self.experts_each)
 
 
 @dataclass(frozen=True)
 class Collectives:
     """Transfers with the results of :class:`Puts`, by collectives, for ranks without peer access.
 
-    Slots that :class:`Puts` would leave unwritten are NaN here, so that a wrong read becomes
+    Rows that :class:`Puts` would leave unwritten are NaN here, so that a wrong read becomes
     visible.
 
     Args:
@@ -179,17 +185,19 @@ class Collectives:
     axis: MeshAxis
     experts_each: int
 
-    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """All-gather the tokens and their choices."""
-        slots = Slots.over(self.axis, hidden, probabilities, experts)
-        chosen = all_gather_sequence(experts, self.axis)
-        local = chosen - self.axis.rank * self.experts_each
+    def spread(
+        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+    ) -> TokenBufferViews:
+        """All-gather the tokens and their selected experts."""
+        buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
+        selected = all_gather_sequence(experts, self.axis)
+        local = selected - self.axis.rank * self.experts_each
         is_here = ((local >= 0) & (local < self.experts_each)).any(1, keepdim=True)
-        slots.rows.copy_(torch.where(is_here, all_gather_sequence(hidden, self.axis), torch.nan))
-        if probabilities is not None and slots.scales is not None and slots.choices is not None:
-            slots.scales.copy_(all_gather_sequence(probabilities, self.axis))
-            slots.choices.copy_(chosen)
-        return slots
+        buffer.rows.copy_(torch.where(is_here, all_gather_sequence(hidden, self.axis), torch.nan))
+        if probabilities is not None and buffer.scales is not None and buffer.experts is not None:
+            buffer.scales.copy_(all_gather_sequence(probabilities, self.axis))
+            buffer.experts.copy_(selected)
+        return buffer
 
     def collect(
         self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
@@ -199,7 +207,7 @@ class Collectives:
         if scales is None:
             return result, None
         return result, reduce_scatter_sequence(
-            read_choices(scales, row_map).view(row_map.rows.shape), self.axis
+            read_selections(scales, row_map).view(row_map.rows.shape), self.axis
         )
 
 
@@ -247,14 +255,14 @@ def to_experts(
 
     Args:
         hidden: Hidden states of this rank's tokens.
-        probabilities: Probabilities of their choices.
-        experts: Experts that they chose; -1 means none.
+        probabilities: Probabilities of their selected experts.
+        experts: Experts selected for them; -1 means none.
         here: Experts of this rank.
         transfer: Transfer between the ranks.
 
     Returns:
-        Rows of the received tokens, their probabilities, and the map from the choices of all ranks'
-        tokens to the rows.
+        Rows of the received tokens, their probabilities, and the map from the selections of all
+        ranks' tokens to the rows.
     """
     return _ToExperts.apply(hidden, probabilities, experts, here, transfer)
 
@@ -268,8 +276,8 @@ def from_experts(
 
     Args:
         outputs: Outputs of the experts for the rows.
-        row_map: Map from the choices of all ranks' tokens to the rows.
-        experts: Experts that this rank's tokens chose.
+        row_map: Map from the selections of all ranks' tokens to the rows.
+        experts: Experts selected for this rank's tokens.
         transfer: Transfer between the ranks.
     """
     return _FromExperts.apply(outputs, row_map, experts, transfer)
@@ -290,14 +298,14 @@ class _ToExperts(torch.autograd.Function):
         here: ShardRange,
         transfer: PeerTransfer,
     ) -> tuple[Tensor, Tensor, RowMap]:
-        slots = transfer.spread(hidden, probabilities, experts)
-        assert slots.scales is not None, "probabilities were sent"
-        assert slots.choices is not None, "choices were sent"
-        row_map = map_rows(slots.choices, here.start, here.size)
+        buffer = transfer.spread(hidden, probabilities, experts)
+        assert buffer.scales is not None, "probabilities were sent"
+        assert buffer.experts is not None, "selected experts were sent"
+        row_map = map_rows(buffer.experts, here.start, here.size)
         ctx.save_for_backward(experts)
         ctx.row_map = row_map
         ctx.transfer = transfer
-        return *permute_both(slots.rows, slots.scales, row_map), row_map
+        return *permute_both(buffer.rows, buffer.scales, row_map), row_map
 
     @staticmethod
     @once_differentiable

@@ -14,18 +14,18 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 
 @dataclass(frozen=True)
 class RowMap:
-    """Map between the choices of tokens and the rows of a buffer that is sorted by expert.
+    """Map between the selections of tokens and the rows of a buffer that is sorted by expert.
 
-    Choice ``t * k + j`` is the j-th choice of token t. The rows of one expert keep the order of
-    their choices. The buffer has the largest number of rows that any routing needs. Rows past the
-    last end belong to no local expert, and nothing reads them.
+    Selection ``t * k + j`` is the j-th selection of token t. The rows of one expert keep the order
+    of their selections. The buffer has the largest number of rows that any routing needs. Rows past
+    the last end belong to no local expert, and nothing reads them.
 
     Shapes: pairs ``(R)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
 
     Args:
-        pairs: Index of the choice in each row.
-        rows: Index of the row of each choice. For experts of other ranks it lies past the last end,
-            and may lie past the buffer.
+        pairs: Index of the selection in each row.
+        rows: Index of the row of each selection. For experts of other ranks it lies past the last
+            end, and may lie past the buffer.
         ends: Index one past the last row of each local expert, on the device.
     """
 
@@ -35,7 +35,7 @@ class RowMap:
 
     @property
     def top_k(self) -> int:
-        """Return the number of choices of each token."""
+        """Return the number of selections of each token."""
         return self.rows.shape[1]
 
     @property
@@ -45,28 +45,28 @@ class RowMap:
 
 
 def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
-    """Sort the choices of tokens by expert.
+    """Sort the selections of tokens by expert.
 
-    A token chooses an expert at most once. Choices of experts of other ranks, and of no expert
-    (-1), come last. All sizes follow from shapes, and nothing is copied from the device to the
-    host.
+    An expert is selected for a token at most once. Selections of experts of other ranks, and of no
+    expert (-1), come last. All sizes follow from shapes, and nothing is copied from the device to
+    the host.
 
     Shapes: experts ``(T, k)``; the buffer has ``T min(k, E)`` rows.
 
     Args:
-        experts: Experts that each token chose.
+        experts: Experts selected for each token.
         first: Index of the first local expert.
         num_experts: Number of local experts, E.
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
         return sort_by_expert(experts, first, num_experts)
-    pairs, rows, ends = kernels.sort_choices(experts, first, num_experts)
+    pairs, rows, ends = kernels.sort_selections(experts, first, num_experts)
     return RowMap(pairs[: _num_rows(experts, num_experts)], rows, ends)
 
 
 def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
-    """Sort the choices of tokens by expert with operators of torch, as :func:`map_rows` does."""
+    """Sort the selections of tokens by expert with operators of torch, as :func:`map_rows` does."""
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
     ordered, pairs = torch.sort(key, stable=True)
@@ -84,7 +84,7 @@ def _num_rows(experts: Tensor, num_experts: int) -> int:
 
 
 def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
-    """Copy each token into the rows of its choices.
+    """Copy each token into the rows of its selections.
 
     Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have
     no gradient.
@@ -98,7 +98,7 @@ def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
 
 
 def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-    """Copy each token and its choices' probabilities into the rows of the choices, in one pass.
+    """Copy each token and its probabilities into the rows of its selections, in one pass.
 
     Equal to :func:`permute` and :func:`permute_probabilities`.
 
@@ -113,7 +113,7 @@ def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tupl
 
 
 def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
-    """Copy the probability of each choice into its row.
+    """Copy the probability of each selection into its row.
 
     Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are
     undefined and have no gradient.
@@ -124,23 +124,24 @@ def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
 
 
 def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None) -> Tensor:
-    """Sum the rows of each token's choices, weighted by their probabilities if these are given.
+    """Sum the rows of each token's selections, weighted by their probabilities if these are given.
 
-    Choices of experts of other ranks add nothing, whatever values the rows past the last end have.
+    Selections of experts of other ranks add nothing, whatever values the rows past the last end
+    have.
 
     Shapes: rows ``(R, D)``; probabilities ``(T, k)``; output ``(T, D)`` in the dtype of rows.
     """
     kernels = fused_kernels(rows)
     if kernels is not None:
         return kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
-    chosen = _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape)
+    selected = _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape)
     if probabilities is not None:
-        chosen = chosen * probabilities.unsqueeze(-1)
-    return chosen.sum(1).to(rows.dtype)
+        selected = selected * probabilities.unsqueeze(-1)
+    return selected.sum(1).to(rows.dtype)
 
 
 class _ToRows(torch.autograd.Function):
-    """Copy values to the rows of the choices; ``sharers`` consecutive choices share one value."""
+    """Copy values to the rows of selections; ``sharers`` consecutive selections share one value."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, row_map: RowMap, sharers: int) -> Tensor:
@@ -151,21 +152,21 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = read_choices(grads[0], ctx.row_map)
+        selected = read_selections(grads[0], ctx.row_map)
         return (
-            (chosen.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else chosen),
+            (selected.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else selected),
             None,
             None,
         )
 
 
 class _FromRows(torch.autograd.Function):
-    """Copy rows back into the order of the choices."""
+    """Copy rows back into the order of the selections."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_map: RowMap) -> Tensor:
         ctx.row_map = row_map
-        return read_choices(rows, row_map)
+        return read_selections(rows, row_map)
 
     @staticmethod
     @once_differentiable
@@ -173,12 +174,12 @@ class _FromRows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.row_map.pairs), None
 
 
-def read_choices(rows: Tensor, row_map: RowMap) -> Tensor:
-    """Return the row of each choice, with zeros for choices of experts of other ranks."""
+def read_selections(rows: Tensor, row_map: RowMap) -> Tensor:
+    """Return the row of each selection, with zeros for selections of experts of other ranks."""
     index = row_map.rows.flatten()
     if not rows.shape[0]:
         return rows.new_zeros((index.shape[0], *rows.shape[1:]))
     is_here = index < row_map.ends[-1]
     # Selected, not multiplied by zero: rows of no expert may be NaN.
-    chosen = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
-    return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), chosen, 0)
+    selected = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
+    return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), selected, 0)

@@ -10,11 +10,11 @@ from lightning_megatron.kernels.triton.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_statistics,
 )
-from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, sort_choices
+from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, sort_selections
 from lightning_megatron.kernels.triton.gelu import apply_gelu
 from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.triton.norm import add_norm
-from lightning_megatron.kernels.triton.peer_rows import add_slots, put_sums, put_tokens
+from lightning_megatron.kernels.triton.peer_rows import add_buffer_rows, put_sums, put_tokens
 from lightning_megatron.kernels.triton.rotary import rotate_qkv
 from lightning_megatron.kernels.triton.route import route_tokens
 from lightning_megatron.kernels.triton.route_settings import RouteSettings
@@ -31,7 +31,7 @@ __all__ = [
     "RouteSettings",
     "add_norm",
     "add_routing",
-    "add_slots",
+    "add_buffer_rows",
     "attach_losses",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
@@ -43,7 +43,7 @@ __all__ = [
     "put_sums",
     "put_tokens",
     "route_tokens",
-    "sort_choices",
+    "sort_selections",
     "split_rows",
     "unpermute_rows",
 ]

@@ -1,10 +1,10 @@
-"""Stable counting sort of choices by expert, in three launches of static sizes without atomics.
+"""Stable counting sort of selections by expert, in three launches of static sizes without atomics.
 
-A choice is a pair of a token and one of its experts. Choices are divided into blocks. The first
-launch counts the choices of each expert in every block. The second computes prefix sums of these
-counts over the blocks. The third computes the row of every choice: the choices of lower experts,
-plus the choices of its expert in earlier blocks, plus the earlier choices of its expert in its own
-block.
+A selection is a pair of a token and one of its experts. Selections are divided into blocks. The
+first launch counts the selections of each expert in every block. The second computes prefix sums of
+these counts over the blocks. The third computes the row of every selection: the selections of lower
+experts, plus the selections of its expert in earlier blocks, plus the earlier selections of its
+expert in its own block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
 
-# Choices of a block; all pairs of them are compared.
+# Selections of a block; all pairs of them are compared.
 _BLOCK = 64
 # Experts of a program of the second launch, and blocks in one iteration of its loop.
 _EXPERTS = 4
@@ -25,39 +25,39 @@ _ROWS = 1024
 MAX_SORTED_EXPERTS = 1024
 
 
-def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the choices of tokens by expert, with the choices of other ranks' experts last.
+def sort_selections(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the selections of tokens by expert, with the selections of other ranks' experts last.
 
     Shapes: experts ``(T, k)``; pairs ``(T k)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
 
     Args:
-        experts: Experts that every token chose, int64; -1 means none.
+        experts: Experts selected for every token, int64; -1 means none.
         first: Number of this rank's first expert.
         num_experts: Number E of this rank's experts (experts).
 
     Returns:
-        The choice of every row, the row of every choice, and the end (exclusive) of the rows of
-        every expert.
+        The selection of every row, the row of every selection, and the end (exclusive) of the rows
+        of every expert.
     """
     experts = experts.contiguous()
-    num_choices = experts.numel()
+    num_selections = experts.numel()
     device = experts.device
     rows = torch.empty_like(experts)
-    pairs = torch.empty(num_choices, dtype=torch.int64, device=device)
-    if not num_choices:
+    pairs = torch.empty(num_selections, dtype=torch.int64, device=device)
+    if not num_selections:
         return pairs, rows, torch.zeros(num_experts, dtype=torch.int32, device=device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    num_blocks = ceil_div(num_choices, _BLOCK)
+    num_blocks = ceil_div(num_selections, _BLOCK)
     # The last row receives the sums over all blocks.
     counts = torch.empty((num_blocks + 1, num_experts), dtype=torch.int32, device=device)
     bins = power_of_two(num_experts)
     with on_device_of(experts):
-        _count_choices[(num_blocks,)](
+        _count_selections[(num_blocks,)](
             experts,
             counts,
             first,
             num_experts,
-            num_choices,
+            num_selections,
             BINS=bins,
             BLOCK=_BLOCK,
         )
@@ -68,7 +68,7 @@ def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor,
             EXPERTS=_EXPERTS,
             ROWS=_ROWS,
         )
-        _place_choices[(num_blocks,)](
+        _write_rows[(num_blocks,)](
             experts,
             counts,
             ends,
@@ -76,7 +76,7 @@ def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor,
             pairs,
             first,
             num_experts,
-            num_choices,
+            num_selections,
             num_blocks,
             BINS=bins,
             BLOCK=_BLOCK,
@@ -85,19 +85,21 @@ def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor,
 
 
 @triton.jit
-def _count_choices(
+def _count_selections(
     experts: tl.tensor,
     counts: tl.tensor,
     first: tl.tensor,
     num_experts: tl.tensor,
-    num_choices: tl.tensor,
+    num_selections: tl.tensor,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    choice = block * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(experts + choice, mask=choice < num_choices, other=-1).to(tl.int32) - first
-    is_here = (choice < num_choices) & (key >= 0) & (key < num_experts)
+    selection = block * BLOCK + tl.arange(0, BLOCK)
+    key = (
+        tl.load(experts + selection, mask=selection < num_selections, other=-1).to(tl.int32) - first
+    )
+    is_here = (selection < num_selections) & (key >= 0) & (key < num_experts)
     found = tl.histogram(tl.where(is_here, key, 0), BINS, mask=is_here)
     columns = tl.arange(0, BINS)
     tl.store(counts + block * num_experts + columns, found, mask=columns < num_experts)
@@ -124,7 +126,7 @@ def _add_up_counts(
 
 
 @triton.jit
-def _place_choices(
+def _write_rows(
     experts: tl.tensor,
     counts: tl.tensor,
     ends: tl.tensor,
@@ -132,23 +134,25 @@ def _place_choices(
     pairs: tl.tensor,
     first: tl.tensor,
     num_experts: tl.tensor,
-    num_choices: tl.tensor,
+    num_selections: tl.tensor,
     num_blocks: tl.tensor,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    choice = block * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(experts + choice, mask=choice < num_choices, other=-1).to(tl.int32) - first
-    # Choices of other ranks' experts and indices past the last choice share one extra key.
+    selection = block * BLOCK + tl.arange(0, BLOCK)
+    key = (
+        tl.load(experts + selection, mask=selection < num_selections, other=-1).to(tl.int32) - first
+    )
+    # Selections of other ranks' experts and indices past the last selection share one extra key.
     key = tl.where((key >= 0) & (key < num_experts), key, num_experts)
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, BLOCK, 32):
         other = block * BLOCK + start + tl.arange(0, 32)
-        other_key = tl.load(experts + other, mask=other < num_choices, other=-1)
+        other_key = tl.load(experts + other, mask=other < num_selections, other=-1)
         other_key = other_key.to(tl.int32) - first
         other_key = tl.where((other_key >= 0) & (other_key < num_experts), other_key, num_experts)
-        is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < choice[:, None])
+        is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < selection[:, None])
         rank += tl.sum(is_before.to(tl.int32), axis=1)
     columns = tl.arange(0, BINS)
     totals = tl.load(
@@ -166,10 +170,10 @@ def _place_choices(
     )
     is_here = key < num_experts
     start_here = tl.gather(until - totals + in_earlier, tl.where(is_here, key, 0), 0)
-    # The number of choices of other experts in earlier blocks is the size of these blocks minus
-    # their choices of this rank's experts.
+    # The number of selections of other experts in earlier blocks is the size of these blocks minus
+    # their selections of this rank's experts.
     start_elsewhere = tl.sum(totals, axis=0) + block * BLOCK - tl.sum(in_earlier, axis=0)
     row = (tl.where(is_here, start_here, start_elsewhere) + rank).to(tl.int64)
-    inside = choice < num_choices
-    tl.store(rows + choice, row, mask=inside)
-    tl.store(pairs + row, choice.to(tl.int64), mask=inside)
+    inside = selection < num_selections
+    tl.store(rows + selection, row, mask=inside)
+    tl.store(pairs + row, selection.to(tl.int64), mask=inside)

@@ -1,9 +1,9 @@
 """One-sided transport of expert parallelism: kernels that write into the memory of other GPUs.
 
 Ranks write tokens to the ranks of their experts, and sums of expert outputs back to the ranks of
-the tokens. Reads are local. Every rank has one slot for each token of all ranks;
-:class:`~lightning_megatron.plan.token_buffer.TokenBuffer` defines their memory layout. A slot is
-neither written nor read if its token chose no expert of the rank.
+the tokens. Reads are local. Every rank has one row for each token of all ranks;
+:class:`~lightning_megatron.plan.token_buffer.TokenBuffer` defines their memory layout. A row is
+neither written nor read if its token has no expert on the rank.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ def put_tokens(
     pointers: Tensor,
     rank: int,
     experts_each: int,
-    slots: TokenBuffer,
+    layout: TokenBuffer,
 ) -> None:
-    """Write every token into its slot on the ranks of its experts, this rank included.
+    """Write every token into its row on the ranks of its experts, this rank included.
 
-    If probabilities are given, they and the choices of every token are written to all ranks.
+    If probabilities are given, they and the selections of every token are written to all ranks.
 
     Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; pointers ``(num_ranks)``.
 
     Args:
         hidden: This rank's tokens.
-        probabilities: Probabilities of the chosen experts; None writes tokens only.
-        experts: Experts that the tokens chose; -1 means none.
-        pointers: Addresses of the slots of every rank.
+        probabilities: Probabilities of the selected experts; None writes tokens only.
+        experts: Experts selected for the tokens; -1 means none.
+        pointers: Address of the buffer of every rank.
         rank: Position of this rank on the expert axis.
         experts_each: Number of experts of every rank (experts).
-        slots: Memory layout of the slots.
+        layout: Memory layout of the buffer.
     """
     hidden = as_rows(hidden)
     experts = experts.contiguous()
     width = hidden.shape[1]
     top_k = experts.shape[1]
     with on_device_of(hidden):
-        _put_tokens[(min(_PROGRAMS, hidden.shape[0] * slots.num_ranks),)](
+        _put_tokens[(min(_PROGRAMS, hidden.shape[0] * layout.num_ranks),)](
             hidden, experts if probabilities is None else probabilities.contiguous(), experts,
-            pointers, hidden.stride(0), width, slots.num_tokens, rank, experts_each,
-            slots.scales_at, slots.choices_at, NUM_RANKS=slots.num_ranks, K=top_k,
-            CHOICES=power_of_two(top_k), HAS_CHOICES=probabilities is not None, BLOCK=_block(width),
-            num_warps=_WARPS,
+            pointers, hidden.stride(0), width, layout.num_tokens, rank, experts_each,
+            layout.scales_at, layout.experts_at, NUM_RANKS=layout.num_ranks, K=top_k,
+            PADDED_K=power_of_two(top_k), HAS_EXPERTS=probabilities is not None,
+            BLOCK=_block(width), num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -68,12 +68,12 @@ def put_sums(
     ends: Tensor,
     pointers: Tensor,
     rank: int,
-    slots: TokenBuffer,
+    layout: TokenBuffer,
 ) -> None:
     """Sum the rows of every token in float32 and write the sum to the token's rank.
 
     Tokens without rows on this rank are skipped. The gradients of probabilities are written next to
-    the sums. They are zero for choices without a row on this rank. Float64 rows are summed in
+    the sums. They are zero for selections without a row on this rank. Float64 rows are summed in
     float64.
 
     Shapes: values ``(R, D)``; scales ``(R)``; rows ``(num_ranks * T, k)``; ends ``(E)``; pointers
@@ -82,12 +82,12 @@ def put_sums(
     Args:
         values: Rows to sum; rows past the last end are not read.
         scales: Gradient of the probability of every row; None means no gradients.
-        rows: Row of every choice of the tokens of all ranks; past the last end for experts of other
-            ranks.
+        rows: Row of every selection of the tokens of all ranks; past the last end for experts of
+            other ranks.
         ends: End (exclusive) of the rows of every expert, on the device.
-        pointers: Addresses of the slots of every rank.
+        pointers: Address of the buffer of every rank.
         rank: Position of this rank on the expert axis.
-        slots: Memory layout of the slots.
+        layout: Memory layout of the buffer.
     """
     values = as_rows(values)
     rows = rows.contiguous()
@@ -96,43 +96,43 @@ def put_sums(
     with on_device_of(values):
         _put_sums[(min(_PROGRAMS, rows.shape[0]),)](
             values, rows if scales is None else scales.contiguous(), rows, ends, pointers,
-            values.stride(0), width, values.shape[0], ends.shape[0], slots.num_tokens, rank,
-            slots.scales_at, NUM_RANKS=slots.num_ranks, K=top_k, CHOICES=power_of_two(top_k),
+            values.stride(0), width, values.shape[0], ends.shape[0], layout.num_tokens, rank,
+            layout.scales_at, NUM_RANKS=layout.num_ranks, K=top_k, PADDED_K=power_of_two(top_k),
             HAS_SCALES=scales is not None, IS_WIDE=_is_wide(values), BLOCK=_block(width),
             num_warps=_WARPS,
         )  # fmt: skip
 
 
-def add_slots(
-    slots: Tensor,
+def add_buffer_rows(
+    buffer: Tensor,
     scales: Tensor | None,
     experts: Tensor,
     experts_each: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the slots that the ranks of a token's experts have written, in the order of ranks.
+    """Sum the rows that the ranks of a token's experts have written, in the order of ranks.
 
-    The sum is computed in float32, or in float64 for float64 slots.
+    The sum is computed in float32, or in float64 for float64 rows.
 
-    Shapes: slots ``(num_ranks * T, D)``; scales ``(num_ranks * T, k)``; experts ``(T, k)``; results
-        ``(T, D)`` and ``(T, k)``.
+    Shapes: buffer ``(num_ranks * T, D)``; scales ``(num_ranks * T, k)``; experts ``(T, k)``;
+        results ``(T, D)`` and ``(T, k)``.
 
     Args:
-        slots: Sums of rows, ordered by the rank that wrote them.
+        buffer: Sums of rows, ordered by the rank that wrote them.
         scales: Gradients of probabilities in the same order; None means no gradients.
-        experts: Experts that this rank's tokens chose; -1 means none.
+        experts: Experts selected for this rank's tokens; -1 means none.
         experts_each: Number of experts of every rank (experts).
     """
     experts = experts.contiguous()
-    width = slots.shape[1]
+    width = buffer.shape[1]
     num_tokens, top_k = experts.shape
-    result = slots.new_empty((num_tokens, width))
+    result = buffer.new_empty((num_tokens, width))
     added = None if scales is None else scales.new_empty((num_tokens, top_k))
-    with on_device_of(slots):
-        _add_slots[(num_tokens, ceil_div(width, _block(width)))](
-            slots, experts if scales is None else scales, experts, result,
+    with on_device_of(buffer):
+        _add_buffer_rows[(num_tokens, ceil_div(width, _block(width)))](
+            buffer, experts if scales is None else scales, experts, result,
             result if added is None else added, width, num_tokens, experts_each,
-            NUM_RANKS=slots.shape[0] // num_tokens, K=top_k, CHOICES=power_of_two(top_k),
-            HAS_SCALES=scales is not None, IS_WIDE=_is_wide(slots), BLOCK=_block(width),
+            NUM_RANKS=buffer.shape[0] // num_tokens, K=top_k, PADDED_K=power_of_two(top_k),
+            HAS_SCALES=scales is not None, IS_WIDE=_is_wide(buffer), BLOCK=_block(width),
         )  # fmt: skip
     return result, added
 
@@ -157,21 +157,21 @@ def _put_tokens(
     rank: tl.tensor,
     experts_each: tl.tensor,
     scales_at: tl.tensor,
-    choices_at: tl.tensor,
+    experts_at: tl.tensor,
     NUM_RANKS: tl.constexpr,
     K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    HAS_CHOICES: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    choices = tl.arange(0, CHOICES)
+    selections = tl.arange(0, PADDED_K)
     # Neighbouring programs write to different ranks, so that all links are in use.
     for item in range(tl.program_id(0), num_tokens * NUM_RANKS, tl.num_programs(0)):
         token = tl.cast(item // NUM_RANKS, tl.int64)
         peer = (item + rank) % NUM_RANKS
-        slot = token + rank * num_tokens
-        choice = tl.load(experts + token * K + choices, mask=choices < K, other=-1)
-        local = choice - peer * experts_each
+        buffer_row = token + rank * num_tokens
+        selection = tl.load(experts + token * K + selections, mask=selections < K, other=-1)
+        local = selection - peer * experts_each
         is_needed = tl.max(((local >= 0) & (local < experts_each)).to(tl.int32), axis=0) > 0
         base = tl.multiple_of(tl.load(pointers + peer), 16)
         target = tl.multiple_of(base.to(tl.pointer_type(hidden.dtype.element_ty)), 16)
@@ -179,13 +179,13 @@ def _put_tokens(
             columns = start + tl.arange(0, BLOCK)
             inside = (columns < width) & is_needed
             x = tl.load(hidden + token * hidden_stride + columns, mask=inside)
-            tl.store(target + slot * width + columns, x, mask=inside)
-        if HAS_CHOICES:
+            tl.store(target + buffer_row * width + columns, x, mask=inside)
+        if HAS_EXPERTS:
             scales = (base + scales_at).to(tl.pointer_type(probabilities.dtype.element_ty))
-            probability = tl.load(probabilities + token * K + choices, mask=choices < K)
-            tl.store(scales + slot * K + choices, probability, mask=choices < K)
-            chosen = (base + choices_at).to(tl.pointer_type(experts.dtype.element_ty))
-            tl.store(chosen + slot * K + choices, choice, mask=choices < K)
+            probability = tl.load(probabilities + token * K + selections, mask=selections < K)
+            tl.store(scales + buffer_row * K + selections, probability, mask=selections < K)
+            selected = (base + experts_at).to(tl.pointer_type(experts.dtype.element_ty))
+            tl.store(selected + buffer_row * K + selections, selection, mask=selections < K)
 
 
 @triton.jit
@@ -204,19 +204,19 @@ def _put_sums(
     scales_at: tl.tensor,
     NUM_RANKS: tl.constexpr,
     K: tl.constexpr,
-    CHOICES: tl.constexpr,
+    PADDED_K: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    choices = tl.arange(0, CHOICES)
+    selections = tl.arange(0, PADDED_K)
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     for item in range(tl.program_id(0), num_tokens * NUM_RANKS, tl.num_programs(0)):
         token = tl.cast(item // NUM_RANKS, tl.int64)
         peer = (item + rank) % NUM_RANKS
         source = token + peer * num_tokens
-        slot = token + rank * num_tokens
-        lies = tl.load(rows + source * K + choices, mask=choices < K, other=num_rows)
+        buffer_row = token + rank * num_tokens
+        lies = tl.load(rows + source * K + selections, mask=selections < K, other=num_rows)
         is_needed = tl.min(lies, axis=0) < end
         base = tl.multiple_of(tl.load(pointers + peer), 16)
         target = tl.multiple_of(base.to(tl.pointer_type(values.dtype.element_ty)), 16)
@@ -232,19 +232,21 @@ def _put_sums(
                     other=0.0,
                 )
             tl.store(
-                target + slot * width + columns,
+                target + buffer_row * width + columns,
                 total.to(values.dtype.element_ty),
                 mask=inside,
             )
         if HAS_SCALES:
-            gradient = tl.load(scales + lies, mask=(choices < K) & (lies < end), other=0.0)
+            gradient = tl.load(scales + lies, mask=(selections < K) & (lies < end), other=0.0)
             there = (base + scales_at).to(tl.pointer_type(scales.dtype.element_ty))
-            tl.store(there + slot * K + choices, gradient, mask=(choices < K) & is_needed)
+            tl.store(
+                there + buffer_row * K + selections, gradient, mask=(selections < K) & is_needed
+            )
 
 
 @triton.jit
-def _add_slots(
-    slots: tl.tensor,
+def _add_buffer_rows(
+    buffer: tl.tensor,
     scales: tl.tensor,
     experts: tl.tensor,
     result: tl.tensor,
@@ -254,36 +256,38 @@ def _add_slots(
     experts_each: tl.tensor,
     NUM_RANKS: tl.constexpr,
     K: tl.constexpr,
-    CHOICES: tl.constexpr,
+    PADDED_K: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    choices = tl.arange(0, CHOICES)
-    is_first = (choices < K) & (tl.program_id(1) == 0)
-    choice = tl.load(experts + token * K + choices, mask=choices < K, other=-1)
+    selections = tl.arange(0, PADDED_K)
+    is_first = (selections < K) & (tl.program_id(1) == 0)
+    selection = tl.load(experts + token * K + selections, mask=selections < K, other=-1)
     total = tl.zeros((BLOCK,), tl.float64 if IS_WIDE else tl.float32)
     if HAS_SCALES:
-        gradient = tl.zeros((CHOICES,), scales.dtype.element_ty)
+        gradient = tl.zeros((PADDED_K,), scales.dtype.element_ty)
     for peer in tl.static_range(NUM_RANKS):
-        local = choice - peer * experts_each
+        local = selection - peer * experts_each
         is_there = (local >= 0) & (local < experts_each)
         is_needed = tl.max(is_there.to(tl.int32), axis=0) > 0
-        slot = token + peer * num_tokens
+        buffer_row = token + peer * num_tokens
         total += tl.load(
-            slots + slot * width + columns,
+            buffer + buffer_row * width + columns,
             mask=(columns < width) & is_needed,
             other=0.0,
         )
         if HAS_SCALES:
-            # Only one rank has the expert of a choice, so at most one term is not zero.
-            gradient += tl.load(scales + slot * K + choices, mask=is_first & is_there, other=0.0)
+            # Only one rank has the expert of a selection, so at most one term is not zero.
+            gradient += tl.load(
+                scales + buffer_row * K + selections, mask=is_first & is_there, other=0.0
+            )
     tl.store(
         result + token * width + columns,
         total.to(result.dtype.element_ty),
         mask=columns < width,
     )
     if HAS_SCALES:
-        tl.store(added + token * K + choices, gradient, mask=is_first)
+        tl.store(added + token * K + selections, gradient, mask=is_first)

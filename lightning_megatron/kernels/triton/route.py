@@ -1,8 +1,8 @@
-"""Fused router: scores, choices, weights and loss statistics, computed from the logits in one pass.
+"""Fused router: scores, selections, weights and loss statistics from the logits in one pass.
 
-A program keeps the scores of all experts for some tokens in registers. The choices of a token are
-the experts with the highest scores. Of experts with equal scores, the one with the lowest number is
-chosen.
+A program keeps the scores of all experts for some tokens in registers. The selections of a token
+are the experts with the highest scores. Of experts with equal scores, the one with the lowest
+number is selected.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def route_tokens(
 
     Args:
         logits: Logits of the router.
-        bias: Tensor that is added to the scores for the choice only; None means no bias.
-        settings: Rules of the choice.
+        bias: Tensor that is added to the scores for the selection only; None means no bias.
+        settings: Rules of the selection.
 
     Returns:
-        Seven tensors: the probabilities of the chosen experts ``(T, k)``; the chosen experts, best
-        first, ``(T, k)`` int64; the number of choices of every expert ``(C, E)`` int32; the same
-        without biases, if it is counted; the sums over tokens of the shares, which are scores
+        Seven tensors: the probabilities of the selected experts ``(T, k)``; the selected experts,
+        best first, ``(T, k)`` int64; the number of selections of every expert ``(C, E)`` int32; the
+        same without biases, if it is counted; the sums over tokens of the shares, which are scores
         divided by their sum, ``(C, E)``; the sum over tokens of the squared log-sum-exp of the
         logits; the sum of the entropies of the shares (nats).
     """
@@ -80,13 +80,13 @@ class _Route(torch.autograd.Function):
         make = torch.empty if num_tokens else torch.zeros
         load = make((kinds, classes, num_experts), dtype=torch.int32, device=device)
         total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
-        is_forced = settings.first_turn is not None
+        is_forced = settings.round_robin_start is not None
         has_groups = settings.top_k_groups < settings.num_groups and not is_forced
         if num_tokens:
             with on_device_of(logits):
                 _route_forward[(programs, classes)](
                     logits, logits if bias is None else bias, probabilities, experts, loads, sums,
-                    num_tokens, settings.first_turn or 0, settings.scale,
+                    num_tokens, settings.round_robin_start or 0, settings.scale,
                     HAS_BIAS=bias is not None and not is_forced,
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
                     GROUPS=settings.num_groups if has_groups else 1,
@@ -132,7 +132,7 @@ class _Route(torch.autograd.Function):
 def _ordered(scores: tl.tensor) -> tl.tensor:
     # Map floats to integers of the same order, because a warp has an instruction for the maximum of
     # integers. NaN is the largest, as in torch. Minus infinity is above the lowest integer, which
-    # marks experts that cannot be chosen.
+    # marks experts that cannot be selected.
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -158,7 +158,7 @@ def _best(
     scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the rank of every expert among the choices of a token, or -1."""
+    """Return the rank of every expert among the selections of a token, or -1."""
     taken = -0x80000000
     keys = tl.where(columns < E, _ordered(scores), taken)
     if GROUPS > 1:
@@ -179,18 +179,18 @@ def _best(
         is_in = tl.reshape(is_in, (TOKENS, BLOCK))
         excluded = _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32))
         keys = tl.where(is_in != 0, keys, excluded)
-    place = tl.full((TOKENS, BLOCK), -1, tl.int32)
-    for choice in tl.static_range(K):
+    position = tl.full((TOKENS, BLOCK), -1, tl.int32)
+    for selection in tl.static_range(K):
         hit = columns == _first_of_highest(keys, columns, 1, BLOCK)
-        place = tl.where(hit, choice, place)
+        position = tl.where(hit, selection, position)
         keys = tl.where(hit, taken, keys)
-    return place
+    return position
 
 
 @triton.jit
 def _route_forward(
     logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
-    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor,
+    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, round_robin_start: tl.tensor,
     scale: tl.tensor, HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr,
     IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -226,9 +226,9 @@ def _route_forward(
         products = tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0)
         entropy_sum -= tl.sum(products, axis=1)
         if IS_FORCED:
-            turn = (first_turn + token * K) % E
-            place = (columns - turn[:, None] + E).to(tl.int32) % E
-            place = tl.where(is_expert & (place < K), place, -1)
+            first = (round_robin_start + token * K) % E
+            position = (columns - first[:, None] + E).to(tl.int32) % E
+            position = tl.where(is_expert & (position < K), position, -1)
         else:
             biased = scores
             if HAS_BIAS:
@@ -236,21 +236,21 @@ def _route_forward(
             if COUNTS_UNBIASED:
                 unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
                 unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
-            place = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
-        is_chosen = place >= 0
-        load += tl.where(inside & is_chosen, 1, 0)
+            position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+        is_selected = position >= 0
+        load += tl.where(inside & is_selected, 1, 0)
         weights = scores
         if NORMALIZE:
             if SOFTMAX:
-                chosen = tl.where(is_chosen, x, float("-inf"))
-                weights = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+                selected = tl.where(is_selected, x, float("-inf"))
+                weights = tl.exp(selected - tl.max(selected, axis=1)[:, None])
                 weights /= tl.sum(weights, axis=1)[:, None]
             else:
-                weights /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
-        at = token[:, None] * K + place
-        tl.store(probabilities + at, weights * scale, mask=inside & is_chosen)
+                weights /= tl.sum(tl.where(is_selected, scores, 0.0), axis=1)[:, None] + 1e-20
+        at = token[:, None] * K + position
+        tl.store(probabilities + at, weights * scale, mask=inside & is_selected)
         expert = tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64)
-        tl.store(experts + at, expert, mask=inside & is_chosen)
+        tl.store(experts + at, expert, mask=inside & is_selected)
     row = sequence * tl.num_programs(0) + tl.program_id(0)
     numbers = tl.arange(0, BLOCK)
     tl.store(loads + row * E + numbers, tl.sum(load, axis=0), mask=numbers < E)
@@ -316,25 +316,25 @@ def _route_backward(
     change = tl.zeros((TOKENS, BLOCK), tl.float32)
     grad_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
     if HAS_WEIGHTS:
-        is_chosen = tl.zeros((TOKENS, BLOCK), tl.int32)
+        is_selected = tl.zeros((TOKENS, BLOCK), tl.int32)
         outer = tl.zeros((TOKENS, BLOCK), tl.float32)
-        for choice in tl.static_range(K):
-            expert = tl.load(experts + token * K + choice, mask=is_token, other=-1)
-            grad = tl.load(grad_probabilities + token * K + choice, mask=is_token, other=0.0)
+        for selection in tl.static_range(K):
+            expert = tl.load(experts + token * K + selection, mask=is_token, other=-1)
+            grad = tl.load(grad_probabilities + token * K + selection, mask=is_token, other=0.0)
             grad *= scale
             hit = columns == expert[:, None]
-            is_chosen = tl.where(hit, 1, is_chosen)
+            is_selected = tl.where(hit, 1, is_selected)
             outer = tl.where(hit, grad[:, None], outer)
         if NORMALIZE and SOFTMAX:
-            chosen = tl.where((is_chosen != 0) & is_token[:, None], x, float("-inf"))
-            top = tl.where(is_token, tl.max(chosen, axis=1), 0.0)
-            weights = tl.exp(chosen - top[:, None])
+            selected = tl.where((is_selected != 0) & is_token[:, None], x, float("-inf"))
+            top = tl.where(is_token, tl.max(selected, axis=1), 0.0)
+            weights = tl.exp(selected - top[:, None])
             weights /= tl.where(is_token, tl.sum(weights, axis=1), 1.0)[:, None]
             change = weights * (outer - tl.sum(outer * weights, axis=1)[:, None])
         elif NORMALIZE:
-            mass = (tl.sum(tl.where(is_chosen != 0, scores, 0.0), axis=1) + 1e-20)[:, None]
+            mass = (tl.sum(tl.where(is_selected != 0, scores, 0.0), axis=1) + 1e-20)[:, None]
             mean = tl.sum(outer * scores / mass, axis=1)[:, None]
-            grad_scores = tl.where(is_chosen != 0, (outer - mean) / mass, 0.0)
+            grad_scores = tl.where(is_selected != 0, (outer - mean) / mass, 0.0)
         else:
             grad_scores = outer
     if HAS_SHARES:

@@ -14,12 +14,12 @@ _MAX_TOKENS = 32
 _WARPS = 1
 # Limits of the registers of a program.
 _MAX_EXPERTS = 512
-_MAX_CHOICES = 16
+_MAX_SELECTED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouteSettings:
-    """Rules of scoring and choosing experts; see ``plan.experts.ExpertsConfig`` for details.
+    """Rules of scoring and selecting experts; see ``plan.experts.ExpertsConfig`` for details.
 
     Args:
         num_experts: Number E of experts of the layer (experts).
@@ -28,13 +28,13 @@ class RouteSettings:
             makes all eligible.
         top_k_groups: Number of eligible groups.
         is_softmax: Whether scores are a softmax of the logits; otherwise they are sigmoids.
-        is_normalized: Whether the scores of the chosen experts are divided by their sum.
-        scale: Factor of the probabilities of the chosen experts.
+        is_normalized: Whether the scores of the selected experts are divided by their sum.
+        scale: Factor of the probabilities of the selected experts.
         num_sequences: Number C of sequences with sums of their own; token t belongs to sequence
             ``t % num_sequences``.
-        first_turn: Number of the first token's first expert, if experts are assigned in turn
-            regardless of their scores; None chooses by score.
-        counts_unbiased: Whether to also count the choices that tokens would make without biases.
+        round_robin_start: Number of the first token's first expert, if experts are assigned
+            round-robin regardless of their scores; None selects by score.
+        counts_unbiased: Whether to also count the selections by scores without biases.
     """
 
     num_experts: int
@@ -45,7 +45,7 @@ class RouteSettings:
     is_normalized: bool
     scale: float
     num_sequences: int
-    first_turn: int | None
+    round_robin_start: int | None
     counts_unbiased: bool
 
     def is_served(self) -> bool:
@@ -53,7 +53,7 @@ class RouteSettings:
 
         A row of scores must fit into registers.
         """
-        if self.num_experts > _MAX_EXPERTS or self.top_k > _MAX_CHOICES:
+        if self.num_experts > _MAX_EXPERTS or self.top_k > _MAX_SELECTED:
             return False
         # Groups are a dimension of a tile, whose sizes are powers of two.
         return self.num_groups == 1 or power_of_two(self.num_experts) == self.num_experts

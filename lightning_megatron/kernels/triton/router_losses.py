@@ -25,7 +25,7 @@ def add_routing(
     entropy_sum: Tensor,
     dropped: Tensor | None,
     share_sums: Tensor,
-    of_choices: Tensor | None,
+    load_factors: Tensor | None,
     coefficient: float,
     square_sum: Tensor,
     square_coefficient: float,
@@ -35,29 +35,29 @@ def add_routing(
     Equal to the additions of ``RouterStatistics`` with operators of torch; losses are computed in
     float32.
 
-    Shapes: sums ``(5 + E)`` float64; load ``(E)``; share_sums ``(C, E)``; of_choices ``(C, E)`` or
-        ``(E)``; all others numbers.
+    Shapes: sums ``(5 + E)`` float64; load ``(E)``; share_sums ``(C, E)``; load_factors ``(C, E)``
+        or ``(E)``; all others numbers.
 
     Args:
         sums: Sums of the step, in the layout of ``RouterStatistics``.
-        load: Number of choices of each expert.
+        load: Number of selections of each expert.
         entropy_sum: Sum of the tokens' entropies (nats).
-        dropped: Number of dropped choices; None means none.
+        dropped: Number of dropped selections; None means none.
         share_sums: Sums of the tokens' shares of scores, in float32.
-        of_choices: Factors of the share sums in the balance loss, computed from the choices; None
+        load_factors: Factors of the share sums in the balance loss, computed from the load; None
             means no such loss.
         coefficient: Coefficient of the balance loss.
         square_sum: Sum of the squared log-sum-exp of the logits, for the z-loss.
         square_coefficient: Coefficient of the z-loss; 0 means no such loss.
     """
     num_experts = load.shape[0]
-    choices = load if of_choices is None else of_choices
+    factors = load if load_factors is None else load_factors
     with on_device_of(sums):
         _add_routing[(1,)](
-            sums, load, entropy_sum, load if dropped is None else dropped, share_sums, choices,
-            square_sum, coefficient, square_coefficient, share_sums.stride(0), _row_stride(choices),
+            sums, load, entropy_sum, load if dropped is None else dropped, share_sums, factors,
+            square_sum, coefficient, square_coefficient, share_sums.stride(0), _row_stride(factors),
             share_sums.shape[0], HAS_DROPPED=dropped is not None,
-            HAS_BALANCE=of_choices is not None, HAS_SQUARES=square_coefficient != 0.0,
+            HAS_BALANCE=load_factors is not None, HAS_SQUARES=square_coefficient != 0.0,
             E=num_experts, BLOCK=power_of_two(num_experts),
         )  # fmt: skip
 
@@ -65,7 +65,7 @@ def add_routing(
 def attach_losses(
     x: Tensor,
     share_sums: Tensor,
-    of_choices: Tensor | None,
+    load_factors: Tensor | None,
     coefficient: float,
     square_sum: Tensor,
     square_coefficient: float,
@@ -74,15 +74,15 @@ def attach_losses(
     """Return ``x`` unchanged; its backward pass also computes the gradients of the router losses.
 
     Equal to ``attach_loss`` of
-    ``(share_sums * of_choices).sum() * coefficient + square_sum * square_coefficient``.
+    ``(share_sums * load_factors).sum() * coefficient + square_sum * square_coefficient``.
 
     Shapes: x any; others as of :func:`add_routing`.
 
     Args:
         x: Tensor that the main loss depends on.
         share_sums: Sums of the tokens' shares of scores, in float32.
-        of_choices: Factors of the share sums in the balance loss, without a gradient; None means no
-            such loss.
+        load_factors: Factors of the share sums in the balance loss, without a gradient; None means
+            no such loss.
         coefficient: Coefficient of the balance loss.
         square_sum: Sum of the squared log-sum-exp of the logits, in float32.
         square_coefficient: Coefficient of the z-loss; 0 means no such loss.
@@ -92,7 +92,7 @@ def attach_losses(
         x,
         share_sums,
         square_sum,
-        of_choices,
+        load_factors,
         coefficient,
         square_coefficient,
         scale,
@@ -106,12 +106,12 @@ class _Attached(torch.autograd.Function):
         x: Tensor,
         share_sums: Tensor,
         square_sum: Tensor,
-        of_choices: Tensor | None,
+        load_factors: Tensor | None,
         coefficient: float,
         square_coefficient: float,
         scale: float | Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(of_choices)
+        ctx.save_for_backward(load_factors)
         ctx.shape = share_sums.shape
         ctx.coefficient = coefficient
         ctx.square_coefficient = square_coefficient
@@ -123,20 +123,20 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (of_choices,) = ctx.saved_tensors
+        (load_factors,) = ctx.saved_tensors
         (grad,) = grads
         num_classes, num_experts = ctx.shape
-        has_balance = of_choices is not None
+        has_balance = load_factors is not None
         has_squares = ctx.square_coefficient != 0.0
         grad_shares = torch.empty(ctx.shape, dtype=torch.float32, device=grad.device)
         grad_squares = grad_shares.new_empty(()) if has_squares else grad_shares
-        choices = of_choices if has_balance else grad_shares
+        factors = load_factors if has_balance else grad_shares
         is_tensor = isinstance(ctx.scale, Tensor)
         with on_device_of(grad):
             _loss_gradients[(num_classes,)](
-                ctx.scale if is_tensor else grad_shares, choices, grad_shares, grad_squares,
+                ctx.scale if is_tensor else grad_shares, factors, grad_shares, grad_squares,
                 1.0 if is_tensor else ctx.scale, ctx.coefficient, ctx.square_coefficient,
-                _row_stride(choices), HAS_SCALE=is_tensor, HAS_BALANCE=has_balance,
+                _row_stride(factors), HAS_SCALE=is_tensor, HAS_BALANCE=has_balance,
                 HAS_SQUARES=has_squares, E=num_experts, BLOCK=power_of_two(num_experts),
             )  # fmt: skip
         share_result = grad_shares if has_balance else None
@@ -144,15 +144,15 @@ class _Attached(torch.autograd.Function):
         return grad, share_result, square_result, *[None] * 4
 
 
-def _row_stride(of_choices: Tensor) -> int:
-    return of_choices.stride(0) if of_choices.dim() == 2 else 0
+def _row_stride(load_factors: Tensor) -> int:
+    return load_factors.stride(0) if load_factors.dim() == 2 else 0
 
 
 @triton.jit
 def _add_routing(
     sums: tl.tensor, load: tl.tensor, entropy: tl.tensor, dropped: tl.tensor, shares: tl.tensor,
-    of_choices: tl.tensor, squares: tl.tensor, coefficient: tl.tensor,
-    square_coefficient: tl.tensor, share_stride: tl.tensor, choice_stride: tl.tensor,
+    load_factors: tl.tensor, squares: tl.tensor, coefficient: tl.tensor,
+    square_coefficient: tl.tensor, share_stride: tl.tensor, load_stride: tl.tensor,
     num_classes: tl.tensor, HAS_DROPPED: tl.constexpr, HAS_BALANCE: tl.constexpr,
     HAS_SQUARES: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -169,8 +169,8 @@ def _add_routing(
         products = tl.zeros((BLOCK,), tl.float32)
         for row in range(0, num_classes):
             share = tl.load(shares + row * share_stride + columns, mask=inside, other=0.0)
-            choice = tl.load(of_choices + row * choice_stride + columns, mask=inside, other=0)
-            products += share * choice.to(tl.float32)
+            load_factor = tl.load(load_factors + row * load_stride + columns, mask=inside, other=0)
+            products += share * load_factor.to(tl.float32)
         balance = tl.sum(products, axis=0) * coefficient
         tl.store(sums + _BALANCE_LOSS, tl.load(sums + _BALANCE_LOSS) + balance.to(tl.float64))
     if HAS_SQUARES:
@@ -180,9 +180,9 @@ def _add_routing(
 
 @triton.jit
 def _loss_gradients(
-    scale: tl.tensor, of_choices: tl.tensor, grad_shares: tl.tensor, grad_squares: tl.tensor,
+    scale: tl.tensor, load_factors: tl.tensor, grad_shares: tl.tensor, grad_squares: tl.tensor,
     factor: tl.tensor, coefficient: tl.tensor, square_coefficient: tl.tensor,
-    choice_stride: tl.tensor, HAS_SCALE: tl.constexpr, HAS_BALANCE: tl.constexpr,
+    load_stride: tl.tensor, HAS_SCALE: tl.constexpr, HAS_BALANCE: tl.constexpr,
     HAS_SQUARES: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
@@ -192,9 +192,9 @@ def _loss_gradients(
     if HAS_SCALE:
         weight = tl.load(scale).to(tl.float32)
     if HAS_BALANCE:
-        choice = tl.load(of_choices + row * choice_stride + columns, mask=inside, other=0).to(
+        load_factor = tl.load(load_factors + row * load_stride + columns, mask=inside, other=0).to(
             tl.float32,
         )
-        tl.store(grad_shares + row * E + columns, choice * (coefficient * weight), mask=inside)
+        tl.store(grad_shares + row * E + columns, load_factor * (coefficient * weight), mask=inside)
     if HAS_SQUARES:
         tl.store(grad_squares, square_coefficient * weight, mask=row == 0)

@@ -22,7 +22,7 @@ def permute_tokens(
     ends: Tensor,
     num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy every token, and the probabilities of its choices, into the rows of the choices.
+    """Copy every token, and the probabilities of its selections, into the rows of the selections.
 
     Equal to ``result[rows[t, j]] = hidden[t]`` and ``scales[rows[t, j]] = probabilities[t, j]`` for
     all rows before the last end. Rows past the last end are undefined. The gradient of a token is
@@ -33,8 +33,8 @@ def permute_tokens(
 
     Args:
         hidden: Hidden states of the tokens.
-        probabilities: Probabilities of the choices; with None the second result is None.
-        rows: Row of every choice; past the last end for choices without a row.
+        probabilities: Probabilities of the selections; with None the second result is None.
+        rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
         num_rows: Number R of rows of the result (rows).
     """
@@ -47,14 +47,14 @@ def unpermute_rows(
     rows: Tensor,
     ends: Tensor,
 ) -> Tensor:
-    """Sum the rows of every token's choices in float32, weighted by their probabilities.
+    """Sum the rows of every token's selections in float32, weighted by their probabilities.
 
     Shapes: values ``(R, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; output ``(T, D)``.
 
     Args:
         values: Rows to sum; rows past the last end are not read.
-        probabilities: Factor of the row of every choice; None means 1.
-        rows: Row of every choice; past the last end for choices without a row.
+        probabilities: Factor of the row of every selection; None means 1.
+        rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
     """
     return _Unpermute.apply(values, probabilities, rows, ends)
@@ -126,7 +126,7 @@ def _spread(
     ends: Tensor,
     num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy tokens, and probabilities if given, to the rows of their choices."""
+    """Copy tokens, and probabilities if given, to the rows of their selections."""
     source = as_rows(source)
     width = source.shape[1]
     result = source.new_empty((num_rows, width))
@@ -137,7 +137,7 @@ def _spread(
                 source, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales, rows, ends, source.stride(0), width, num_rows,
                 ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
-                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
+                PADDED_K=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, scales
 
@@ -150,7 +150,7 @@ def _collect(
     probabilities: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the rows of every token's choices, and gather the scales of the rows.
+    """Sum the rows of every token's selections, and gather the scales of the rows.
 
     Rows are multiplied by probabilities if given. Scales are gathered if given.
     """
@@ -166,7 +166,7 @@ def _collect(
                 result if gathered is None else gathered, rows, ends, values.stride(0), width,
                 values.shape[0], ends.shape[0], K=rows.shape[1],
                 IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
-                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
+                PADDED_K=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, gathered
 
@@ -185,7 +185,7 @@ def _spread_rows(
     num_experts: tl.tensor,
     K: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    CHOICES: tl.constexpr,
+    PADDED_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -194,13 +194,13 @@ def _spread_rows(
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     x = tl.load(source + token * source_stride + columns, mask=inside)
     if HAS_SCALES:
-        choices = tl.arange(0, CHOICES)
-        is_first = (choices < K) & (tl.program_id(1) == 0)
-        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
-        probability = tl.load(probabilities + token * K + choices, mask=is_first)
+        selections = tl.arange(0, PADDED_K)
+        is_first = (selections < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + selections, mask=is_first, other=0)
+        probability = tl.load(probabilities + token * K + selections, mask=is_first)
         tl.store(scales + row, probability, mask=is_first & (row < end))
-    for choice in tl.static_range(K):
-        row = tl.load(rows + token * K + choice)
+    for selection in tl.static_range(K):
+        row = tl.load(rows + token * K + selection)
         tl.store(result + row * width + columns, x, mask=inside & (row < end))
 
 
@@ -220,7 +220,7 @@ def _collect_rows(
     K: tl.constexpr,
     IS_WEIGHED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    CHOICES: tl.constexpr,
+    PADDED_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -228,19 +228,19 @@ def _collect_rows(
     inside = columns < width
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     if HAS_SCALES:
-        choices = tl.arange(0, CHOICES)
-        is_first = (choices < K) & (tl.program_id(1) == 0)
-        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
+        selections = tl.arange(0, PADDED_K)
+        is_first = (selections < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + selections, mask=is_first, other=0)
         scale = tl.load(scales + row, mask=is_first & (row < end), other=0.0)
-        tl.store(gathered + token * K + choices, scale, mask=is_first)
+        tl.store(gathered + token * K + selections, scale, mask=is_first)
     total = tl.zeros((BLOCK,), tl.float32)
-    for choice in tl.static_range(K):
-        row = tl.load(rows + token * K + choice)
+    for selection in tl.static_range(K):
+        row = tl.load(rows + token * K + selection)
         x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0).to(
             tl.float32,
         )
         if IS_WEIGHED:
-            x *= tl.load(probabilities + token * K + choice)
+            x *= tl.load(probabilities + token * K + selection)
         total += x
     tl.store(result + token * width + columns, total.to(result.dtype.element_ty), mask=inside)
 
@@ -264,11 +264,11 @@ def _weighed_rows_backward(
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
-    for choice in tl.static_range(K):
-        row = tl.load(rows + token * K + choice)
-        probability = tl.load(probabilities + token * K + choice)
+    for selection in tl.static_range(K):
+        row = tl.load(rows + token * K + selection)
+        probability = tl.load(probabilities + token * K + selection)
         total = tl.zeros((BLOCK,), tl.float32)
-        # The token's gradient is read once per choice, from the cache after the first time.
+        # The token's gradient is read once per selection, from the cache after the first time.
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = (columns < width) & (row < end)
@@ -281,4 +281,4 @@ def _weighed_rows_backward(
             total += outer * x
             change = (outer * probability).to(grad_values.dtype.element_ty)
             tl.store(grad_values + row * width + columns, change, mask=inside)
-        tl.store(grad_probabilities + token * K + choice, tl.sum(total, axis=0))
+        tl.store(grad_probabilities + token * K + selection, tl.sum(total, axis=0))

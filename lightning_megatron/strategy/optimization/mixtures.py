@@ -89,12 +89,16 @@ class MixtureRuntime:
     @property
     def transport(self) -> Transport:
         """Return ``one_sided`` if a layer uses it, else the configured transport."""
-        is_put = any(layer.choice.transport == "one_sided" for layer in self._layers.values())
+        is_put = any(
+            layer.transport_choice.transport == "one_sided" for layer in self._layers.values()
+        )
         return "one_sided" if is_put else self._transport
 
     def notes(self) -> list[str]:
         """Return log lines that name the token transport and the reason for it."""
-        return sorted({f"experts: {layer.choice.reason}." for layer in self._layers.values()})
+        return sorted(
+            {f"experts: {layer.transport_choice.reason}." for layer in self._layers.values()}
+        )
 
 
 def _is_balanced(config: ExpertsConfig) -> bool:
