@@ -71,16 +71,15 @@ def optimizer_metadata(
         merged over the pipeline stages by group index
 
     Raises:
-        CheckpointMismatchError: If the optimizers of the stages have different numbers of groups.
+        CheckpointMismatchError: If the optimizers of the stages have different numbers of groups,
+            or groups of the same number with different hyperparameters.
 
     Communication: one gather over the data axis, or over the world if ep is above 1, and one over
         pp."""
     groups: list[dict[str, Any]] = []
     values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
-        hyperparameters = {
-            key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED
-        }
+        hyperparameters = hyperparameters_of(group)
         untied = [name for name in names if main.spec(name).tied_to is None]
         states = {
             key
@@ -98,7 +97,9 @@ def optimizer_metadata(
                 values[name] = plain
     _join_stage(groups, values, mesh)
     stages = all_gather_objects((groups, values), mesh.pp_cpu)
-    _check_same_groups([len(stage_groups) for stage_groups, _ in stages])
+    _check_same_groups(
+        [[group["hyperparameters"] for group in stage_groups] for stage_groups, _ in stages]
+    )
     merged = [
         {
             "hyperparameters": groups[number]["hyperparameters"],
@@ -275,12 +276,51 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
                     group[key] = list(dict.fromkeys([*group[key], *more[key]]))
 
 
-def _check_same_groups(counts: Sequence[int]) -> None:
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of an optimizer's group that are saved, tensors on the CPU."""
+    return {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
+
+
+def different_hyperparameters(
+    stages: Sequence[Sequence[Mapping[str, Any]]],
+) -> tuple[int, str, list[Any]] | None:
+    """Return the first hyperparameter that differs between the pipeline stages.
+
+    Args:
+        stages: Hyperparameters of every group, by stage. All stages have equally many groups.
+
+    Returns:
+        Number of the group, name, and values by stage (None where it is missing); None if all are
+        equal.
+    """
+    for number, groups in enumerate(zip(*stages, strict=True)):
+        for key in sorted({key for group in groups for key in group}):
+            values = [_plain(group.get(key)) for group in groups]
+            if any(value != values[0] for value in values):
+                return number, key, values
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    counts = [len(groups) for groups in stages]
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
             "the optimizers of all pipeline stages must have equally many parameter groups: "
-            f"{list(counts)}. A checkpoint merges them by number. Build the same groups on every "
+            f"{counts}. A checkpoint merges them by number. Build the same groups on every "
             "stage in configure_optimizers, empty ones included."
+        )
+    different = different_hyperparameters(stages)
+    if different is not None:
+        number, key, values = different
+        raise CheckpointMismatchError(
+            "a parameter group must have the same hyperparameters on all pipeline stages: "
+            f"{key!r} of group {number} is {values} by stage. A checkpoint merges groups by number "
+            "and keeps one value. Build the same groups on every stage in configure_optimizers, "
+            "empty ones included."
         )
 
 

@@ -8,9 +8,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoint.optimizer import different_hyperparameters, hyperparameters_of
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+
+_WAY_OUT = (
+    "Build the same groups on every stage in configure_optimizers, empty ones included (one for "
+    "each layer of the configuration, say, instead of one for each parameter of "
+    "named_parameters()), or save weights alone by ModelCheckpoint(save_weights_only=True)."
+)
 
 
 @contextmanager
@@ -51,15 +58,20 @@ def check_trained_somewhere(
 
     Raises:
         UnsupportedError: If an optimizer has no parameters on any stage, or if optimizer states are
-            saved and stages have different numbers of parameter groups.
+            saved and stages have different numbers of parameter groups, or groups of the same
+            number with different hyperparameters.
 
     Communication: with several stages, one gather of objects over pp on the CPU.
     """
     if mesh.pp.size == 1:
         return
-    here = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+    here = [
+        [(len(group["params"]), hyperparameters_of(group)) for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
     stages = all_gather_objects(here, mesh.pp_cpu)
-    for number, counts in enumerate(zip(*stages, strict=False)):
+    for number, groups_of_stages in enumerate(zip(*stages, strict=False)):
+        counts = [[count for count, _ in groups] for groups in groups_of_stages]
         name = type(optimizers[number]).__name__
         if not any(map(sum, counts)):
             raise UnsupportedError(
@@ -71,8 +83,18 @@ def check_trained_somewhere(
             raise UnsupportedError(
                 "the optimizers of all pipeline stages must have equally many parameter groups to "
                 f"be saved: number {number} ({name}) has {list(map(len, counts))}. A checkpoint "
-                "merges groups by number. Build the same groups on every stage in "
-                "configure_optimizers, empty ones included (one for each layer of the "
-                "configuration, say), or save weights alone by "
-                "ModelCheckpoint(save_weights_only=True)."
+                f"merges groups by number. {_WAY_OUT}"
+            )
+        different = None
+        if is_saved:
+            different = different_hyperparameters(
+                [[values for _, values in groups] for groups in groups_of_stages]
+            )
+        if different is not None:
+            group, key, values = different
+            raise UnsupportedError(
+                "a parameter group must have the same hyperparameters on all pipeline stages to be "
+                f"saved: {key!r} of group {group} of optimizer {number} ({name}) is {values} by "
+                "stage. A checkpoint merges groups by number, and states of schedulers as well, so "
+                f"that a resumed fit would train all stages with the values of one. {_WAY_OUT}"
             )
