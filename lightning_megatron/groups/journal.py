@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from lightning_megatron.errors import UnsupportedError
 
 
 class Call(NamedTuple):
@@ -29,21 +32,32 @@ class Journal:
     because their number may differ between ranks.
     """
 
-    __slots__ = ("_last", "counts")
+    __slots__ = ("_destroyed", "_last", "counts")
 
     def __init__(self) -> None:
+        self._destroyed: frozenset[str] = frozenset()
         self.counts: dict[str, int] = {}
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
 
     def note(
         self, kind: str, axis: str, ranks: tuple[int, ...]
     ) -> tuple[str, str, int, tuple[int, ...]]:
-        """Count a collective just before it starts, and return the argument of :meth:`again`."""
+        """Count a collective just before it starts, and return the argument of :meth:`again`.
+
+        Raises:
+            UnsupportedError: If the groups of the axis have been destroyed.
+        """
+        if self._destroyed and axis.split()[0] in self._destroyed:
+            raise _after_the_run(kind, axis, ranks)
         # A plain tuple, because this runs before every collective and must take less than a
         # microsecond.
         number = self.counts[axis] = self.counts.get(axis, 0) + 1
         self._last = call = (kind, axis, number, ranks)
         return call
+
+    def end(self, axes: Iterable[str]) -> None:
+        """Refuse further collectives on these axes, because their groups have been destroyed."""
+        self._destroyed = frozenset(axes)
 
     def again(self, call: tuple[str, str, int, tuple[int, ...]] | None) -> None:
         """Set the last collective to an earlier one, which this rank now waits for."""
@@ -54,3 +68,13 @@ class Journal:
         """Return the collective that was last started or waited for."""
         last = self._last
         return None if last is None else Call(*last)
+
+
+def _after_the_run(kind: str, axis: str, ranks: tuple[int, ...]) -> UnsupportedError:
+    return UnsupportedError(
+        "a model that tp, cp, pp or ep spreads over ranks can be called only while a fit, a "
+        f"validation, a test or a prediction runs: {kind} over {axis} (ranks {list(ranks)}) was "
+        "called after its end, which destroyed the groups of ranks. Call the model in a hook such "
+        "as on_train_end or on_fit_end, or by trainer.predict. To use it in one process, save it "
+        "(save_pretrained, or lightning-megatron checkpoint consolidate) and load the files there."
+    )

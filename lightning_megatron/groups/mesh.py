@@ -228,6 +228,11 @@ class ParallelMesh:
         """Destroy the process groups of this mesh, so that this process can create another mesh."""
         if not dist.is_initialized():
             return
+        axes = [one for one in vars(self).values() if isinstance(one, MeshAxis)]
+        is_destroyed = [self.owns_world or one.group in self.owned_groups for one in axes]
+        self.journal.end(
+            one.name for one, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
+        )
         release_workspace(self.tp)
         self.ep.peer_memory.release()
         if self.owns_world:

@@ -52,6 +52,10 @@ def start_transfers(
 
     Communication: one batched send/receive over the axis's group.
     """
+    if not sends and not receives:
+        return PendingTransfers()
+    peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
+    call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
     operations = [
         dist.P2POp(dist.isend, tensor, axis.ranks[peer], group=axis.group) for tensor, peer in sends
     ]
@@ -59,10 +63,6 @@ def start_transfers(
         dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group)
         for buffer, peer in receives
     ]
-    if not operations:
-        return PendingTransfers()
-    peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
-    call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
     works = dist.batch_isend_irecv(operations)
     return PendingTransfers(
         works, [op.tensor for op in operations], lambda: axis.journal.again(call)
