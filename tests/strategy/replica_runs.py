@@ -93,7 +93,7 @@ def run(
     )
     try:
         trainer.fit(module, Batches(module, share))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AssertionError) as error:
         notes = getattr(error, "__notes__", [])
         return Outcome(error=" ".join([f"{type(error).__name__}: {error}", *notes]))
     return Outcome(module.losses, module.weights)

@@ -305,6 +305,11 @@ def noise(x: Tensor) -> Tensor:
     )
 
 
+def asserts_sizes(x: Tensor) -> Tensor:
+    assert x.shape[-1] == 12
+    return x.tanh()
+
+
 def plain_net() -> nn.Module:
     return Net(nn.GELU())
 
@@ -398,6 +403,16 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"RuntimeError: shape .* is invalid .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. "
         r".*x.shape\[-1\]",
+    ),
+    "an assertion of sizes": (
+        across(asserts_sizes),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"AssertionError: .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. .*x.shape\[-1\]",
+    ),
+    "a row layer that splits a part": (
+        lambda: Regress(plain_net),
+        {"tp": 2, "tensor_parallel_plan": {"net.up": "column", "net.down": "row_split"}},
+        r"ParallelPlanError: .*'net.down' \('row_split'\) gets this rank's 6 features, .* \{'net.down': 'row'\}",
     ),
     "a row layer without a column layer": (
         lambda: Regress(plain_net),

@@ -28,7 +28,8 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """Add the module to be cut to torch's shape errors, if it received sharded features.
 
-    A shape error in the user's own code gets a note that names the layers whose features are cut.
+    A shape error or a failed assertion in the user's own code gets a note that names the layers
+    whose features are cut.
 
     Args:
         root: The user's module.
@@ -39,7 +40,7 @@ def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
         reason = _reason(error, root, mesh.tp.size)
         if reason is None:
             _add_note(error, root, mesh.tp.size)
@@ -80,6 +81,12 @@ def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp:
             "'column' for the layer before it. If that has it, let code between the two take sizes "
             "from its tensors."
         )
+    if isinstance(module, RowParallelLinear) and module.split_input and given * tp == whole:
+        return (
+            f"{rule}: {name!r} ('row_split') gets this rank's {given} features, and splits all "
+            f"{whole} itself. Use {{{name!r}: 'row'}} in tensor_parallel_plan, or the kind "
+            "'column_gather' for the layer before it."
+        )
     if isinstance(module, ColumnParallelLinear) and given * tp == whole:
         return (
             f"{rule}: {name!r} ('column') gets this rank's {given} features, and takes all "
@@ -94,7 +101,9 @@ def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
     layers = (
         [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
     )
-    if not layers or not _OF_SHAPES.search(str(error)):
+    # An assertion of sizes often has no message.
+    may_concern_sizes = isinstance(error, AssertionError) or _OF_SHAPES.search(str(error))
+    if not layers or not may_concern_sizes:
         return
     shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_SHOWN])
     error.add_note(
