@@ -19,6 +19,7 @@ from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.answers import TrainerAnswers
 from lightning_megatron.strategy.checkpoints import plain_checkpoint
+from lightning_megatron.strategy.checkpoints.plain_states import check_training_states
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import averaging_callback
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
@@ -243,6 +244,8 @@ class MegatronStrategy(TrainerAnswers):
         if "optimizer_states" not in checkpoint:
             return
         self._make_groups(checkpoint)
+        schedulers = [one.scheduler for one in self.lr_scheduler_configs]
+        check_training_states(checkpoint, self.optimizers, schedulers)
         main = self.run.state.main
         full = checkpoint["state_dict"]
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

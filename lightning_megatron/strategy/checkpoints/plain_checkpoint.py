@@ -20,6 +20,7 @@ from lightning_megatron.strategy.checkpoints.name_order import (
     named_numbers,
     order_groups,
 )
+from lightning_megatron.strategy.checkpoints.plain_states import check_states
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
@@ -106,6 +107,7 @@ def load_optimizer(
 
     Raises:
         CheckpointMismatchError: If groups, parameter counts or shapes do not match.
+        CorruptDataError: If states of parameters of one group differ in kind.
         UnsupportedError: If a state tensor cannot be sharded like its parameter.
 
     Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
@@ -132,6 +134,8 @@ def load_optimizer(
         for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+    check_states(names, state_of, full, is_of_torch)
     complaints = []
     for piece, on_device in _pieces_of(optimizer, main):
         tied_to = main.spec(piece.name).tied_to

@@ -34,6 +34,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints import plain_checkpoint
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last, verify_any
 from lightning_megatron.strategy.checkpoints.one_process import describe_for_one_process
+from lightning_megatron.strategy.checkpoints.plain_states import check_entries
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
     naming_damaged_states,
@@ -317,6 +318,7 @@ def _read_plain(
     checkpoint = read_file(path, weights_only)
     if optimizers and "optimizer_states" not in checkpoint:
         raise _no_optimizers(path)
+    check_entries(checkpoint, os.fspath(path), is_resumed=bool(optimizers))
     plain_checkpoint.translate_precision(checkpoint)
     return checkpoint
 
