@@ -148,6 +148,7 @@ def _world(rank: int, size: int) -> dict[str, int]:
     return {
         "pp2": steps_before_refusal("labels", MegatronStrategy(**stages), 12, devices=2),
         "pp2 counted": steps_before_refusal("samples", MegatronStrategy(**stages), 12, devices=2),
+        "dp2 samples": steps_before_refusal("samples", MegatronStrategy(**cut), 12, devices=2),
         "dp2 early": steps_before_refusal("labels", MegatronStrategy(**cut), 3, 1, 2),
         "dp2 late": steps_before_refusal("labels", MegatronStrategy(**cut), 12, 1, 2),
         "dp2 seldom": steps_before_refusal("labels", MegatronStrategy(**cut), 9, 9, 2),
@@ -159,7 +160,8 @@ def test_stages_and_data_ranks_refuse_uneven_batches_together() -> None:
         assert found == {
             "pp2": 12,
             "pp2 counted": BATCHES,
-            "dp2 early": 3,
+            "dp2 samples": steps_before_refusal("samples", MegatronStrategy(**cut), 12, devices=2),
+        "dp2 early": 3,
             # Examined 16 batches after the first one.
             "dp2 late": 16,
             # Uneven are the batches 9, 18 and 27; the examination finds the first of them.

@@ -1,0 +1,157 @@
+"""Random edits of a checkpoint file of another strategy are refused with their reason, or change
+nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from tests.strategy.checkpoint_runs import train
+
+HALF, STEPS = 1, 2
+REFUSALS = (CheckpointMismatchError, CorruptDataError, UnsupportedError)
+WRONG: tuple[Any, ...] = (None, "x", -1, 1.5, [], {}, b"b", True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "plain.ckpt"
+    train(None, 1, HALF, save=path)
+    return path
+
+
+def paths_in(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to every value of a nest of dictionaries and lists."""
+    if path:
+        yield path
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items if isinstance(values, (dict, list)) else ():
+        yield from paths_in(value, (*path, key))
+
+
+def holder_of(values: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
+        values = values[key]
+    return values
+
+
+def other_forms(tensor: Tensor) -> list[Tensor]:
+    """Return tensors of other shapes or kinds of numbers."""
+    forms = [tensor[None], torch.zeros(0), tensor.to(torch.complex128)]
+    return [*forms, *([tensor.flatten()[:-1], torch.tensor(1.0)] if tensor.dim() > 1 else [])]
+
+
+def edited(values: dict[str, Any], draw: random.Random) -> str:
+    """Delete a value, or put one of another kind or shape in its place; return which."""
+    paths = list(paths_in(values))
+    top = draw.choice(sorted({path[0] for path in paths}))
+    path = draw.choice([path for path in paths if path[0] == top])
+    holder, key = holder_of(values, path), path[-1]
+    if isinstance(holder[key], Tensor):
+        holder[key] = draw.choice(other_forms(holder[key]))
+    elif draw.random() < 0.5:
+        del holder[key]
+    else:
+        holder[key] = draw.choice(WRONG)
+    return f"{path} is {holder.get(key, 'gone') if isinstance(holder, dict) else holder}"
+
+
+def test_random_edits_are_refused_or_change_nothing(saved: Path, tmp_path: Path) -> None:
+    expected = train({}, 1, STEPS, resume=saved)
+    values, path, num_refused = torch.load(saved, weights_only=True), tmp_path / "edited.ckpt", 0
+    for seed in range(24):
+        damaged = copy.deepcopy(values)
+        what = f"seed {seed}: {edited(damaged, random.Random(seed))}"
+        torch.save(damaged, path)
+        found = None
+        try:
+            found = train({}, 1, STEPS, resume=path)
+        except REFUSALS:
+            num_refused += 1
+        if found is not None:
+            assert found.losses == expected.losses, what
+            assert found.rates == expected.rates, what
+    assert num_refused > 8
+
+
+def optimizer_of(values: dict[str, Any]) -> dict[str, Any]:
+    return values["optimizer_states"][0]
+
+
+def first_matrix(values: dict[str, Any]) -> dict[str, Any]:
+    states = optimizer_of(values)["state"].values()
+    return next(state for state in states if state["exp_avg"].dim() == 2)
+
+
+def replace_moment(values: dict[str, Any], function: Any) -> None:
+    state = first_matrix(values)
+    state["exp_avg"] = function(state["exp_avg"])
+
+
+def all_moments(values: dict[str, Any], function: Any) -> None:
+    for state in optimizer_of(values)["state"].values():
+        state["exp_avg_sq"] = function(state["exp_avg_sq"])
+
+
+EDITS: dict[str, tuple[Any, str]] = {
+    "a moment is missing": (lambda v: first_matrix(v).pop("exp_avg_sq"), "'exp_avg_sq' of 'model"),
+    "a moment is a number": (
+        lambda v: replace_moment(v, lambda one: one.sum()),
+        "'exp_avg' of 'model.*other parameter",
+    ),
+    "a moment is flat": (
+        lambda v: replace_moment(v, torch.flatten),
+        "'exp_avg' of 'model.*other parameter",
+    ),
+    "a moment is of integers": (
+        lambda v: replace_moment(v, Tensor.long),
+        "'exp_avg' of 'model.*other parameter",
+    ),
+    "all moments are flat": (
+        lambda v: all_moments(v, lambda one: one.flatten()[None]),
+        "must be (like|shaped like) its parameter",
+    ),
+    "a second optimizer": (
+        lambda v: v["optimizer_states"].append(copy.deepcopy(optimizer_of(v))),
+        "2 were saved, configure_optimizers returns 1",
+    ),
+    "no base rates": (
+        lambda v: v["lr_schedulers"][0].update(base_lrs=[]),
+        "base_lrs is .* must be a list of 2 rates",
+    ),
+    "no count of steps": (
+        lambda v: v["lr_schedulers"][0].pop("last_epoch"),
+        "last_epoch is None and must be a whole number",
+    ),
+    "no version": (
+        lambda v: v.pop("pytorch-lightning_version"),
+        "edited.ckpt pytorch-lightning_version is None",
+    ),
+    "no loop": (lambda v: v["loops"].pop("fit_loop"), "loops.fit_loop has no complete counts"),
+    "no counts of batches": (
+        lambda v: v["loops"]["fit_loop"].pop("epoch_loop.batch_progress"),
+        "no complete counts 'epoch_loop.batch_progress'",
+    ),
+    "half of the counts": (
+        lambda v: v["loops"]["fit_loop"]["epoch_progress"]["current"].pop("completed"),
+        "no complete counts 'epoch_progress'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_refused_by_name(name: str, saved: Path, tmp_path: Path) -> None:
+    values, (edit, words) = torch.load(saved, weights_only=True), EDITS[name]
+    edit(values)
+    torch.save(values, tmp_path / "edited.ckpt")
+    with pytest.raises(REFUSALS, match=words):
+        train({}, 1, STEPS, resume=tmp_path / "edited.ckpt")
