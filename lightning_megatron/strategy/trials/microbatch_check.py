@@ -63,7 +63,8 @@ class MicrobatchTrials:
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
         self._finished: set[tuple[Any, ...]] = set()
         self._uneven = UnevenMasks(mesh)
-        layers = [part for model in find_models(module, None) for part in model.modules()]
+        self._models = find_models(module, None)
+        layers = [part for model in self._models for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
         self._drops = any(
             getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers
@@ -101,6 +102,9 @@ class MicrobatchTrials:
             self._finished.add(key)
             return
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
+        for model in self._models:
+            # Weights that still arrive from other ranks would look like weights that a step writes.
+            model.wait_for_parameters()
         with undoing_changes(self._module, self._mesh) as state:
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
