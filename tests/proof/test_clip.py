@@ -68,8 +68,8 @@ def _world(rank: int, size: int) -> dict[str, list[float]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with pytest.raises(UnsupportedError, match=r"'model.vision_model.encoder.layers': 'blocks'"):
         fit(MegatronStrategy(pp=2), size)
+    only_blocks = {"model.vision_model.encoder.layers": "blocks"}
     with pytest.raises(UnsupportedError, match="'model.text_model': 'last'"):
-        only_blocks = {"model.vision_model.encoder.layers": "blocks"}
         fit(MegatronStrategy(pp=2, pipeline_plan=only_blocks), size)
     with pytest.raises(UnsupportedError, match="couples its samples.*microbatch_size='batch'"):
         fit(MegatronStrategy(pp=2, pipeline_plan=STAGES), size)

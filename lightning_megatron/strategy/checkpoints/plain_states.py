@@ -36,7 +36,11 @@ def check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool)
     if not (isinstance(version, str) and version[:1].isdigit()):
         reason = f"pytorch-lightning_version is {version!r} and must be the version that wrote it"
     loops = checkpoint.get("loops")
-    if is_resumed and isinstance(loops, Mapping):
+    if is_resumed and not isinstance(loops, Mapping):
+        reason = f"loops is {loops!r} and must be a mapping of loops with their counts"
+    elif is_resumed and isinstance(loops, Mapping):
+        if "lr_schedulers" not in checkpoint:
+            reason = "lr_schedulers is missing"
         loop = loops.get("fit_loop")
         counts = loop if isinstance(loop, Mapping) else {}
         missing = [name for name in _PROGRESS if not _has_counts(counts.get(name))]
