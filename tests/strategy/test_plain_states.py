@@ -141,6 +141,10 @@ EDITS: dict[str, tuple[Any, str]] = {
         lambda v: v["lr_schedulers"][0].pop("last_epoch"),
         "last_epoch is None and must be a whole number",
     ),
+    "no factors of rates": (
+        lambda v: v["lr_schedulers"][0].pop("lr_lambdas"),
+        "lr_lambdas is None and must be a list",
+    ),
     "no version": (
         lambda v: v.pop("pytorch-lightning_version"),
         "edited.ckpt pytorch-lightning_version is None",

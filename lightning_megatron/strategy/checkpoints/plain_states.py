@@ -147,6 +147,9 @@ def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
             for key, own in scheduler.state_dict().items():
                 if key in ("last_epoch", "_step_count") and type(state.get(key)) is not int:
                     reason = f"{key} is {state.get(key)!r} and must be a whole number"
+                is_list = key in ("lr_lambdas", "_schedulers", "milestones")
+                if is_list and type(state.get(key)) is not type(own):
+                    reason = f"{key} is {state.get(key)!r} and must be a {type(own).__name__}"
                 if key == "base_lrs" and not _are_rates(state.get(key), own):
                     reason = f"{key} is {state.get(key)!r} and must be a list of {len(own)} rates"
         if reason is not None:
