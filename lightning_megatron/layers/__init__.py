@@ -24,8 +24,8 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``vocab_local``: columns of the logits on this rank, the padded vocabulary divided by tp (tokens).
 - ``tokens``: tokens of this rank, ordered by position, then by sequence (tokens).
 - ``experts``: experts of a layer, or of this rank where the text says so (experts).
-- ``top_k``: experts that each token chooses (experts).
-- ``rows``: rows of a matrix; in experts, one for each token and chosen expert, sorted by expert
+- ``top_k``: experts selected for each token (experts).
+- ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).
 - ``parts``: terms of a sum.
 - ``shape``: as ``*shape``, any dimensions.

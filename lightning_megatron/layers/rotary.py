@@ -95,9 +95,11 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     angles = positions[..., None] * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
-    cosines, sines = angles.cos(), angles.sin()
+    cosines = angles.cos()
+    sines = angles.sin()
     if scaling is not None:
-        cosines, sines = cosines * scaling.amplitude, sines * scaling.amplitude
+        cosines = cosines * scaling.amplitude
+        sines = sines * scaling.amplitude
     return cosines.to(dtype), sines.to(dtype)
 
 
@@ -202,9 +204,11 @@ def split_heads(
     parts = qkv.split(list(widths), dim=-1)
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
     if norms is not None:
-        query, key = norms[0](query), norms[1](key)
+        query = norms[0](query)
+        key = norms[1](key)
     if tables is not None:
-        query, key = apply_rotary(query, tables), apply_rotary(key, tables)
+        query = apply_rotary(query, tables)
+        key = apply_rotary(key, tables)
     return query, key, value
 
 

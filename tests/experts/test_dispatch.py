@@ -187,7 +187,7 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
             "at least ep (2), and these GPUs write into each other's memory",
         ),
         (None, 1, False, "all_to_all", "top_k (1) is below ep (2)"),
-        (None, 2, True, "all_gather", "no puts: it runs beside the shared expert"),
+        (None, 2, True, "all_gather", "no puts: an all-gather overlaps with the shared expert"),
         ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Choice of the experts of each token, with the losses that balance their load."""
+"""Selection of the experts of each token, with the losses that balance their load."""

@@ -21,8 +21,8 @@ def select_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     """Return the top-k experts of each token, best first.
 
     With expert groups, only experts of the best groups are eligible.
-    Ties go to the expert with the lower index, so that every device and layout makes the same
-    choice.
+    Ties go to the expert with the lower index, so that every device and layout selects the
+    same experts.
 
     Shapes: scores ``(T, E)``; bias ``(E,)``; output ``(T, k)`` int64.
 

@@ -1,4 +1,4 @@
-"""Choice of a layer's token dispatcher."""
+"""Choice of the transport of a layer's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.plan.shards import ShardRange, even_range
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Dispatcher of a layer, with the reason for its choice.
+    """Transport of a layer's tokens, with the reason for its choice.
 
     Args:
         dispatcher: Dispatcher that moves tokens to experts.
@@ -40,7 +40,7 @@ def choose_transport(
     *,
     has_shared: bool = False,
 ) -> TransportChoice:
-    """Choose the dispatcher of a layer.
+    """Choose the transport of a layer's tokens.
 
     An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
     ``top_k / ep`` times as many rows. One-sided puts send only the tokens of the rank's
@@ -84,7 +84,9 @@ def _transport(
     if top_k < ep or mesh.device.type != "cuda":
         return transport_over_ep(top_k, ep), why
     # A put cannot overlap with the shared expert, an all-gather can.
-    reason = "it runs beside the shared expert" if has_shared else why_no_puts(mesh.ep, mesh.device)
+    reason: str | None = "an all-gather overlaps with the shared expert"
+    if not has_shared:
+        reason = why_no_puts(mesh.ep, mesh.device)
     if reason is None:
         why += ", and these GPUs write into each other's memory"
     else:

@@ -115,7 +115,7 @@ class PeerTransfer(Protocol):
 
         Args:
             values: Rows sorted by expert; rows past the last end may have any values.
-            scales: One number for each row, returned by choice; None if there are none.
+            scales: One number for each row, returned by selection; None if there are none.
             row_map: Map from the selections of all ranks' tokens to the rows.
             experts: Experts selected for this rank's tokens.
         """

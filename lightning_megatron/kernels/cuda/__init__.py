@@ -1,6 +1,7 @@
 """Building, packaging and loading of the bundled CUDA kernels.
 
-The CUDA sources are in the folder ``kernels`` of the project. All modules except ``load`` need the
+The CUDA sources are in ``kernels/csrc`` of the project, which the package includes as
+``kernels/cuda/csrc``. All modules except ``load`` need the
 standard library only.
 """
 

@@ -71,10 +71,10 @@ def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> l
     """Return the command line of every file to compile."""
     headers = {".cu": toolchain.cutlass, ".cpp": toolchain.torch / "include"}
     commands = []
-    for unit in sources.units:
-        flags = (*flags_of(unit.suffix, sources.architecture), f"-I{headers[unit.suffix]}")
+    for file in sources.translation_units:
+        flags = (*flags_of(file.suffix, sources.architecture), f"-I{headers[file.suffix]}")
         commands.append(
-            [str(toolchain.nvcc), *flags, "-c", str(unit), "-o", str(objects / f"{unit.name}.o")],
+            [str(toolchain.nvcc), *flags, "-c", str(file), "-o", str(objects / f"{file.name}.o")],
         )
     return commands
 
@@ -95,7 +95,7 @@ def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library:
         "-ltorch_cpu",
         "-lc10",
     ]
-    inputs = [str(objects / f"{unit.name}.o") for unit in sources.units]
+    inputs = [str(objects / f"{file.name}.o") for file in sources.translation_units]
     return [
         str(toolchain.nvcc),
         "-shared",
@@ -115,10 +115,11 @@ def _build(
     num_jobs: int,
     say: Callable[[str], object],
 ) -> None:
-    num_rounds = ceil(sum(unit.suffix == ".cu" for unit in sources.units) / num_jobs)
+    files = sources.translation_units
+    num_rounds = ceil(sum(file.suffix == ".cu" for file in files) / num_jobs)
     minutes = ceil(num_rounds * SECONDS_PER_FILE / 60)
     say(
-        f"compiling {len(sources.units)} files, {num_jobs} at once: about {minutes} min on as many "
+        f"compiling {len(files)} files, {num_jobs} at once: about {minutes} min on as many "
         f"free cores, and up to {GIGABYTES_PER_JOB} GB of memory each"
     )
     start = time.monotonic()

@@ -44,7 +44,7 @@ class Sources:
     architecture: str = ARCHITECTURE
 
     @property
-    def units(self) -> tuple[Path, ...]:
+    def translation_units(self) -> tuple[Path, ...]:
         """Return the files to compile: kernels, then the operator."""
         return (*sorted(self.folder.glob("*.cu")), *sorted(self.folder.glob("*.cpp")))
 

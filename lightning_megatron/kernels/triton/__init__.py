@@ -1,8 +1,8 @@
 """Fused Triton kernels of Transformer blocks, experts and the optimizer.
 
-Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this room for
-tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal results.
-The letters of the shapes are those of ``lightning_megatron.layers``.
+Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this package
+for tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal
+results. The letters of the shapes are those of ``lightning_megatron.layers``.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel

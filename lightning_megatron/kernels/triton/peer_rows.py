@@ -127,10 +127,12 @@ def add_buffer_rows(
     num_tokens, top_k = experts.shape
     result = buffer.new_empty((num_tokens, width))
     added = None if scales is None else scales.new_empty((num_tokens, top_k))
+    # The kernel does not touch a tensor that stands for None.
+    scales_read = experts if scales is None else scales
+    scales_written = result if added is None else added
     with on_device_of(buffer):
         _add_buffer_rows[(num_tokens, ceil_div(width, _block(width)))](
-            buffer, experts if scales is None else scales, experts, result,
-            result if added is None else added, width, num_tokens, experts_each,
+            buffer, scales_read, experts, result, scales_written, width, num_tokens, experts_each,
             NUM_RANKS=buffer.shape[0] // num_tokens, K=top_k, PADDED_K=power_of_two(top_k),
             HAS_SCALES=scales is not None, IS_WIDE=_is_wide(buffer), BLOCK=_block(width),
         )  # fmt: skip

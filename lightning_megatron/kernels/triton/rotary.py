@@ -196,7 +196,8 @@ def _gather_part(
         cosine2 = tl.load(cosines + table + half, mask=in_half, other=0.0).to(tl.float32)
         sine1 = tl.load(sines + table, mask=in_half, other=0.0).to(tl.float32)
         sine2 = tl.load(sines + table + half, mask=in_half, other=0.0).to(tl.float32)
-        wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
+        wide1 = first.to(tl.float32)
+        wide2 = second.to(tl.float32)
         first = (wide1 * cosine1 + wide2 * sine2).to(result.dtype.element_ty)
         second = (wide2 * cosine2 - wide1 * sine1).to(result.dtype.element_ty)
     target = result + token * width + (first_head + heads) * (2 * half) + lanes

@@ -82,15 +82,17 @@ class _Route(torch.autograd.Function):
         total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
         is_forced = settings.round_robin_start is not None
         has_groups = settings.top_k_groups < settings.num_groups and not is_forced
+        # The kernel does not touch a tensor that stands for None.
+        bias_read = logits if bias is None else bias
+        num_groups = settings.num_groups if has_groups else 1
         if num_tokens:
             with on_device_of(logits):
                 _route_forward[(programs, classes)](
-                    logits, logits if bias is None else bias, probabilities, experts, loads, sums,
-                    num_tokens, settings.round_robin_start or 0, settings.scale,
+                    logits, bias_read, probabilities, experts, loads, sums, num_tokens,
+                    settings.round_robin_start or 0, settings.scale,
                     HAS_BIAS=bias is not None and not is_forced,
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
-                    GROUPS=settings.num_groups if has_groups else 1,
-                    TOP_GROUPS=settings.top_k_groups, **constants,
+                    GROUPS=num_groups, TOP_GROUPS=settings.top_k_groups, **constants,
                 )  # fmt: skip
                 _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
                     loads, sums, load, total, programs,
@@ -196,7 +198,8 @@ def _route_forward(
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(1)
+    num_sequences = tl.num_programs(1)
     columns = tl.arange(0, BLOCK)[None, :]
     is_expert = columns < E
     load = tl.zeros((TOKENS, BLOCK), tl.int32)
@@ -270,7 +273,8 @@ def _route_totals(
 ) -> None:  # fmt: skip
     """Sum the partial sums of the programs, in their order."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(1)
+    num_sequences = tl.num_programs(1)
     found = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, num_parts, ROWS):
         part = start + tl.arange(0, ROWS)
@@ -297,7 +301,8 @@ def _route_backward(
     K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    sequence = tl.program_id(1)
+    num_sequences = tl.num_programs(1)
     columns = tl.arange(0, BLOCK)[None, :]
     is_expert = columns < E
     number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)

@@ -132,10 +132,13 @@ class _Attached(torch.autograd.Function):
         grad_squares = grad_shares.new_empty(()) if has_squares else grad_shares
         factors = load_factors if has_balance else grad_shares
         is_tensor = isinstance(ctx.scale, Tensor)
+        # A tensor is read on the device; the kernel does not touch the one that stands for None.
+        scale = ctx.scale if is_tensor else grad_shares
+        weight = 1.0 if is_tensor else ctx.scale
         with on_device_of(grad):
             _loss_gradients[(num_classes,)](
-                ctx.scale if is_tensor else grad_shares, factors, grad_shares, grad_squares,
-                1.0 if is_tensor else ctx.scale, ctx.coefficient, ctx.square_coefficient,
+                scale, factors, grad_shares, grad_squares, weight, ctx.coefficient,
+                ctx.square_coefficient,
                 _row_stride(factors), HAS_SCALE=is_tensor, HAS_BALANCE=has_balance,
                 HAS_SQUARES=has_squares, E=num_experts, BLOCK=power_of_two(num_experts),
             )  # fmt: skip

@@ -131,12 +131,14 @@ def _spread(
     width = source.shape[1]
     result = source.new_empty((num_rows, width))
     scales = None if probabilities is None else probabilities.new_empty(num_rows)
+    # The kernel does not touch a tensor that stands for None.
+    probabilities_read = rows if probabilities is None else probabilities.contiguous()
+    scales_written = result if scales is None else scales
     if rows.numel():
         with on_device_of(source):
             _spread_rows[(rows.shape[0], ceil_div(width, _block(width)))](
-                source, result, rows if probabilities is None else probabilities.contiguous(),
-                result if scales is None else scales, rows, ends, source.stride(0), width, num_rows,
-                ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
+                source, result, probabilities_read, scales_written, rows, ends, source.stride(0),
+                width, num_rows, ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
                 PADDED_K=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, scales
@@ -158,13 +160,15 @@ def _collect(
     width = values.shape[1]
     result = values.new_empty((rows.shape[0], width))
     gathered = None if scales is None else scales.new_empty(rows.shape)
+    # The kernel does not touch a tensor that stands for None.
+    probabilities_read = rows if probabilities is None else probabilities.contiguous()
+    scales_read = result if scales is None else scales.contiguous()
+    scales_written = result if gathered is None else gathered
     if rows.numel():
         with on_device_of(values):
             _collect_rows[(rows.shape[0], ceil_div(width, _block(width)))](
-                values, result, rows if probabilities is None else probabilities.contiguous(),
-                result if scales is None else scales.contiguous(),
-                result if gathered is None else gathered, rows, ends, values.stride(0), width,
-                values.shape[0], ends.shape[0], K=rows.shape[1],
+                values, result, probabilities_read, scales_read, scales_written, rows, ends,
+                values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],
                 IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
                 PADDED_K=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip

@@ -63,7 +63,7 @@ def test_every_list_of_variants_has_a_file(architecture: str) -> None:
     )
     defined = [
         re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text())
-        for unit in found.units
+        for unit in found.translation_units
         if unit.suffix == ".cu"
     ]
     assert sorted(lists) == sorted(match[1] for match in defined if match)
