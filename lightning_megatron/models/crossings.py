@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.absent import AbsentTensor, line_of_user, refuse
-from lightning_megatron.models.around_blocks import called_twice
+from lightning_megatron.models.outer_modules import called_twice
+from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user, refuse
 from lightning_megatron.models.stage import StageCursor, StageDone
-from lightning_megatron.models.step_plan import Made, StepPlan
+from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
 
 
 class Crossings:
@@ -36,36 +36,38 @@ class Crossings:
         """Return the index of the virtual stage of a block."""
         return bisect_right(self.starts, index) - 1
 
-    def open(self, cursor: StageCursor, here: int) -> None:
+    def receive_extras(self, cursor: StageCursor, virtual_stage: int) -> None:
         """Register the received values that are not inputs of blocks, once in a step."""
         if cursor.probe or cursor.plan is None or cursor.has_arrived or not cursor.received:
             return
-        names = cursor.plan.extras.get(here, ())
+        names = cursor.plan.extras.get(virtual_stage, ())
         if names:
             cursor.known |= dict(zip(names, cursor.received[-len(names) :], strict=True))
             cursor.has_arrived = True
 
-    def make(
+    def record_origin(
         self,
         cursor: StageCursor,
-        point: str,
-        tensor: AbsentTensor,
+        value_name: str,
+        tensor: RemoteTensor,
         stage: int,
         *,
         at_start: bool = False,
     ) -> None:
         """Record, in a probe, that a virtual stage computes a value, now or before the step."""
         if cursor.probe:
-            cursor.known[point] = tensor
+            cursor.known[value_name] = tensor
             if cursor.plan is None:
                 call = 0 if at_start else cursor.calls
-                turn = 0 if at_start else cursor.turn
-                cursor.found.made[point] = Made(stage, call, turn, line_of_user())
+                next_block = 0 if at_start else cursor.next_block
+                cursor.found.origins[value_name] = ValueOrigin(
+                    stage, call, next_block, line_of_user()
+                )
 
-    def enter(
+    def record_inputs(
         self,
         cursor: StageCursor,
-        here: int,
+        virtual_stage: int,
         prefix: str,
         leaves: Sequence[Any],
         stage: int,
@@ -75,7 +77,7 @@ class Crossings:
 
         Args:
             cursor: Cursor of the probe.
-            here: Virtual stage that is probed.
+            virtual_stage: Virtual stage that is probed.
             prefix: Name of the block's inputs.
             leaves: Leaves of the block's arguments.
             stage: Virtual stage of the block.
@@ -85,22 +87,22 @@ class Crossings:
             StageDone: If the block is the first of the probed virtual stage, in the last call.
             UnsupportedError: If the block reads values that the first step did not read.
         """
-        numbers = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, AbsentTensor))
+        numbers = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor))
         if cursor.plan is None:
             # The previous stage sends the inputs of a stage's first block, so it must have their
             # values.
             for n in numbers:
-                self.need(cursor, leaves[n], stage - 1 if starts else stage)
+                self.record_use(cursor, leaves[n], stage - 1 if starts else stage)
             if starts:
                 cursor.found.inputs[cursor.calls, stage] = numbers
                 cursor.found.bound.setdefault(stage, {}).update(
                     {id(leaves[n]): leaves[n] for n in numbers}
                 )
         for n in numbers:
-            if leaves[n].point is None:
-                leaves[n].point = f"{prefix}:{n}"
-                self.make(cursor, leaves[n].point, leaves[n], stage)
-        if starts and stage == here and cursor.plan is not None:
+            if leaves[n].value_name is None:
+                leaves[n].value_name = f"{prefix}:{n}"
+                self.record_origin(cursor, leaves[n].value_name, leaves[n], stage)
+        if starts and stage == virtual_stage and cursor.plan is not None:
             taken = cursor.plan.inputs.get((cursor.calls, stage))
             if taken != numbers:
                 raise UnsupportedError(
@@ -110,11 +112,12 @@ class Crossings:
                 )
             cursor.forms += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
-                extras = [cursor.known[point] for point in cursor.plan.extras.get(here, ())]
+                names = cursor.plan.extras.get(virtual_stage, ())
+                extras = [cursor.known[name] for name in names]
                 cursor.forms += [(extra.shape, extra.dtype) for extra in extras]
                 raise StageDone
 
-    def arrive(
+    def receive_inputs(
         self, cursor: StageCursor, prefix: str, leaves: Sequence[Any], stage: int
     ) -> list[Any]:
         """Return the argument leaves of a stage's first block, with received tensors filled in."""
@@ -125,24 +128,24 @@ class Crossings:
         for position, n in enumerate(inputs[cursor.calls, stage], before):
             leaf = leaves[n]
             value = cursor.received[position]
-            if isinstance(leaf, AbsentTensor):
+            if isinstance(leaf, RemoteTensor):
                 leaf.value = value
             cursor.known[f"{prefix}:{n}"] = found[n] = value
         cursor.has_arrived = True
         return found
 
-    def keep(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any]) -> None:
+    def keep_values(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any]) -> None:
         """Keep the leaves that later stages will read."""
         if cursor.plan is None or not cursor.plan.extras:
             return
         for n, leaf in enumerate(leaves):
-            point = f"{prefix}:{n}"
-            if isinstance(leaf, AbsentTensor):
-                leaf.point = leaf.point or point
-            elif isinstance(leaf, Tensor) and point in cursor.plan.travellers:
-                cursor.known[point] = leaf
+            value_name = f"{prefix}:{n}"
+            if isinstance(leaf, RemoteTensor):
+                leaf.value_name = leaf.value_name or value_name
+            elif isinstance(leaf, Tensor) and value_name in cursor.plan.extra_names:
+                cursor.known[value_name] = leaf
 
-    def need(self, cursor: StageCursor, leaf: Any, stage: int) -> None:
+    def record_use(self, cursor: StageCursor, leaf: Any, stage: int) -> None:
         """Record, in a probe without a plan, that a virtual stage reads a value.
 
         A value that has no name is recomputed on the stage that reads it, from values that have
@@ -152,28 +155,28 @@ class Crossings:
             UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
         """
         found = cursor.found
-        if not isinstance(leaf, AbsentTensor) or id(leaf) in found.bound.get(stage, {}):
+        if not isinstance(leaf, RemoteTensor) or id(leaf) in found.bound.get(stage, {}):
             return
         if (stage, id(leaf)) in found.seen:
             return
         found.seen[stage, id(leaf)] = leaf
-        if leaf.point in found.made:
-            made = found.made[leaf.point]
-            if made.stage > stage:
+        if leaf.value_name in found.origins:
+            origin = found.origins[leaf.value_name]
+            if origin.stage > stage:
                 self._refuse_later(leaf)
-            if made.stage < stage:
-                found.needs.add((stage, leaf.point))
-        elif leaf.recipe is None:
+            if origin.stage < stage:
+                found.needs.add((stage, leaf.value_name))
+        elif leaf.deferred is None:
             refuse(leaf, "this value cannot be sent to other stages")
         else:
-            if leaf.recipe.is_random:
+            if leaf.deferred.is_random:
                 self._refuse_random(cursor, leaf, stage)
-            for source in leaf.recipe.sources:
-                self.need(cursor, source, stage)
+            for source in leaf.deferred.sources:
+                self.record_use(cursor, source, stage)
 
-    def _refuse_later(self, leaf: AbsentTensor) -> None:
+    def _refuse_later(self, leaf: RemoteTensor) -> None:
         """Raise an error for a value of a later stage; for a weight, it names a plan that works."""
-        kind, _, name = (leaf.point or "").partition(":")
+        kind, _, name = (leaf.value_name or "").partition(":")
         if kind != "parameter":
             refuse(leaf, "an earlier stage reads it")
         plan = dict(getattr(leaf.owner, "plan", {})) | {name.rpartition(".")[0]: "first"}
@@ -182,9 +185,10 @@ class Crossings:
             f"where it was defined: {line_of_user()}. Use the pipeline_plan {plan}."
         )
 
-    def _refuse_random(self, cursor: StageCursor, leaf: AbsentTensor, stage: int) -> None:
+    def _refuse_random(self, cursor: StageCursor, leaf: RemoteTensor, stage: int) -> None:
         """Raise if random numbers for a value would be drawn on more than one stage."""
-        makers = {cursor.found.made[p].stage for p in _points(leaf) if p in cursor.found.made}
+        origins = cursor.found.origins
+        makers = {origins[name].stage for name in _value_names(leaf) if name in origins}
         bound = cursor.found.bound.get(stage, {})
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
             refuse(leaf, "random numbers are drawn for it, which a later stage reads, too")
@@ -203,30 +207,30 @@ class Crossings:
             UnsupportedError: If a stage reads a value that an earlier one computes after its sends.
         """
         for leaf in result:
-            self.need(cursor, leaf, self.last)
+            self.record_use(cursor, leaf, self.last)
         found = cursor.found
         extras: dict[int, list[str]] = {}
-        for stage, point in sorted(found.needs):
-            made = found.made[point]
-            border = self.starts[made.stage + 1]
+        for stage, value_name in sorted(found.needs):
+            origin = found.origins[value_name]
+            border = self.starts[origin.stage + 1]
             # A stage sends its values when the first block of the next stage is reached in the last
             # call.
-            if made.call == cursor.calls and made.turn > border:
-                module, _, use = point.partition("#")
+            if origin.call == cursor.calls and origin.next_block > border:
+                module, _, use = value_name.partition("#")
                 if use and not use.startswith("1:"):
                     raise called_twice(module, next(iter(in_force), "blocks"))
-                title = cursor.known[point].title  # type: ignore[attr-defined]
+                title = cursor.known[value_name].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
-                    f"{title} is made after the blocks of the stage that makes it: {made.line}. "
+                    f"{title} is made after the blocks of the stage that makes it: {origin.line}. "
                     "That stage has sent its values to the next one by then. Use the pipeline_plan "
-                    f"{dict(in_force) | {point.partition('#')[0]: 'last'}}, or pp=1."
+                    f"{dict(in_force) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
                 )
             # Stages send to the next one only, so every stage in between receives the value and
             # sends it on.
-            for boundary in range(made.stage + 1, stage + 1):
+            for boundary in range(origin.stage + 1, stage + 1):
                 names = extras.setdefault(boundary, [])
-                if point not in names:
-                    names.append(point)
+                if value_name not in names:
+                    names.append(value_name)
         return StepPlan(
             cursor.calls,
             found.inputs,
@@ -234,17 +238,19 @@ class Crossings:
         )
 
 
-def _sources(leaf: AbsentTensor) -> list[AbsentTensor]:
-    seen: dict[int, AbsentTensor] = {id(leaf): leaf}
+def _sources(leaf: RemoteTensor) -> list[RemoteTensor]:
+    seen: dict[int, RemoteTensor] = {id(leaf): leaf}
     waiting = [leaf]
     while waiting:
         one = waiting.pop()
-        for source in one.recipe.sources if one.recipe is not None and one.point is None else ():
+        if one.deferred is None or one.value_name is not None:
+            continue
+        for source in one.deferred.sources:
             if id(source) not in seen:
                 seen[id(source)] = source
                 waiting.append(source)
     return list(seen.values())
 
 
-def _points(leaf: AbsentTensor) -> set[str]:
-    return {source.point for source in _sources(leaf) if source.point is not None}
+def _value_names(leaf: RemoteTensor) -> set[str]:
+    return {source.value_name for source in _sources(leaf) if source.value_name is not None}

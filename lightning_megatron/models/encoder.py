@@ -22,11 +22,11 @@ from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.padding_mask import padding_mask
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.replicated import TableEmbedding
-from lightning_megatron.models.absent import AbsentTensor, check_present
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
 from lightning_megatron.models.layered import LayeredModule, dtype_of_products
+from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ class Encoder(LayeredModule):
             ``(B, S, D)``.
         Communication: under sequence parallelism an all-gather over tp forward, none backward.
         """
-        if isinstance(hidden, AbsentTensor) and self.mesh.sequence_parallel:
+        if isinstance(hidden, RemoteTensor) and self.mesh.sequence_parallel:
             shape = hidden.shape[1], hidden.shape[0] * self.mesh.tp.size, hidden.shape[2]
             return self.absent(shape, hidden.dtype, "the hidden states")
         full = (

@@ -22,11 +22,11 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
-from lightning_megatron.models.absent import check_present
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import build_block, build_norm
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
+from lightning_megatron.models.remote_tensor import check_present
 
 
 class GPT(LayeredModule):

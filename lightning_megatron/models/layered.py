@@ -13,7 +13,7 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -155,7 +155,7 @@ class LayeredModule(PipelinedModule):
             name: Description of the result, for errors.
         """
         form = torch.empty(shape, dtype=dtype, device="meta")
-        return AbsentTensor.of(form, self, f"{name} of an earlier call of the model")
+        return RemoteTensor.of(form, self, f"{name} of an earlier call of the model")
 
     @override
     def chunk_of(self, name: str) -> int | None:

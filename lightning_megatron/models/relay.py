@@ -13,7 +13,7 @@ from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageD
 T = TypeVar("T")
 
 
-def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
+def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | None:
     """Call a pipelined model outside of a training or evaluation step, without gradients.
 
     The result equals that of the model on one rank. Only one stage works at a time, so this is

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import set_slot
-from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.forms import Forms
-from lightning_megatron.models.step_plan import Found, StepPlan, wrong_calls
+from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.step_plan import ProbeFindings, StepPlan, wrong_calls
 
 
 class StageDone(BaseException):
@@ -46,7 +46,7 @@ class StageCursor:
         forms: Shapes and dtypes of the tensors that this stage receives; set by the module in a
             probe.
         calls: Number of model calls that have begun; counted by the module.
-        turn: Index of the block that must be called next; counted by a staged module.
+        next_block: Index of the block that must be called next; counted by a staged module.
         known: Values that have arrived from other stages or will be sent there, by name; set by a
             staged module.
         has_arrived: Whether values of other stages have arrived.
@@ -63,11 +63,11 @@ class StageCursor:
     sent: list[Tensor] = field(default_factory=list)
     forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     calls: int = 0
-    turn: int = 0
+    next_block: int = 0
     known: dict[str, Tensor] = field(default_factory=dict)
     has_arrived: bool = False
     may_stop: bool = False
-    found: Found = field(default_factory=Found)
+    found: ProbeFindings = field(default_factory=ProbeFindings)
     uses: Counter[str] = field(default_factory=Counter)
 
     def use_of(self, name: str) -> str:
@@ -102,7 +102,7 @@ class StageCursor:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf.settle("the step returns it") if isinstance(leaf, AbsentTensor) else leaf
+    return leaf.resolve("the step returns it") if isinstance(leaf, RemoteTensor) else leaf
 
 
 def _nothing() -> None:
@@ -140,17 +140,17 @@ class PipelinedModule(nn.Module):
             set_slot(twin, None)
         return result
 
-    def units(self) -> list[nn.Module]:
+    def gather_groups(self) -> list[nn.Module]:
         """Return modules that partition the parameters, such that each reads only its own.
 
         A module may also read parameters that an earlier one in the same forward pass has read.
         """
-        units: list[nn.Module] = []
+        groups: list[nn.Module] = []
         for child in self.children():
-            units += (
+            groups += (
                 child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else [child]
             )
-        return units
+        return groups
 
     def chunk_of(self, name: str) -> int | None:
         """Return the chunk of this stage that reads a parameter; None if several may read it.
@@ -221,7 +221,7 @@ class PipelinedModule(nn.Module):
         return unknown()
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def without_other_stages(self) -> Iterator[None]:
         """Skip computation outside of the blocks that belongs to other virtual stages.
 
         In a probe, all computation is skipped.
@@ -237,16 +237,16 @@ class PipelinedModule(nn.Module):
         """
         return StepPlan(cursor.calls)
 
-    def note_use(self, tensor: AbsentTensor) -> None:
+    def note_use(self, tensor: RemoteTensor) -> None:
         """Record, in a probe, that the last stage needs the values of a tensor."""
 
-    def settled(self, result: Any) -> Any:
+    def resolved(self, result: Any) -> Any:
         """Return the result of a step, with values for all its tensors.
 
         Raises:
             UnsupportedError: If the values of a tensor are on another stage.
         """
-        if not any(isinstance(leaf, AbsentTensor) for leaf in pytree.tree_leaves(result)):
+        if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(result)):
             return result
         return pytree.tree_map(_value, result)
 

@@ -27,41 +27,41 @@ class StepPlan:
     extras: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
-    def travellers(self) -> frozenset[str]:
+    def extra_names(self) -> frozenset[str]:
         """Return the names of all additional values that cross a boundary."""
         return frozenset(name for names in self.extras.values() for name in names)
 
 
-class Made(NamedTuple):
+class ValueOrigin(NamedTuple):
     """Origin of a value that can be sent between stages.
 
     Args:
         stage: Virtual stage that computes the value.
         call: Number of model calls that had begun.
-        turn: Index of the block that was to be called next.
+        next_block: Index of the block that was to be called next.
         line: Line of the user's code that computed the value.
     """
 
     stage: int
     call: int
-    turn: int
+    next_block: int
     line: str
 
 
 @dataclass
-class Found:
+class ProbeFindings:
     """Findings of a probe of a step.
 
     Args:
         inputs: Inputs of virtual stages, as in :class:`StepPlan`.
-        made: Origins of the values that can be sent between stages, by name.
+        origins: Origins of the values that can be sent between stages, by name.
         needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
         bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
         seen: Tensors whose needs have been recorded already, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    made: dict[str, Made] = field(default_factory=dict)
+    origins: dict[str, ValueOrigin] = field(default_factory=dict)
     needs: set[tuple[int, str]] = field(default_factory=set)
     bound: dict[int, dict[int, object]] = field(default_factory=dict)
     seen: dict[tuple[int, int], object] = field(default_factory=dict)

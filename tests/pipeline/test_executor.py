@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
@@ -50,7 +50,7 @@ class Tower(PipelinedModule):
         self.passed_on: list[ReferenceType[Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        absent = partial(AbsentTensor.of, x.to("meta"), self, "the result of an earlier call")
+        absent = partial(RemoteTensor.of, x.to("meta"), self, "the result of an earlier call")
         return self.run_stage(
             lambda: x, self.run_layers, lambda hidden: hidden, lambda: (x.shape, x.dtype), absent
         )

@@ -109,7 +109,7 @@ def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCurs
     staged.cursor = StageCursor(chunk=0, **cursor)
     try:
         with staged.hidden():
-            return staged.settled(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
+            return staged.resolved(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
     except StageDone:
         return None, staged.cursor
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.strategy.logs.merge import (
     Weight,
     stack_scalars,
@@ -144,7 +144,7 @@ class Recorder:
             options.pop("metric_attribute", None)
             self._keep_metric(name, value, options)
             return
-        if isinstance(value, AbsentTensor):
+        if isinstance(value, RemoteTensor):
             value = value.read_at_end("it is logged")
         if self.is_muted:
             return

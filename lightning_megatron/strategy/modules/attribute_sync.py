@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
@@ -241,7 +241,7 @@ class AttributeSync:
             values |= {
                 (name, False, key): value
                 for key, value in vars(part).items()
-                if key not in skipped and not isinstance(value, AbsentTensor)
+                if key not in skipped and not isinstance(value, RemoteTensor)
             }
             values |= {(name, True, key): value for key, value in part._buffers.items()}
         return values

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 
 #: Packages whose objects, other than modules, steps only read.
 _READ_ONLY = frozenset(
@@ -153,7 +153,7 @@ def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
     return {
         key: value
         for key, value in held.items()
-        if key not in skipped and not isinstance(value, AbsentTensor)
+        if key not in skipped and not isinstance(value, RemoteTensor)
     }
 
 
@@ -223,7 +223,7 @@ def _alike(before: Any, now: Any, tolerance: float) -> bool:
     """Return whether two values are equal, with a relative tolerance for numbers."""
     if before is now:
         return True
-    if isinstance(before, AbsentTensor) or isinstance(now, AbsentTensor):
+    if isinstance(before, RemoteTensor) or isinstance(now, RemoteTensor):
         # The tensor is on another stage.
         return True
     if isinstance(before, (Tensor, np.ndarray)) and isinstance(now, (Tensor, np.ndarray)):

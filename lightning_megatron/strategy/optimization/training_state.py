@@ -159,7 +159,7 @@ class TrainingState:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""
         self._overlaps_gathers = True
         for model in self._models:
-            self.main.gather.wait_before(model.units(), self.main.buffers)
+            self.main.gather.wait_before(model.gather_groups(), self.main.buffers)
             # A plain function, because a deep copy of the model does not copy it.
             model.wait_for_parameters = lambda: self.main.wait()
 

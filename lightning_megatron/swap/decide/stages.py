@@ -13,7 +13,12 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
-from lightning_megatron.models.around_blocks import Elsewhere, HeldModule, LooseParameter, twin_of
+from lightning_megatron.models.outer_modules import (
+    FirstStageParameter,
+    LocalModule,
+    RemoteModule,
+    meta_copy_of,
+)
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or
@@ -101,15 +106,17 @@ class Stages:
             end.site.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
         }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
-            stand_in = Elsewhere(end.site.name, twin, staged, end.is_before)
+            remote = RemoteModule(end.site.name, twin, staged, end.is_before)
             site = end.site
-            staged.stand_ins.append(stand_in)
+            staged.remote_modules.append(remote)
             if self._holds(end):
-                staged.held.append(HeldModule(site.parent, site.key, stand_in, staged))
+                staged.local_modules.append(LocalModule(site.parent, site.key, remote, staged))
             else:
                 site.module.to("meta")
-                setattr(site.parent, site.key, stand_in)
-        staged.loose += [LooseParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose]
+                setattr(site.parent, site.key, remote)
+        staged.first_stage_parameters += [
+            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose
+        ]
         for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
             parameter = root.get_parameter(copy)
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
@@ -174,8 +181,8 @@ def plan_stages(
     )
     owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
     ties = _ties(root, owners, kinds)
-    twins = tuple(twin_of(block) for block in blocks.module.children())
-    end_twins = tuple(twin_of(end.site.module) for end in ends)
+    twins = tuple(meta_copy_of(block) for block in blocks.module.children())
+    end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
     return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
 
 

@@ -14,9 +14,9 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.relay import run_in_turn
+from lightning_megatron.models.relay import run_stage_by_stage
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, lengthened
 
@@ -174,7 +174,7 @@ class HuggingFaceLM(ReplacedModel):
         """Run the pipeline stages in turn, and give every rank the result."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
-        found = run_in_turn(self.gpt, run)
+        found = run_stage_by_stage(self.gpt, run)
         logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
         loss = torch.empty(
             (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
@@ -193,7 +193,7 @@ class HuggingFaceLM(ReplacedModel):
         return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
 
     def _gather(self, shard: Tensor) -> Tensor:
-        if isinstance(shard, AbsentTensor):
+        if isinstance(shard, RemoteTensor):
             # An absent tensor has no values to gather, and already has the full shape.
             return shard.transpose(0, 1)
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)

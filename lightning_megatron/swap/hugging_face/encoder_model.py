@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, lengthened
 
@@ -126,7 +126,7 @@ class HuggingFaceEncoder(ReplacedModel):
         vocabulary = self.layers.config.vocab_size
 
         def gather() -> Tensor:
-            if isinstance(shard, AbsentTensor):
+            if isinstance(shard, RemoteTensor):
                 # An absent tensor has no values to gather, and already has the full shape.
                 return shard[:length].transpose(0, 1)
             return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(

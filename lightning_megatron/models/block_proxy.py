@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.absent import line_of_user
+from lightning_megatron.models.remote_tensor import line_of_user
 
 #: Code object that runs the function of a reentrant torch.utils.checkpoint.
 _REENTRANT = CheckpointFunction.forward.__code__
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.staged_blocks import StagedBlocks
 
 
-class Part:
+class ModuleProxy:
     """Proxy of a module inside a block.
 
     Args:
@@ -60,11 +60,11 @@ class Part:
         found = getattr(self._module, name)
         path = f"{self._path}.{name}".removeprefix(".")
         if isinstance(found, nn.Module):
-            return Part(self._blocks, self._index, path)
+            return ModuleProxy(self._blocks, self._index, path)
         if isinstance(found, nn.Parameter):
-            return self._blocks.weight(self._index, path, found)
+            return self._blocks.parameter_of(self._index, path, found)
         return (
-            self._blocks.left_behind(self._index, path, found)
+            self._blocks.stored_tensors.read(self._index, path, found)
             if isinstance(found, Tensor)
             else found
         )
@@ -72,7 +72,7 @@ class Part:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""
         return (
-            Part(self._blocks, self._index, f"{self._path}.{key}".removeprefix("."))
+            ModuleProxy(self._blocks, self._index, f"{self._path}.{key}".removeprefix("."))
             for key in self._keys
         )
 
@@ -99,7 +99,7 @@ class Part:
     def _module(self) -> nn.Module:
         is_probed = self._blocks.cursor is not None and self._blocks.cursor.probe
         block = (
-            self._blocks.elsewhere[self._index] if is_probed else self._blocks.block(self._index)
+            self._blocks.meta_blocks[self._index] if is_probed else self._blocks.block(self._index)
         )
         return block.get_submodule(self._path)
 
@@ -112,7 +112,7 @@ class Part:
         )
 
 
-class Turn(Part):
+class BlockProxy(ModuleProxy):
     """Proxy of a whole block, which the user's code gets from the list."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class Turn(Part):
         return self(*args, **kwargs)
 
 
-class Turns(list[Any]):
+class BlockProxyList(list[Any]):
     """Slice of a ``torch.nn.Sequential``, which can be called."""
 
     def __call__(self, hidden: Any) -> Any:

@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
     from lightning_megatron.models.staged_blocks import StagedBlocks
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Proxy of a module next to the blocks whose parameters another stage has.
 
     A call returns placeholders with the shapes of the module's results.
@@ -32,10 +32,10 @@ class Elsewhere(nn.Module):
             this one.
     """
 
-    def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> Elsewhere:
+    def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> RemoteModule:
         """Return a proxy that can be iterated if and only if the module can."""
-        is_list = cls is Elsewhere and hasattr(type(source), "__iter__")
-        return super().__new__(ElsewhereList if is_list else cls)
+        is_list = cls is RemoteModule and hasattr(type(source), "__iter__")
+        return super().__new__(RemoteModuleList if is_list else cls)
 
     def __init__(
         self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = ""
@@ -48,12 +48,12 @@ class Elsewhere(nn.Module):
         self._others: tuple[nn.Module, StagedBlocks] = (source, blocks)
 
     @override
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Elsewhere:
-        follow(self._others[0], fn)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:
+        convert_meta(self._others[0], fn)
         return self
 
     @override
-    def train(self, mode: bool = True) -> Elsewhere:
+    def train(self, mode: bool = True) -> RemoteModule:
         self._others[0].train(mode)
         super().train(mode)
         return self
@@ -68,21 +68,21 @@ class Elsewhere(nn.Module):
         source, blocks = self._others
         found = getattr(source, name)
         if isinstance(found, nn.Module):
-            return Elsewhere(f"{self.name}.{name}", found, blocks, self.is_before, self.end)
+            return RemoteModule(f"{self.name}.{name}", found, blocks, self.is_before, self.end)
         if isinstance(found, Tensor):
             return self._tensor(f"{self.name}.{name}", found, blocks)
         return found
 
     def _tensor(self, name: str, form: Tensor, blocks: StagedBlocks) -> Tensor:
         """Return a parameter or buffer if it has arrived, and a placeholder otherwise."""
-        point = f"parameter:{name}"
+        value_name = f"parameter:{name}"
         cursor = blocks.cursor
-        if cursor is not None and point in cursor.known:
-            return cursor.known[point]
-        result = AbsentTensor.of(form, blocks, f"the tensor {name!r}", point)
+        if cursor is not None and value_name in cursor.known:
+            return cursor.known[value_name]
+        result = RemoteTensor.of(form, blocks, f"the tensor {name!r}", value_name)
         if cursor is not None:
             stage = 0 if self.is_before else blocks.crossings.last
-            blocks.crossings.make(cursor, point, result, stage, at_start=True)
+            blocks.crossings.record_origin(cursor, value_name, result, stage, at_start=True)
         return result
 
     @property
@@ -90,7 +90,7 @@ class Elsewhere(nn.Module):
         """Return the copy of the module on the meta device."""
         return self._others[0]
 
-    def foresee(self, name: str) -> None:
+    def register_arrival(self, name: str) -> None:
         """Register a placeholder for a tensor that the step will receive, if it is in this module.
 
         Args:
@@ -117,37 +117,39 @@ class Elsewhere(nn.Module):
         if cursor.probe and cursor.plan is None:
             try:
                 for leaf in leaves:
-                    blocks.crossings.need(cursor, leaf, stage)
+                    blocks.crossings.record_use(cursor, leaf, stage)
             except UnsupportedError as error:
-                if cursor.turn and self.is_before:
+                if cursor.next_block and self.is_before:
                     raise self._wrong_side(blocks, "after") from None
                 raise error from None
         form = blocks.form_of(self.name, source, args, kwargs)
-        return blocks.absent(form, cursor.use_of(self.name), f"the result of {self.name!r}", stage)
+        return blocks.placeholders(
+            form, cursor.use_of(self.name), f"the result of {self.name!r}", stage
+        )
 
     def _check_side(self, blocks: StagedBlocks) -> None:
         cursor = blocks.current()
-        if 0 < cursor.turn < len(blocks):
+        if 0 < cursor.next_block < len(blocks):
             raise UnsupportedError(
                 f"{self.name!r} is called between the blocks {blocks.name!r}, of which every stage "
                 "has some: one stage alone holds its parameters. Make a module of every block and "
                 "what belongs to it, and name the list of those in pipeline_plan, or use pp=1."
             )
         if self.is_before:
-            if cursor.turn == len(blocks) and cursor.is_last_call and not cursor.probe:
+            if cursor.next_block == len(blocks) and cursor.is_last_call and not cursor.probe:
                 raise self._wrong_side(blocks, "after")
-        elif cursor.turn == 0:
+        elif cursor.next_block == 0:
             raise self._wrong_side(blocks, "before")
 
     def _wrong_side(self, blocks: StagedBlocks, side: str) -> UnsupportedError:
-        here = "last" if side == "after" else "first"
+        stage = "last" if side == "after" else "first"
         if blocks.cursor is not None and blocks.cursor.uses[self.name]:
             return called_twice(self.name, blocks.name)
         skipped = ", or because blocks are skipped" if side == "before" else ""
         return UnsupportedError(
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds "
             f"it, because of where it was defined{skipped}. Use the pipeline_plan "
-            f"{blocks.plan | {self.end: here}}."
+            f"{blocks.plan | {self.end: stage}}."
         )
 
 
@@ -159,7 +161,7 @@ def called_twice(name: str, blocks: str) -> UnsupportedError:
     )
 
 
-class ElsewhereList(Elsewhere):
+class RemoteModuleList(RemoteModule):
     """Proxy of a list or dictionary next to the blocks whose parameters another stage has."""
 
     def __len__(self) -> int:
@@ -196,39 +198,39 @@ class ElsewhereList(Elsewhere):
         found = source[key]  # type: ignore[index]
         if isinstance(found, Tensor):
             return self._tensor(f"{self.name}.{key}", found, blocks)
-        return Elsewhere(f"{self.name}.{key}", found, blocks, self.is_before, self.end)
+        return RemoteModule(f"{self.name}.{key}", found, blocks, self.is_before, self.end)
 
 
-class HeldModule:
+class LocalModule:
     """Module next to the blocks that this stage has, with a proxy that replaces it in probes.
 
     Args:
         parent: Parent of the module.
         key: Name of the module in its parent.
-        stand_in: Proxy of the module.
+        remote: Proxy of the module.
         blocks: List of staged blocks.
     """
 
     def __init__(
-        self, parent: nn.Module, key: str, stand_in: Elsewhere, blocks: StagedBlocks
+        self, parent: nn.Module, key: str, remote: RemoteModule, blocks: StagedBlocks
     ) -> None:
         self._parent = parent
         self._key = key
-        self._stand_in = stand_in
+        self._remote = remote
         self._blocks = blocks
-        self.stage = 0 if stand_in.is_before else blocks.crossings.last
+        self.stage = 0 if remote.is_before else blocks.crossings.last
         module: Any = parent._modules[key]
         self._module: nn.Module = module
-        module.register_forward_pre_hook(self._settle, with_kwargs=True)
+        module.register_forward_pre_hook(self._resolve, with_kwargs=True)
         module.register_forward_hook(self._keep)
 
-    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def convert_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model's dtype to the proxy."""
-        self._stand_in._apply(fn)
+        self._remote._apply(fn)
 
     def hide(self) -> None:
         """Replace the module by its proxy."""
-        self._parent._modules[self._key] = self._stand_in
+        self._parent._modules[self._key] = self._remote
 
     def show(self) -> None:
         """Put the module back into its parent."""
@@ -241,17 +243,17 @@ class HeldModule:
             name: Name of the tensor in the whole model.
         """
         prefix, _, key = name.rpartition(".")
-        if not f"{prefix}.".startswith(f"{self._stand_in.name}."):
+        if not f"{prefix}.".startswith(f"{self._remote.name}."):
             return None
-        inner = prefix.removeprefix(self._stand_in.name).removeprefix(".")
+        inner = prefix.removeprefix(self._remote.name).removeprefix(".")
         found: Any = getattr(self._module.get_submodule(inner), key)
-        whole: Any = getattr(self._stand_in.source.get_submodule(inner), key)
+        whole: Any = getattr(self._remote.source.get_submodule(inner), key)
         return found if found.shape == whole.shape else None
 
-    def _settle(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        why = f"{self._stand_in.name!r} reads it"
+    def _resolve(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        why = f"{self._remote.name!r} reads it"
         found: tuple[Any, Any] = pytree.tree_map(
-            lambda leaf: leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf,
+            lambda leaf: leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf,
             (args, kwargs),
         )
         return found
@@ -259,11 +261,11 @@ class HeldModule:
     def _keep(self, module: nn.Module, args: Any, result: Any) -> None:
         cursor = self._blocks.cursor
         if cursor is not None:
-            point = cursor.use_of(self._stand_in.name)
-            self._blocks.crossings.keep(cursor, point, pytree.tree_leaves(result))
+            value_name = cursor.use_of(self._remote.name)
+            self._blocks.crossings.keep_values(cursor, value_name, pytree.tree_leaves(result))
 
 
-class LooseParameter:
+class FirstStageParameter:
     """Parameter of a module that contains the blocks; only the first stage has it.
 
     Args:
@@ -271,24 +273,24 @@ class LooseParameter:
         key: Name of the parameter in this module.
         name: Name of the parameter in the whole model.
         blocks: List of staged blocks.
-        is_held: Whether this rank is on the first stage.
+        is_local: Whether this rank is on the first stage.
     """
 
     def __init__(
-        self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_held: bool
+        self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_local: bool
     ) -> None:
         self._owner = owner
         self._key = key
         self._blocks = blocks
-        self._is_held = is_held
-        self.point = f"parameter:{name}"
+        self._is_local = is_local
+        self.value_name = f"parameter:{name}"
         self.stage = 0
         self._order: list[tuple[str, nn.Parameter | None]] = []
         parameter: Any = owner._parameters[key]
         self._form = torch.empty_like(parameter.detach(), device="meta")
         self._name = f"the parameter {name!r}"
-        self.absent = AbsentTensor.of(self._form, blocks, self._name, self.point)
-        if not is_held:
+        self.absent = RemoteTensor.of(self._form, blocks, self._name, self.value_name)
+        if not is_local:
             self.hide()
 
     @property
@@ -297,30 +299,30 @@ class LooseParameter:
         found: Tensor = getattr(self._owner, self._key)
         return found
 
-    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def convert_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model's dtype to the placeholder."""
         self._form = self._form.to(fn(torch.empty(0, dtype=self._form.dtype)).dtype)
-        if not self._is_held:
+        if not self._is_local:
             self.hide()
 
     def hide(self) -> None:
         """Replace the parameter by a placeholder."""
         # The order of the parameters must survive `show`, because optimizers number them by it.
-        if self._is_held:
+        if self._is_local:
             self._order = list(self._owner._parameters.items())
         self._owner._parameters.pop(self._key, None)
-        self.absent = AbsentTensor.of(self._form, self._blocks, self._name, self.point)
+        self.absent = RemoteTensor.of(self._form, self._blocks, self._name, self.value_name)
         self._owner.__dict__[self._key] = self.absent
 
     def show(self) -> None:
         """Put the parameter back into its module."""
-        if self._is_held:
+        if self._is_local:
             del self._owner.__dict__[self._key]
             self._owner._parameters.clear()
             self._owner._parameters.update(self._order)
 
 
-def follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply a conversion's dtype change to the meta tensors of a module, which stay on meta."""
     module._apply(
         lambda tensor: (
@@ -329,7 +331,7 @@ def follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     )
 
 
-def twin_of(module: nn.Module) -> nn.Module:
+def meta_copy_of(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device, which needs no memory."""
     memo: dict[int, Any] = {}
     for part in module.modules():

@@ -14,85 +14,21 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.forms import Form
+from lightning_megatron.models.tensor_functions import (
+    CREATE_LIKE,
+    NEED_SHAPE_ONLY,
+    name_of,
+    writes_in_place,
+)
 
 if TYPE_CHECKING:
     from lightning_megatron.models.stage import PipelinedModule
 
-#: Attributes and methods that need only a shape and a dtype.
-_OF_FORMS = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-        "itemsize",
-        "nbytes",
-    }
-    | {
-        "is_cuda",
-        "is_cpu",
-        "is_mps",
-        "is_xla",
-        "is_xpu",
-        "is_meta",
-        "is_sparse",
-        "is_sparse_csr",
-        "is_mkldnn",
-    }
-    | {
-        "is_quantized",
-        "is_nested",
-        "retains_grad",
-        "output_nr",
-        "names",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-    }
-    | {
-        "nelement",
-        "stride",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "element_size",
-        "get_device",
-        "is_neg",
-    }
-    | {
-        "is_contiguous",
-        "__len__",
-        "storage_offset",
-        "is_inference",
-        "is_conj",
-        "__hash__",
-        "requires_grad_",
-    }
-)
-#: Functions that create a tensor and read only the shape and dtype of their first argument.
-_OF_SHAPES = frozenset(
-    {
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-    }
-    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
-)
-_HERE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 
 
-class AbsentTensor(Tensor):
+class RemoteTensor(Tensor):
     """Placeholder for a tensor whose values are on another pipeline stage.
 
     A function of an absent tensor returns an absent tensor until the values have arrived, and is
@@ -103,15 +39,15 @@ class AbsentTensor(Tensor):
         form: Tensor with the shape, dtype and device.
         owner: Model that is cut into stages.
         name: Description of the tensor, for errors.
-        point: Name of the value among those that are sent between stages; None if it has none.
-        recipe: Computation of the tensor from other tensors; None if there is none.
+        value_name: Name of the value among those that are sent between stages; None if it has none.
+        deferred: Computation of the tensor from other tensors; None if there is none.
         leaf: Index of the tensor among the leaves of the recipe's result.
     """
 
     owner: PipelinedModule
     title: str
-    point: str | None
-    recipe: Recipe | None
+    value_name: str | None
+    deferred: DeferredCall | None
     leaf: int
     #: The tensor with values, once it has arrived; None before.
     value: Tensor | None
@@ -124,25 +60,25 @@ class AbsentTensor(Tensor):
         form: Tensor,
         owner: PipelinedModule,
         name: str,
-        point: str | None = None,
-        recipe: Recipe | None = None,
+        value_name: str | None = None,
+        deferred: DeferredCall | None = None,
         leaf: int = 0,
-    ) -> AbsentTensor:
+    ) -> RemoteTensor:
         """Return a placeholder with the shape, dtype and device of a form."""
         device = owner.mesh.device if form.is_meta else form.device
-        result: AbsentTensor = Tensor._make_wrapper_subclass(
+        result: RemoteTensor = Tensor._make_wrapper_subclass(
             cls, form.shape, dtype=form.dtype, device=device
         )
         result.owner = owner
         result.title = name
-        result.point = point
-        result.recipe = recipe
+        result.value_name = value_name
+        result.deferred = deferred
         result.leaf = leaf
         result.value = None
         result.writer = None
         return result
 
-    def settled(self) -> Tensor | None:
+    def resolved(self) -> Tensor | None:
         """Return the tensor with values if they have arrived or can be computed; None otherwise.
 
         Raises:
@@ -150,13 +86,13 @@ class AbsentTensor(Tensor):
         """
         cursor = self.owner.cursor
         if self.value is None and cursor is not None and not cursor.probe:
-            if self.point is not None and self.point in cursor.known:
-                return cursor.known[self.point]
-            if self.recipe is not None and cursor.has_arrived:
-                self.value = self.recipe.leaf_of_result(self)
+            if self.value_name is not None and self.value_name in cursor.known:
+                return cursor.known[self.value_name]
+            if self.deferred is not None and cursor.has_arrived:
+                self.value = self.deferred.leaf_of_result(self)
         return self.value
 
-    def settle(self, why: str) -> Tensor:
+    def resolve(self, why: str) -> Tensor:
         """Return the tensor with values.
 
         Args:
@@ -165,7 +101,7 @@ class AbsentTensor(Tensor):
         Raises:
             UnsupportedError: If the values have not arrived.
         """
-        found = self.settled()
+        found = self.resolved()
         if found is None:
             self._refuse(why)
         return found
@@ -192,7 +128,7 @@ class AbsentTensor(Tensor):
         if cursor is not None and cursor.probe:
             self.owner.note_use(self)
         elif cursor is None or self.owner.is_last_stage(cursor.chunk):
-            return self.settle(why)
+            return self.resolve(why)
         return self
 
     @classmethod
@@ -204,12 +140,12 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
-        if name in _OF_FORMS:
+        name = name_of(func)
+        if name in NEED_SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
+        values = [leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
         absent = [
             leaf
             for leaf, value in zip(leaves, values, strict=True)
@@ -221,12 +157,12 @@ class AbsentTensor(Tensor):
         first = absent[0]
         for leaf in absent:
             leaf.check_unwritten()
-        if name in _OF_SHAPES and isinstance(args[0], AbsentTensor) and len(absent) == 1:
+        if name in CREATE_LIKE and isinstance(args[0], RemoteTensor) and len(absent) == 1:
             shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(
                 args[0].shape
             )
             return func(shaped, *args[1:], **kwargs)
-        if _writes(name, kwargs):
+        if writes_in_place(name, kwargs):
             first._refuse(f"{name} writes it into a tensor in place")
         return first._derived(func, name, args, kwargs)
 
@@ -239,7 +175,7 @@ class AbsentTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         leaves = pytree.tree_leaves((args, dict(kwargs or {})))
-        next(leaf for leaf in leaves if isinstance(leaf, AbsentTensor))._refuse(f"{func} reads it")
+        next(leaf for leaf in leaves if isinstance(leaf, RemoteTensor))._refuse(f"{func} reads it")
 
     def _derived(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -255,10 +191,12 @@ class AbsentTensor(Tensor):
                 return f"a tensor of another pipeline stage ({self.title})"
             if name == "__format__":
                 self._refuse("it is printed")
-        recipe = Recipe(func, args, kwargs, form.is_random)
-        return filled(
+        deferred = DeferredCall(func, args, kwargs, form.is_random)
+        return fill_form(
             form,
-            lambda leaf, n: AbsentTensor.of(leaf, self.owner, self.title, recipe=recipe, leaf=n),
+            lambda leaf, n: RemoteTensor.of(
+                leaf, self.owner, self.title, deferred=deferred, leaf=n
+            ),
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -281,7 +219,7 @@ class AbsentTensor(Tensor):
         refuse(self, why)
 
 
-class Recipe:
+class DeferredCall:
     """Deferred call of a function with absent tensors among its arguments.
 
     Args:
@@ -305,12 +243,12 @@ class Recipe:
         self._result: Sequence[Any] | None = None
 
     @property
-    def sources(self) -> list[AbsentTensor]:
+    def sources(self) -> list[RemoteTensor]:
         """Return the absent tensors among the arguments."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return [leaf for leaf in leaves if isinstance(leaf, AbsentTensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
 
-    def leaf_of_result(self, wanted: AbsentTensor) -> Tensor | None:
+    def leaf_of_result(self, wanted: RemoteTensor) -> Tensor | None:
         """Return a leaf of the result if the values of all arguments are known; None otherwise.
 
         The function is called once, and its result is kept for the other leaves.
@@ -320,21 +258,23 @@ class Recipe:
         """
         if self._result is None:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-            values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
+            values = [
+                leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves
+            ]
             if any(
                 value is None and leaf is not None
                 for value, leaf in zip(values, leaves, strict=True)
             ):
                 return None
             if self.is_random:
-                refuse(wanted, f"random numbers were drawn for it ({_name_of(self.function)})")
+                refuse(wanted, f"random numbers were drawn for it ({name_of(self.function)})")
             args, kwargs = pytree.tree_unflatten(values, structure)
             self._result = pytree.tree_leaves(self.function(*args, **kwargs))
         found: Tensor = self._result[wanted.leaf]
         return found
 
 
-def filled(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
+def fill_form(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
     """Build a result of a form.
 
     Args:
@@ -354,11 +294,11 @@ def check_present(*tensors: Tensor | None) -> None:
         UnsupportedError: If a tensor has no values.
     """
     for tensor in tensors:
-        if isinstance(tensor, AbsentTensor):
+        if isinstance(tensor, RemoteTensor):
             refuse(tensor, "the first stage would read it")
 
 
-def refuse(absent: AbsentTensor, why: str) -> NoReturn:
+def refuse(absent: RemoteTensor, why: str) -> NoReturn:
     """Raise an error that names an absent tensor and the line of the user's code.
 
     Raises:
@@ -377,30 +317,10 @@ def line_of_user() -> str:
     for frame, number in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
         if (
-            _HERE not in path.parents
+            _PACKAGE not in path.parents
             and _TORCH not in path.parents
             and path.name != "contextlib.py"
         ):
             summary = traceback.extract_stack(frame, limit=1)[0]
             return f"{path}:{number} in {frame.f_code.co_name}: {summary.line}"
     return "in code without a file"
-
-
-def _name_of(func: Any) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute: str = getattr(getattr(func, "__self__", None), "__name__", name)
-        return attribute if name == "__get__" or attribute == "requires_grad" else "__setattr__"
-    return name
-
-
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    if (
-        kwargs.get("out") is not None
-        or kwargs.get("inplace") is True
-        or name in ("__setitem__", "__setattr__")
-    ):
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")
-    return name.endswith("_")

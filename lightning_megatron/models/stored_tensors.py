@@ -1,0 +1,83 @@
+"""Tensors that blocks store in themselves, which the user's code may read on other stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user
+from lightning_megatron.models.stage import StageCursor
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.staged_blocks import StagedBlocks
+
+
+class StoredTensors:
+    """Reads of tensors that blocks store in themselves, from the blocks' own stages or sent along.
+
+    Args:
+        blocks: List of staged blocks.
+    """
+
+    def __init__(self, blocks: StagedBlocks) -> None:
+        self._blocks = blocks
+
+    def read(self, index: int, path: str, found: Tensor) -> Tensor:
+        """Return a tensor that a block stores in itself, or a placeholder if another stage has it.
+
+        Args:
+            index: Index of the block.
+            path: Name of the tensor in the block.
+            found: Tensor of the block, or of its copy on the meta device.
+
+        Raises:
+            UnsupportedError: If the block has not run in this call of the model.
+        """
+        blocks = self._blocks
+        cursor = blocks.cursor
+        name = f"'{blocks.name}.{index}.{path}'"
+        if cursor is None:
+            return found
+        owner, _, key = path.rpartition(".")
+        is_buffer = key in blocks.meta_blocks[index].get_submodule(owner)._buffers
+        if not is_buffer and index >= cursor.next_block:
+            raise UnsupportedError(
+                f"{name} is read before block {index} has run in this call of the model: "
+                f"{line_of_user()}. What the last call has left is on one stage alone. Read it "
+                "after the block, or use pp=1."
+            )
+        value_name = f"{cursor.calls}:{blocks.name}.{index}.{path}"
+        stage = blocks.crossings.stage_of(index)
+        if not cursor.probe and stage == blocks.virtual_stage:
+            return found
+        if value_name in cursor.known:
+            return cursor.known[value_name]
+        form = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        result = RemoteTensor.of(form, blocks, name, value_name)
+        blocks.crossings.record_origin(cursor, value_name, result, stage, at_start=True)
+        return result
+
+    def register_arrival(self, name: str) -> None:
+        """Register a placeholder for a tensor that the step will receive, if a block stores it.
+
+        Args:
+            name: Name of a value that is sent between stages, without the number of the call.
+        """
+        prefix = f"{self._blocks.name}."
+        if name.startswith(prefix) and ":" not in name:
+            index, _, path = name.removeprefix(prefix).partition(".")
+            owner, _, key = path.rpartition(".")
+            block = self._blocks.meta_blocks[int(index)]
+            self.read(int(index), path, getattr(block.get_submodule(owner), key))
+
+    def keep(self, cursor: StageCursor, index: int) -> None:
+        """Keep what a block has stored, if later stages will read it."""
+        prefix = f"{cursor.calls}:{self._blocks.name}.{index}."
+        for value_name in cursor.plan.extra_names if cursor.plan is not None else ():
+            if value_name.startswith(prefix):
+                owner, _, key = value_name.removeprefix(prefix).rpartition(".")
+                block = self._blocks.block(index)
+                cursor.known[value_name] = getattr(block.get_submodule(owner), key)

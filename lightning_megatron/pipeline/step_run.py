@@ -1,0 +1,223 @@
+"""State of one run of a pipeline schedule: tensors in flight, and the passes that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
+from lightning_megatron.models.stage import StageCursor
+from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.step_plans import BoundaryForm, form_of
+from lightning_megatron.plan.schedule import Action
+from lightning_megatron.plan.transfers import Transfer
+
+if TYPE_CHECKING:
+    from lightning_megatron.pipeline.executor import PipelineExecutor
+
+StepFn = Callable[[Any], Any]
+LossOf = Callable[[Any, int], Tensor | None]
+WeightOf = Callable[[int], float | Tensor]
+RunBackward = Callable[[Tensor], None]
+Inspector = Callable[[Any, bool], None]
+#: Key of one forward and backward pass: (chunk, microbatch).
+ChunkMicrobatch = tuple[int, int]
+
+
+class StepRun:
+    """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch)."""
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        step_fn: StepFn,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        weight_of: WeightOf,
+        run_backward: RunBackward,
+        inspector: Inspector | None,
+        weights: MicrobatchWeights,
+        step: int,
+        backward: bool,
+    ) -> None:
+        self.executor = executor
+        self.step_fn = step_fn
+        self.microbatches = microbatches
+        self.loss_of = loss_of
+        self.weight_of = weight_of
+        self.run_backward = run_backward
+        self.inspector = inspector
+        self.step = step
+        self.backward = backward
+        self.results: list[Any] = []
+        self._axis = executor.mesh.pp
+        self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
+        self.plan = StepPlan()
+        #: Tensors from the previous stage, from their receive until the backward pass.
+        self._inputs: dict[ChunkMicrobatch, list[Tensor]] = {}
+        #: Losses of the last stage, until their backward passes.
+        self._losses: dict[ChunkMicrobatch, Tensor | None] = {}
+        #: Tensors for the next stage, from the forward pass until they are sent.
+        self._outputs: dict[ChunkMicrobatch, list[Tensor]] = {}
+        #: Graph edges of the sent outputs, from which the backward pass starts.
+        self._edges: dict[ChunkMicrobatch, list[GradientEdge | None]] = {}
+        #: Shapes and dtypes of the sent outputs, whose gradients will arrive.
+        self._sent: dict[ChunkMicrobatch, Sequence[BoundaryForm]] = {}
+        #: Gradients of the sent outputs before the backward pass, of the inputs after it.
+        self._gradients: dict[ChunkMicrobatch, list[Tensor]] = {}
+        #: Transfers that fill received tensors, by the kind of the tensors.
+        self._arrivals: dict[tuple[str, ChunkMicrobatch], PendingTransfers] = {}
+        self._boundaries: dict[Any, list[BoundaryForm]] = {}
+        self._pending: list[PendingTransfers] = []
+        self._weights = weights
+
+    def compute(self, action: Action) -> None:
+        """Run one forward or backward pass."""
+        key = (action.chunk, action.microbatch)
+        if action.kind == "F":
+            self._forward(key)
+        elif action.kind == "B":
+            self._backward(key)
+        else:
+            raise UnsupportedError(
+                f"the executor runs forward (F) and backward (B) actions: {action.kind!r}."
+            )
+
+    def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Start a batch of transfers. The pass that reads a received tensor waits for it."""
+        outgoing = [
+            (tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)
+        ]
+        buffers = [self._buffers(transfer) for transfer in receives]
+        incoming = [
+            (one, transfer.peer)
+            for transfer, made in zip(receives, buffers, strict=True)
+            for one in made
+        ]
+        weights = self._weights
+        outgoing += weights.messages(sends)
+        incoming += weights.messages(receives)
+        pending = start_transfers(outgoing, incoming, self._axis)
+        # Keep sends that are not done, because their tensors must stay alive.
+        self._pending = [one for one in self._pending if not one.is_done()] + [pending]
+        for transfer, made in zip(receives, buffers, strict=True):
+            key = (transfer.chunk, transfer.microbatch)
+            (self._inputs if transfer.kind == "F" else self._gradients)[key] = made
+            self._arrivals[transfer.kind, key] = pending
+
+    def finish(self) -> None:
+        """Wait for the last transfers."""
+        for pending in self._pending:
+            pending.wait()
+
+    def _forward(self, key: ChunkMicrobatch) -> None:
+        chunk, number = key
+        microbatch = self.microbatches[number]
+        self.seek(number)
+        self._weights.begin(number)
+        cursor = None
+        if self._axis.size > 1:
+            received = self._arrived("F", key, self._inputs)
+            for tensor in received if self.backward else ():
+                tensor.requires_grad_(tensor.is_floating_point())
+            cursor = StageCursor(chunk, received, plan=self.plan)
+        result, ended = self.executor.call(self.step_fn, microbatch, cursor)
+        is_last = self._axis.is_last and chunk == self._last_chunk
+        if cursor is not None and (ended != is_last or cursor.calls != self.plan.num_calls):
+            raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
+        if is_last:
+            self.results.append(result)
+            if self.backward and self.loss_of is not None:
+                self._losses[key] = self.loss_of(result, number)
+            if self.backward:
+                self._weights.fill(number, self.weight_of(number))
+        elif cursor is not None:
+            self._outputs[key] = cursor.sent
+        if not self.backward:
+            self._inputs.pop(key, None)
+
+    def _backward(self, key: ChunkMicrobatch) -> None:
+        # A layer whose activations are recomputed attaches its losses again, and reads the weight.
+        self._weights.begin(key[1])
+        loss = self._losses.pop(key, None)
+        if loss is not None:
+            self._inspect(loss.grad_fn, True)
+            self.run_backward(loss)
+        gradients = self._arrived("B", key, self._gradients)
+        self._gradients.pop(key, None)
+        # An edge is None if its output needs no gradient, as on a stage whose parameters are all
+        # frozen.
+        both = zip(self._edges.pop(key, ()), gradients, strict=True)
+        pairs = [(edge, gradient) for edge, gradient in both if edge is not None]
+        for edge, _ in pairs:
+            self._inspect(edge.node, False)
+        if pairs:
+            torch.autograd.backward(
+                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+            )
+        received = [one for one in self._inputs.pop(key, ()) if one.is_floating_point()]
+        self._gradients[key] = [
+            torch.zeros_like(one) if one.grad is None else one.grad for one in received
+        ]
+
+    def _inspect(self, node: Any, is_loss: bool) -> None:
+        if self.inspector is not None:
+            self.inspector(node, is_loss)
+
+    def _outgoing(self, transfer: Transfer) -> list[Tensor]:
+        """Return the tensors of a send, and release or replace what this stage keeps of them."""
+        key = (transfer.chunk, transfer.microbatch)
+        # To the previous stage go the gradients of what it sent, which `_backward` has left here.
+        if transfer.kind == "B":
+            return [gradient.contiguous() for gradient in self._gradients.pop(key)]
+        # The backward pass starts from graph edges. It does not need the outputs' values, so their
+        # memory is released as soon as the transfer is done.
+        outputs = self._outputs.pop(key)
+        if self.backward:
+            # Gradients arrive in this order, and only for floating-point outputs: the next stage
+            # sends zeros for those that it did not use.
+            floating = [output for output in outputs if output.is_floating_point()]
+            self._sent[key] = [(output.shape, output.dtype) for output in floating]
+            self._edges[key] = [
+                get_gradient_edge(one) if one.requires_grad else None for one in floating
+            ]
+        # Detached, because the graph must not follow tensors to another process.
+        return [output.detach().contiguous() for output in outputs]
+
+    def _buffers(self, transfer: Transfer) -> list[Tensor]:
+        device = self.executor.mesh.device
+        key = (transfer.chunk, transfer.microbatch)
+        forms = self._sent.pop(key) if transfer.kind == "B" else self._forms(transfer)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+
+    def _forms(self, transfer: Transfer) -> Sequence[BoundaryForm]:
+        microbatch = self.microbatches[transfer.microbatch]
+        # Cached for this run only: the next run may have another step function, or one that gives
+        # the model another part of an equally shaped batch.
+        key = transfer.chunk, form_of(microbatch.data)
+        if key not in self._boundaries:
+            self.seek(transfer.microbatch)
+            self._boundaries[key] = self.executor.plans.forms(
+                self.step_fn, microbatch, self.plan, transfer.chunk
+            )
+        return self._boundaries[key]
+
+    def seek(self, number: int) -> None:
+        """Move the random streams to the start of a microbatch."""
+        mesh = self.executor.mesh
+        mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
+
+    def _arrived(
+        self, kind: str, key: ChunkMicrobatch, where: dict[ChunkMicrobatch, list[Tensor]]
+    ) -> list[Tensor]:
+        pending = self._arrivals.pop((kind, key), None)
+        if pending is not None:
+            pending.wait()
+        return where.get(key, [])
