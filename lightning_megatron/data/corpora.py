@@ -15,6 +15,33 @@ from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
+def check_sources(train: object, val: object, test: object, split: object, corpus: object) -> None:
+    """Check that the arguments of a data module name its data, and name them once.
+
+    Args:
+        train: Token files of the training part, if any.
+        val: Token files of the validation part, if any.
+        test: Token files of the test part, if any.
+        split: Weights that divide ``train`` into all parts, if any.
+        corpus: Name of a bundled corpus, if any.
+
+    Raises:
+        UnsupportedError: If no data are named, or a source conflicts with another one.
+    """
+    if not (train or val or test or corpus):
+        raise UnsupportedError(
+            "no data are named: give prefixes of token files, or corpus 'speeches'."
+        )
+    if corpus is not None and (train or val or test or split):
+        raise UnsupportedError(
+            f"corpus {corpus!r} brings its own parts: leave train, val, test and split out."
+        )
+    if split is not None and (val or test or train is None):
+        raise UnsupportedError(
+            "split divides `train` into all parts: give train, and leave val and test out."
+        )
+
+
 def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | None) -> None:
     """Check that all corpora were written with the same tokenizer.
 
@@ -39,6 +66,15 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
             f"corpora that are mixed must share a tokenizer: {' and '.join(fingerprints.values())} "
             "do not. Write them again with one tokenizer."
         )
+
+
+def bytes_per_token(corpora: Sequence[TokenFile]) -> float | None:
+    """Return UTF-8 bytes per token of corpora; None if not recorded."""
+    written = [corpus.description for corpus in corpora]
+    known = [one for one in written if one is not None and one.tokenizer is not None]
+    if not known or len(known) < len(written) or not sum(one.num_tokens for one in known):
+        return None
+    return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
 
 
 def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:

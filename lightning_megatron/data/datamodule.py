@@ -13,8 +13,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.data.corpora import (
+    bytes_per_token,
     check_corpus_once,
     check_one_tokenizer,
+    check_sources,
     check_split,
     has_share,
     split_corpus,
@@ -26,6 +28,7 @@ from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend
 from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.data.train_position import position_after, samples_of_steps
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.settings import (
     Count,
@@ -105,25 +108,10 @@ class TokenDataModule(LightningDataModule):
     ) -> None:
         given = coerced_arguments(TokenDataModule.__init__, locals())
         super().__init__()
-        if not (train or val or test or corpus):
-            raise UnsupportedError(
-                "no data are named: give prefixes of token files, or corpus 'speeches'."
-            )
-        if corpus is not None and (train or val or test or split):
-            raise UnsupportedError(
-                f"corpus {corpus!r} brings its own parts: leave train, val, test and split out."
-            )
-        if split is not None and (val or test or train is None):
-            raise UnsupportedError(
-                "split divides `train` into all parts: give train, and leave val and test out."
-            )
+        check_sources(train, val, test, split, corpus)
         if split is not None:
             check_split(given["split"], given["order"])
-        self.prefixes: dict[Part, list[str]] = {
-            "train": _prefixes(given["train"]),
-            "val": _prefixes(given["val"]),
-            "test": _prefixes(given["test"]),
-        }
+        self.prefixes = {part: _prefixes(given[part]) for part in PARTS}
         self.weights = list(given["train"].values()) if isinstance(given["train"], dict) else None
         self.split: str | None = given["split"]
         self.corpus: Literal["speeches"] | None = given["corpus"]
@@ -173,11 +161,7 @@ class TokenDataModule(LightningDataModule):
 
     def bytes_per_token_of(self, part: Part) -> float | None:
         """Return UTF-8 bytes per token of a part's corpora; None if not recorded."""
-        written = [corpus.description for corpus, _ in self._corpora(part)]
-        known = [one for one in written if one is not None and one.tokenizer is not None]
-        if not known or len(known) < len(written) or not sum(one.num_tokens for one in known):
-            return None
-        return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
+        return bytes_per_token([corpus for corpus, _ in self._corpora(part)])
 
     def prepare_data(self) -> None:
         """Write the bundled corpus unless it exists; called in one process per node."""
@@ -214,25 +198,7 @@ class TokenDataModule(LightningDataModule):
         loader = self._train_loader
         if loader is None or trainer is None:
             return dict(self._restored)
-        sampler = loader.sampler
-        state = sampler.state_dict()
-        progress = self._progress()
-        batches = sampler.num_before
-        if sampler.num_finished:
-            batches = progress.current.processed
-            if progress.is_last_batch and batches == progress.current.ready:
-                # `limit_train_batches` ends an epoch before all of its samples are used.
-                batches = 0
-                if not sampler.stream:
-                    state = {"epoch": state["epoch"] + 1, "consumed": 0}
-        return {
-            **state,
-            "batches": batches,
-            "num_samples": sampler.num_samples,
-            "global_batch_size": sampler.global_batch_size,
-            "steps": trainer.global_step,
-            "order": loader.batches.samples.order_key,
-        }
+        return position_after(loader, self._progress(), trainer.global_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the position in the training data, also from a run with another batch size.
@@ -302,14 +268,8 @@ class TokenDataModule(LightningDataModule):
     def _num_step_samples(self, dp_size: int, state: Mapping[str, Any]) -> int:
         trainer = self.trainer
         assert trainer is not None, "only a Trainer counts steps"
-        if state.get("epoch", 0):
-            # The first epoch was used up: the order of the next one depends on the same size.
-            return state["num_samples"]
-        steps = max(trainer.max_steps - state.get("steps", 0), 1)
-        return (
-            state.get("consumed", 0)
-            + steps * trainer.accumulate_grad_batches * self.batch_size * dp_size
-        )
+        per_step = trainer.accumulate_grad_batches * self.batch_size * dp_size
+        return samples_of_steps(state, trainer.max_steps, per_step)
 
     def _num_finished(self) -> int:
         return 0 if self.trainer is None else self._progress().total.processed

@@ -173,7 +173,8 @@ def check_fields(content: Any, source: str) -> dict[str, Any]:
         )
     expected = {"format", "version", *FIELDS} - (set(CHECKSUMS) if version == 1 else set())
     if set(content) != expected:
-        missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
+        missing = sorted(expected - set(content))
+        unknown = sorted(set(content) - expected)
         raise CorruptDataError(
             f"{source}: version {version} has the fields {', '.join(sorted(expected))}: missing "
             f"are {missing}, unknown are {_shown(unknown)}. {REMEDY}"
@@ -192,18 +193,20 @@ def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callab
     text = ("a text of 1 to 4096 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 4096)
     unknown: tuple[str, Callable[[Any], bool]] = ("null where tokenizer is", lambda v: v is None)
     eod_rule, is_eod = _integer(0, vocab_size - 1)
-    return {
-        "tokenizer": text if known else unknown,
-        "tokenizer_fingerprint": text if known else unknown,
-        "vocab_size": _integer(1, 2**31) if known else unknown,
-        "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)) if known else unknown,
-        **{count: _integer(0, 2**63 - 1) for count in ("num_documents", "num_tokens", "num_bytes")},
-        **(
-            {}
-            if version == 1
-            else {name: _digits(64 if "sha256" in name else 8) for name in CHECKSUMS}
-        ),
+    rules = {
+        "tokenizer": text,
+        "tokenizer_fingerprint": text,
+        "vocab_size": _integer(1, 2**31),
+        "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)),
     }
+    if not known:
+        rules = dict.fromkeys(rules, unknown)
+    for count in ("num_documents", "num_tokens", "num_bytes"):
+        rules[count] = _integer(0, 2**63 - 1)
+    if version != 1:
+        for name in CHECKSUMS:
+            rules[name] = _digits(64 if "sha256" in name else 8)
+    return rules
 
 
 def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -310,7 +310,8 @@ class TokenFileWriter:
         return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
     def _publish(self) -> None:
-        final_bin, final_idx = bin_path(self.prefix), idx_path(self.prefix)
+        final_bin = bin_path(self.prefix)
+        final_idx = idx_path(self.prefix)
         with open(self._partial(final_idx), "wb") as file:
             write_index(file, self.dtype, self._lengths, self._documents)
             _sync(file)
@@ -324,15 +325,18 @@ class TokenFileWriter:
         _sync_directory(final_idx.parent)
 
     def _describe(self, idx_sha256: str) -> CorpusDescription:
-        known = self.tokenizer
-        return CorpusDescription(
+        facts: dict[str, Any] = dict.fromkeys(
+            ("tokenizer", "tokenizer_fingerprint", "vocab_size", "eod")
+        )
+        if self.tokenizer is not None:
             # The name may be a path, and paths may contain bytes that are not valid UTF-8.
-            tokenizer=None
-            if known is None
-            else known.name.encode("utf-8", "backslashreplace").decode(),
-            tokenizer_fingerprint=None if known is None else known.fingerprint,
-            vocab_size=None if known is None else int(known.vocab_size),
-            eod=None if known is None or known.eod is None else int(known.eod),
+            facts["tokenizer"] = self.tokenizer.name.encode("utf-8", "backslashreplace").decode()
+            facts["tokenizer_fingerprint"] = self.tokenizer.fingerprint
+            facts["vocab_size"] = int(self.tokenizer.vocab_size)
+            eod = self.tokenizer.eod
+            facts["eod"] = None if eod is None else int(eod)
+        return CorpusDescription(
+            **facts,
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             num_bytes=self.num_bytes,

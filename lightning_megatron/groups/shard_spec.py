@@ -274,7 +274,8 @@ class FlatSlice:
             high = low + outer.sizes[dim]
             before = 0
             for held in self.spec.ranges:
-                first, last = max(low, before), min(high, before + held.size)
+                first = max(low, before)
+                last = min(high, before + held.size)
                 if first < last:
                     offsets = _replaced(outer.offsets, dim, held.start + first - before)
                     sizes = _replaced(outer.sizes, dim, last - first)

@@ -158,7 +158,8 @@ class BufferPlan:
             first = bisect_right(bucket.placed, low, key=lambda placed: placed.stop)
             last = bisect_left(bucket.placed, high, key=lambda placed: placed.start)
             for placed in bucket.placed[first:last]:
-                start, stop = max(placed.start, low), min(placed.stop, high)
+                start = max(placed.start, low)
+                stop = min(placed.stop, high)
                 if start < stop:
                     shard_start = self.shard_start(index) + start - low
                     found.append(

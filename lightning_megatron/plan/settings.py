@@ -165,7 +165,8 @@ class _Shortened(reprlib.Repr):
 
 def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
     """List the types that an annotation allows, each with its range of values."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin in (Union, types.UnionType):
         return [found for one in args for found in _alternatives(one)]
     if origin is Annotated:
@@ -225,7 +226,8 @@ def _literal(value: Any, kind: Any) -> Any:
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
     """Return a value converted to a type, with its elements; :func:`_is_of` has accepted it."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return _literal(value, kind)
     if kind in (int, float, str):
@@ -276,7 +278,8 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
 
 def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
     """Return descriptions of the legal values of one type."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return tuple(map(str, args))
     if origin in (tuple, list):

@@ -72,7 +72,8 @@ def _joined(pieces: list[Tensor]) -> list[Tensor]:
     stop = -1
     memory = -1
     for piece in pieces:
-        start, numel = piece.data_ptr(), piece.numel()
+        start = piece.data_ptr()
+        numel = piece.numel()
         # Another buffer may begin at the address where this one ends.
         if (
             start == stop

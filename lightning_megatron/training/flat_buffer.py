@@ -176,7 +176,8 @@ class FlatBuffer:
 
     def is_view(self, name: str) -> bool:
         """Return whether a parameter is a view of its place in this buffer."""
-        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
+        start = self.parameters.data_ptr()
+        itemsize = self.parameters.element_size()
         return self.members[name].data_ptr() == start + self.plan.place(name).start * itemsize
 
     @property

@@ -108,7 +108,7 @@ def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCurs
     """Run a stage."""
     staged.cursor = StageCursor(chunk=0, **cursor)
     try:
-        with staged.hidden():
+        with staged.without_other_stages():
             return staged.resolved(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
     except StageDone:
         return None, staged.cursor
@@ -117,7 +117,7 @@ def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCurs
 def plan_of(model: Any, staged: StagedBlocks) -> StepPlan:
     """Return what a trial finds out."""
     staged.cursor = cursor = StageCursor(chunk=0, probe=True, plan=None)
-    with staged.hidden():
+    with staged.without_other_stages():
         result = model(torch.zeros(2, 3, dtype=torch.long))
     return staged.plan_of(cursor, result)
 

@@ -1,0 +1,51 @@
+"""Position in the training data, from which a checkpoint continues a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.data.loader import TokenLoader
+
+
+def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[str, Any]:
+    """Return the position in the training data after the batches that the Trainer has finished.
+
+    Args:
+        loader: Loader of the training batches.
+        progress: The Trainer's count of training batches.
+        num_steps: Number of optimizer steps so far (steps).
+    """
+    sampler = loader.sampler
+    state = sampler.state_dict()
+    batches = sampler.num_before
+    if sampler.num_finished:
+        batches = progress.current.processed
+        if progress.is_last_batch and batches == progress.current.ready:
+            # `limit_train_batches` ends an epoch before all of its samples are used.
+            batches = 0
+            if not sampler.stream:
+                state = {"epoch": state["epoch"] + 1, "consumed": 0}
+    return {
+        **state,
+        "batches": batches,
+        "num_samples": sampler.num_samples,
+        "global_batch_size": sampler.global_batch_size,
+        "steps": num_steps,
+        "order": loader.batches.samples.order_key,
+    }
+
+
+def samples_of_steps(state: Mapping[str, Any], max_steps: int, samples_per_step: int) -> int:
+    """Return the number of training samples of a run that stops by steps (samples).
+
+    Args:
+        state: Restored position; empty for a run from the start.
+        max_steps: Number of optimizer steps of the whole training (steps).
+        samples_per_step: Samples of one optimizer step over all ranks (samples).
+    """
+    if state.get("epoch", 0):
+        # The first epoch was used up: the order of the next one depends on the same size.
+        return state["num_samples"]
+    steps = max(max_steps - state.get("steps", 0), 1)
+    return state.get("consumed", 0) + steps * samples_per_step
