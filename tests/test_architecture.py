@@ -316,6 +316,50 @@ def test_files_and_functions_are_small() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Rooms whose statements have one value and one condition each.
+PLAIN_ROOMS = {
+    *("plan", "groups", "experts", "models", "training", "pipeline", "checkpoint", "data", "cli"),
+    *OPEN_TO_ALL,
+}
+
+
+def test_an_assignment_has_one_value_unless_it_swaps() -> None:
+    wrong = []
+    for path in FILES:
+        if room_of(path) not in PLAIN_ROOMS:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+                continue
+            values = sorted(map(ast.unparse, node.value.elts))
+            for target in node.targets:
+                names = target.elts if isinstance(target, ast.Tuple | ast.List) else node.value.elts
+                if sorted(map(ast.unparse, names)) != values:
+                    wrong.append(f"{place(path)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_statement_has_at_most_one_conditional_expression() -> None:
+    wrong = []
+    for path in FILES:
+        if room_of(path) not in PLAIN_ROOMS:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            number = sum(isinstance(part, ast.IfExp) for part in expressions_of(node))
+            if number > 1:
+                wrong.append(f"{place(path)}:{node.lineno} has {number} conditional expressions")
+    assert not wrong, "\n".join(wrong)
+
+
+def expressions_of(statement: ast.stmt) -> list[ast.AST]:
+    """List the nodes of a statement without those of the statements inside it."""
+    inside = (ast.stmt, ast.ExceptHandler, ast.match_case)
+    own = [node for node in ast.iter_child_nodes(statement) if not isinstance(node, inside)]
+    return [part for node in own for part in ast.walk(node)]
+
+
 def test_no_global_statement_and_no_broad_except() -> None:
     wrong = []
     for path in FILES:
@@ -425,3 +469,68 @@ def test_nothing_is_left_for_later_in_the_code(marker: str) -> None:
         if re.search(rf"#.*\b{marker}\b", line)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+# Words that were replaced by a standard term, or had several meanings.
+RETIRED = (
+    *("mains", "take_in", "take_written", "foresee", "foresees", "foreseen", "hold_updates"),
+    *("lend", "lent", "loan", "travellers", "stand_in", "stand_ins", "left_behind", "units_of"),
+    *("exchange_rows", "run_in_turn", "forgive", "let_finetuning_know", "settled"),
+)
+RETIRED_CLASSES = {"Elsewhere", "Turn", "Turns", "Exchange", "Unit", "Position", "Division"}
+
+
+def test_retired_words_are_not_used_as_names() -> None:
+    pattern = re.compile(rf"(^|_)({'|'.join(RETIRED)})(_|$)")
+    wrong = [
+        f"{place(path)}:{node.lineno} {name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.stmt | ast.expr | ast.arg)
+        and (name := name_of(node))
+        and (pattern.search(name) or name in RETIRED_CLASSES)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name that a node of a syntax tree defines or uses; "" without one."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else getattr(node, "arg", None) or ""
+
+
+def test_words_of_the_glossary_name_what_exists() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE)
+    assert len(words) == len(set(words))
+    named = re.findall(r"\| `([\w.]+)` \|$", text, re.MULTILINE)
+    assert len(named) > 30
+    missing = [name for name in named if not is_defined(name)]
+    assert not missing, missing
+
+
+def is_defined(name: str) -> bool:
+    """Return whether a dotted path below the package is a module, or something at its top level."""
+    path = PACKAGE.joinpath(*name.split("."))
+    if path.with_suffix(".py").is_file():
+        return True
+    module = path.parent.with_suffix(".py")
+    if not module.is_file():
+        return False
+    tops = tree_of(module).body
+    names = {name_of(node) for node in tops}
+    names |= {name_of(t) for node in tops if isinstance(node, ast.Assign) for t in node.targets}
+    return path.name in names
+
+
+def test_no_public_class_name_occurs_in_two_rooms() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(room_of(path))
+    shared = {name: sorted(rooms) for name, rooms in homes.items() if len(rooms) > 1}
+    assert not shared, shared

@@ -22,7 +22,7 @@ PACKAGE = Path(lightning_megatron.layers.__file__).parents[1]
 FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))
 # Files whose tensors may have any shape.
 OF_ANY_TENSOR = {
-    "models/absent.py": "placeholders of any tensor",
+    "models/remote_tensor.py": "placeholders of any tensor",
     "models/around_blocks.py": "parameters and buffers of modules",
     "models/crossings.py": "placeholders of any tensor",
     "models/stage.py": "values of any shape that stages send, and functions of the caller",

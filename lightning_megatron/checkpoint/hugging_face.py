@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint.consolidate import (
 )
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
-from lightning_megatron.checkpoint.own_code import OwnCodeModel
+from lightning_megatron.checkpoint.own_code import SavedOwnCodeModel
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
@@ -129,7 +129,7 @@ class SavedModel:
 
 def find_model(
     path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False
-) -> SavedModel | OwnCodeModel:
+) -> SavedModel | SavedOwnCodeModel:
     """Return a Hugging Face model of a checkpoint.
 
     Args:
@@ -144,7 +144,7 @@ def find_model(
     metadata = load_metadata(path, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
     if OWN_CODE in record:
-        return OwnCodeModel.of(path, record, metadata.get(ONE_PROCESS) or {})
+        return SavedOwnCodeModel.of(path, record, metadata.get(ONE_PROCESS) or {})
     return SavedModel.of(path, name, record)
 
 
@@ -176,12 +176,12 @@ def export_model(
     """
     verify_checkpoint(path)
     saved = find_model(path, name, unsafe)
-    if merge and (isinstance(saved, OwnCodeModel) or saved.adapter is None):
+    if merge and (isinstance(saved, SavedOwnCodeModel) or saved.adapter is None):
         raise UnsupportedError(
             f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights "
             "are what was trained. Leave merge out."
         )
-    if isinstance(saved, OwnCodeModel):
+    if isinstance(saved, SavedOwnCodeModel):
         saved.export(out, max_file_bytes, dtype)
     elif saved.adapter is not None and not merge:
         export_adapter(

@@ -35,7 +35,7 @@ PieceKey: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """Stored piece of a tensor.
 
     Args:
@@ -191,12 +191,14 @@ def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> Non
             raise ValueError(f"{name} has {files[name].size} bytes, and the tensors in it {end}")
 
 
-def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, Piece]:
+def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPiece]:
     """Return the expected shape and dtype of the stored pieces of the named tensors."""
     found = {}
     for name in names:
         entry = index.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
         for chunk in entry.chunks:
-            found[name, tuple(chunk.offsets)] = Piece(tuple(chunk.sizes), entry.properties.dtype)
+            found[name, tuple(chunk.offsets)] = StoredPiece(
+                tuple(chunk.sizes), entry.properties.dtype
+            )
     return found

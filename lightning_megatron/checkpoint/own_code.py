@@ -22,7 +22,7 @@ from lightning_megatron.swap.weights.file_format import FileFormat, block
 
 
 @dataclass(frozen=True)
-class OwnCodeModel:
+class SavedOwnCodeModel:
     """Hugging Face model of a checkpoint, with the tensor names of its class.
 
     Args:
@@ -44,7 +44,7 @@ class OwnCodeModel:
     @classmethod
     def of(
         cls, path: str | os.PathLike[str], record: Mapping[str, Any], one_process: Mapping[str, Any]
-    ) -> OwnCodeModel:
+    ) -> SavedOwnCodeModel:
         """Return a model of a checkpoint.
 
         Args:

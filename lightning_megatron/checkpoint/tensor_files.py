@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from lightning_megatron.checkpoint.directory import Checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
-from lightning_megatron.checkpoint.index_checks import Piece, PieceKey, pieces_of
+from lightning_megatron.checkpoint.index_checks import PieceKey, StoredPiece, pieces_of
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.errors import CorruptDataError
@@ -146,7 +146,7 @@ def _read_file(
     checkpoint: Checkpoint,
     name: str,
     items: list[tuple[_StorageInfo, ReadItem]],
-    pieces: Mapping[PieceKey, Piece],
+    pieces: Mapping[PieceKey, StoredPiece],
     planner: LoadPlanner,
 ) -> None:
     check_size(checkpoint, name)
@@ -168,7 +168,7 @@ def _read_file(
 
 
 def _stored_tensor(
-    checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: Piece
+    checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: StoredPiece
 ) -> Tensor:
     """Read one piece and check its shape and dtype against the tensor index."""
     file.seek(where.offset)

@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.hugging_face import (
     find_model,
     import_model,
 )
-from lightning_megatron.checkpoint.own_code import OwnCodeModel
+from lightning_megatron.checkpoint.own_code import SavedOwnCodeModel
 from lightning_megatron.cli.checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
@@ -88,7 +88,7 @@ def main(args: Sequence[str]) -> None:
             (options.source, options.out) if is_export else (options.out, options.source)
         )
         saved = find_model(checkpoint, options.name, options.unsafe)
-        if isinstance(saved, OwnCodeModel):
+        if isinstance(saved, SavedOwnCodeModel):
             what = "tensors"
             gap = saved.gap(folder)
         else:
