@@ -23,10 +23,11 @@ FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")
 # Files whose tensors may have any shape.
 OF_ANY_TENSOR = {
     "models/remote_tensor.py": "placeholders of any tensor",
-    "models/around_blocks.py": "parameters and buffers of modules",
+    "models/outer_modules.py": "parameters and buffers of modules",
     "models/crossings.py": "placeholders of any tensor",
     "models/stage.py": "values of any shape that stages send, and functions of the caller",
     "models/staged_blocks.py": "parameters and buffers of blocks",
+    "models/stored_tensors.py": "tensors that blocks store in themselves",
 }
 # The same for functions.
 OF_ANY_PARAMETER = {

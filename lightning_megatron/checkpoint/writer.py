@@ -91,15 +91,22 @@ class CheckpointWriter:
                 raise caught.error
             return content[0]
 
+        # Only `wait` above and the save itself communicate. Every rank enters both, also without
+        # data of its own, so no rank waits for one that has left.
         save = Save(path, self._mesh, collected)
         if not background:
             save.run()
             return
+        # The copies may still be on their way to the host. Unless the caller waits for them before
+        # it changes a tensor, wait here.
         if not self._defer_copies:
             self.wait_for_snapshot()
         self._running = _Background(save)
+        # From now on the path exists for callers, although the thread publishes it later.
         self._will_exist = {_key(path): True}
         self._running.start()
+        # The thread tells the other ranks of any error. An interrupt must also end this rank's
+        # training now, instead of at the next `poll`.
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
 
