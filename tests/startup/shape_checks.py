@@ -96,6 +96,7 @@ def has_shapes(function: FunctionType) -> bool:
 
 def checked(function: FunctionType) -> Callable[..., Any]:
     """Return a function that checks the shapes of its arguments and of its result."""
+    from jaxtyping import config
     from torch.compiler import is_compiling
 
     prepared: list[Callable[..., Any]] = []
@@ -103,8 +104,8 @@ def checked(function: FunctionType) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # The compiler cannot trace the checks.
-        if is_compiling():
+        # The compiler cannot trace the checks. A test of wrong shapes may switch them off.
+        if is_compiling() or config.jaxtyping_disable:
             return function(*args, **kwargs)
         if not prepared:
             prepared.append(with_jaxtyping(function))
