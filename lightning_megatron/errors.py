@@ -1,4 +1,4 @@
-"""Errors that users can act on; messages give the rule, the values, the reason and a remedy."""
+"""Errors and warnings that users can act on; messages give rule, values, reason and remedy."""
 
 from __future__ import annotations
 
@@ -41,3 +41,7 @@ class NonFiniteError(RuntimeError):
 
 class NonFiniteGradientError(NonFiniteError):
     """Infinite or NaN gradient, caused by the numerics of the run and not by a setting."""
+
+
+class SpeedWarning(UserWarning):
+    """Warning of a path that is slower than the hardware allows, with its remedy."""

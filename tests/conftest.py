@@ -41,6 +41,15 @@ settings.load_profile("tests")
 ENVIRONMENT = dict(os.environ)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let warnings of slow paths pass: tests compare these paths with the fast ones.
+
+    The settings in pyproject.toml cannot say this: pytest would import the package to find the
+    category, before the checks of shapes are installed.
+    """
+    config.addinivalue_line("filterwarnings", "default::lightning_megatron.errors.SpeedWarning")
+
+
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     """Seed the generators, then undo what a Trainer leaves in the process: variables, ranks,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.half_types import HALF_TYPES
 
 _log = logging.getLogger(__name__)
@@ -69,3 +72,14 @@ def _choose(capability: tuple[int, int]) -> KernelChoice:
         return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is there")
     except ImportError as error:
         return KernelChoice(None, f"Triton cannot be imported ({error})")
+
+
+@cache
+def warn_of_slow_path(message: str) -> None:
+    """Warn on global rank 0, once per process and message, of a path that costs speed.
+
+    Args:
+        message: The path, the reason and the remedy.
+    """
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        warnings.warn(message, SpeedWarning, stacklevel=3)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.shapes import Float, Int
@@ -198,9 +198,14 @@ def split_heads(
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
         norms: Norms of queries and keys, applied before the rotation; None means no norms.
     """
-    kernels = fused_kernels(qkv) if norms is None and _is_plain(tables, head_dim) else None
-    if kernels is not None:
-        return kernels.rotate_qkv(qkv, tables, widths[0] // head_dim, widths[1] // head_dim)
+    kernels = fused_kernels(qkv)
+    if kernels is not None and tables is not None:
+        obstacle = _reason_against_fusion(tables, head_dim, norms is not None)
+        if obstacle is None:
+            return kernels.rotate_qkv(qkv, tables, widths[0] // head_dim, widths[1] // head_dim)
+        warn_of_slow_path(
+            f"Rotary embeddings run on operators of torch, not on the fused kernel: {obstacle}."
+        )
     parts = qkv.split(list(widths), dim=-1)
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
     if norms is not None:
@@ -212,6 +217,18 @@ def split_heads(
     return query, key, value
 
 
-def _is_plain(tables: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
-    """Return whether the fused kernel supports the tables: shared positions and whole heads."""
-    return tables is not None and tables[0].shape[1] == 1 and tables[0].shape[-1] == head_dim
+def _reason_against_fusion(
+    tables: tuple[Tensor, Tensor], head_dim: int, has_norms: bool
+) -> str | None:
+    """Return why the fused kernel cannot rotate, with the remedy; None if it can."""
+    if tables[0].shape[1] > 1:
+        return (
+            "every row has positions of its own. Leave position_ids out of batches whose rows all "
+            "count from 0"
+        )
+    model = "This is the model's architecture, which no option changes"
+    if has_norms:
+        return f"queries and keys are normalised before it. {model}"
+    if tables[0].shape[-1] < head_dim:
+        return f"it rotates {tables[0].shape[-1]} of the {head_dim} elements of a head. {model}"
+    return None

@@ -28,6 +28,7 @@ from lightning_megatron.strategy.checks.callback_checks import (
     saves_optimizers,
     update_callbacks,
 )
+from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     allowing_empty_optimizers,
     check_trained_somewhere,
@@ -165,6 +166,7 @@ class MegatronStrategy(TrainerAnswers):
         mixtures = start_mixtures(models, self.mesh, self.options)
         self._convert_module(has_models=bool(models))
         if self.is_fitting:
+            show_choices(self.user_module, self.mesh, self.options, self.precision_plugin)
             self._create_optimizers(trainer)
         self._begin_run(mixtures)
 
@@ -172,7 +174,7 @@ class MegatronStrategy(TrainerAnswers):
         """Move the module to its device and precision."""
         precision = self.precision_plugin
         kind = self.root_device.type
-        for note in self.options.notes(precision.precision, kind, has_models):
+        for note in self.options.notes(precision.precision, kind):
             rank_zero_info(note)
         precision.converts_inputs = not has_models
         self.model = precision.convert_module(self.user_module)

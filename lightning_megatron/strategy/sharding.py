@@ -54,7 +54,7 @@ def shard_module(
 def start_mixtures(
     models: Sequence[LayeredModule], mesh: ParallelMesh, options: StrategyOptions
 ) -> MixtureRuntime:
-    """Set up the mixture-of-experts layers of this rank, and log how their tokens travel.
+    """Set up the mixture-of-experts layers of this rank.
 
     Args:
         models: Models of this package in the user's module.
@@ -66,7 +66,4 @@ def start_mixtures(
         UnsupportedError: If ``recompute`` is ``experts`` and no model has experts.
     """
     check_experts(models, mesh.layout, options.recompute)
-    mixtures = MixtureRuntime(models, mesh, options.expert_transport)
-    for note in mixtures.notes():
-        rank_zero_info(note)
-    return mixtures
+    return MixtureRuntime(models, mesh, options.expert_transport)

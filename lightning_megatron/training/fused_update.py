@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slow_path
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.same_objects import same_objects
 
@@ -85,12 +85,23 @@ class FusedUpdate:
         self._said: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
-        """Return whether the kernel can update all slices of an optimizer; log once why not."""
+        """Return whether the kernel can update all slices of an optimizer; warn once if not."""
         reason = self.reason_against(main, optimizer)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
-            logger.debug("Optimizer steps are torch's own: %s.", reason)
+            self._tell(reason, main, optimizer)
         return reason is None
+
+    @staticmethod
+    def _tell(reason: str, main: MainParameters, optimizer: Optimizer) -> None:
+        if main.mesh.device.type == "cuda" and type(optimizer) in (Adam, AdamW):
+            warn_of_slow_path(
+                f"Optimizer steps run without the fused kernel: {reason}. Use "
+                f"torch.optim.{type(optimizer).__name__}(..., fused=True) in precision 32-true, "
+                "bf16-mixed or 16-mixed."
+            )
+        else:
+            logger.debug("Optimizer steps are torch's own: %s.", reason)
 
     def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
         """Refuse moments that are not float32 if torch's own step would update them.

@@ -241,5 +241,5 @@ def test_settings_that_gloo_ignores_are_refused_or_noted() -> None:
     ):
         MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}, process_group_backend="gloo")
     options = MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}).options
-    assert "no effect on cpu" in options.notes("32-true", "cpu", has_models=False)[-1]
-    assert not any("nccl" in note for note in options.notes("32-true", "cuda", has_models=False))
+    assert "no effect on cpu" in options.notes("32-true", "cpu")[-1]
+    assert not any("nccl" in note for note in options.notes("32-true", "cuda"))

@@ -188,19 +188,13 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
-    assert (
-        "sequence_parallel is on"
-        in MegatronStrategy(tp=2).options.notes("32-true", "cpu", has_models=True)[0]
-    )
 
 
 def test_overlap_in_products_is_told_of_where_it_does_nothing() -> None:
     options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
-        assert "has no effect" in options.notes(precision, kind, has_models=False)[-1]
-    assert not any(
-        "no effect" in note for note in options.notes("bf16-mixed", "cuda", has_models=False)
-    )
+        assert "has no effect" in options.notes(precision, kind)[-1]
+    assert not any("no effect" in note for note in options.notes("bf16-mixed", "cuda"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lightning_megatron
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
@@ -146,7 +147,9 @@ def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict
     """Return the settings and versions that must be equal on all ranks, by name."""
     settings = {f"strategy.{name}": repr(value) for name, value in arguments.items()}
     settings |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _TRAINER_FIELDS}
-    versions = {name: version(name) for name in ("torch", "lightning", "lightning-megatron")}
+    versions = {name: version(name) for name in ("torch", "lightning")}
+    # Not the version of the installed distribution: a source tree works without installation.
+    versions["lightning-megatron"] = lightning_megatron.__version__
     return {
         "world_size": str(trainer.world_size),
         **settings,

@@ -94,12 +94,6 @@ class MixtureRuntime:
         )
         return "one_sided" if is_put else self._transport
 
-    def notes(self) -> list[str]:
-        """Return log lines that name the token transport and the reason for it."""
-        return sorted(
-            {f"experts: {layer.transport_choice.reason}." for layer in self._layers.values()}
-        )
-
 
 def _is_balanced(config: ExpertsConfig) -> bool:
     return config.has_losses or bool(config.expert_bias_rate)

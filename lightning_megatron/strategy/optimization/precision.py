@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,17 +15,16 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import SpeedWarning, UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.training.loss_scale import DynamicLossScale
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class MegatronPrecision(Precision):
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
         self.converts_inputs = True
         self.skipped_steps = 0
+        self._has_warned_of_skip = False
         self.last_grad_norm: Tensor | None = None
         self._state: TrainingState | None = None
 
@@ -213,12 +212,16 @@ class MegatronPrecision(Precision):
 
     def _count_skipped_step(self, scale: float) -> None:
         self.skipped_steps += 1
-        if self._training.mesh.rank == 0:
-            log.info(
-                "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
-                scale,
-                self.skipped_steps,
-            )
+        if self._has_warned_of_skip:
+            return
+        self._has_warned_of_skip = True
+        rank_zero_warn(
+            f"precision 16-mixed skipped a step: its gradients overflowed at loss scale {scale:g}. "
+            "Some skips are normal until the scale fits; the metric `skipped_steps` counts them. "
+            "If they go on, use Trainer(precision='bf16-mixed') or a lower learning rate. Later "
+            "skips are not reported.",
+            category=SpeedWarning,
+        )
 
     # ---- clipping
 

@@ -255,28 +255,19 @@ class StrategyOptions:
         """Return all arguments by name."""
         return asdict(self)
 
-    def notes(self, precision: str, device_type: str, has_models: bool) -> list[str]:
-        """Return log lines about defaults and about options without effect."""
+    def notes(self, precision: str, device_type: str) -> list[str]:
+        """Return log lines about options without effect."""
         notes = []
-        if self.sequence_parallel is None and self.tp > 1 and has_models:
-            notes.append(
-                "sequence_parallel is on, because tp is above 1; sequences must divide by tp."
-            )
-        if precision == "bf16-mixed":
-            notes.append(
-                "precision bf16-mixed: bfloat16 parameters with float32 main parameters and "
-                "gradients, no autocast. (On CPU Lightning replaces 16-mixed by it.)"
-            )
         if self.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
             notes.append(
                 f"overlap_tensor_parallel has no effect with precision {precision} on "
-                f"{device_type}: products in half types on GPUs are cut, others run after or "
-                "before their communication."
+                f"{device_type}: only products in half types on GPUs are divided; others run "
+                "before or after their communication."
             )
         if self.nccl_options and device_type != "cuda":
             notes.append(
-                f"nccl_options have no effect on {device_type}: its groups are gloo's, which has "
-                "no such settings."
+                f"nccl_options have no effect on {device_type}: its groups use gloo, which does "
+                "not have these settings."
             )
         return notes
 

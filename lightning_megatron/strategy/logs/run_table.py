@@ -1,0 +1,204 @@
+"""Table of what a fit runs on and why, with a warning for each choice that costs speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention_core import choose_core
+from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table.
+
+    Args:
+        subject: What is chosen, such as "attention".
+        value: The choice.
+        reason: Reason for the choice.
+        remedy: Way to a faster choice, as whole sentences; None if this one costs no speed.
+    """
+
+    subject: str
+    value: str
+    reason: str
+    remedy: str | None = None
+
+
+def show_choices(
+    module: nn.Module, mesh: ParallelMesh, options: StrategyOptions, precision: MegatronPrecision
+) -> None:
+    """Show on global rank 0 what a fit runs on, and warn of each choice that costs speed.
+
+    Args:
+        module: The sharded module, on its device and in its precision.
+        mesh: The groups of this rank.
+        options: Options of the strategy.
+        precision: Precision of the fit.
+
+    Communication: that of the choice of a token transport, if the module has experts.
+    """
+    choices = [
+        *_layout_choices(module, mesh, options),
+        _precision_choice(precision, mesh.device),
+        *_module_choices(module, mesh.device, precision.dtypes.parameters),
+    ]
+    rank_zero_info(table_of(choices))
+    warn_of_slow(choices)
+
+
+def table_of(choices: Sequence[Choice]) -> str:
+    """Return the rows as text with aligned columns."""
+    subjects = max(len(choice.subject) for choice in choices)
+    values = max(len(choice.value) for choice in choices)
+    rows = [
+        f"  {choice.subject:<{subjects}}  {choice.value:<{values}}  {choice.reason}"
+        for choice in choices
+    ]
+    return "\n".join(["This fit runs on (rank 0):", *rows])
+
+
+def warn_of_slow(choices: Iterable[Choice]) -> None:
+    """Warn on global rank 0 of the choices that have a remedy."""
+    for choice in choices:
+        if choice.remedy is not None:
+            rank_zero_warn(
+                f"{choice.subject} by {choice.value} is slow: {choice.reason}. {choice.remedy}",
+                category=SpeedWarning,
+            )
+
+
+def _layout_choices(
+    module: nn.Module, mesh: ParallelMesh, options: StrategyOptions
+) -> list[Choice]:
+    layout = mesh.layout
+    shown = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}"]
+    if layout.vpp > 1:
+        shown.append(f"vpp {layout.vpp}")
+    if layout.ep > 1 or layout.etp != layout.tp:
+        shown += [f"ep {layout.ep}", f"etp {layout.etp}"]
+    reason = "one process holds the whole model"
+    if layout.world_size > 1:
+        reason = f"{layout.world_size} processes; tp x pp x cp of them hold a copy of the model"
+    choices = [Choice("layout", ", ".join(shown), reason)]
+    if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
+        why = "asked for"
+        if options.sequence_parallel is None:
+            why = "tp is above 1; sequences must divide by tp"
+        value = "on" if options.shards_sequence else "off"
+        choices.append(Choice("sequence parallel", value, why))
+    if layout.pp > 1:
+        why = "asked for"
+        if options.schedule is None:
+            why = f"default for vpp {layout.vpp}"
+        choices.append(Choice("pipeline schedule", options.schedule_name, why))
+    return choices
+
+
+def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Choice:
+    dtypes = precision.dtypes
+    reason = f"{_name(dtypes.parameters)} parameters, which the optimizer trains"
+    if dtypes.main_parameters is not None:
+        reason = (
+            f"{_name(dtypes.parameters)} parameters and activations, "
+            f"{_name(dtypes.main_parameters)} main parameters and gradients, no autocast"
+        )
+    if precision.precision == "bf16-mixed" and device.type == "cpu":
+        reason += "; on CPUs Lightning replaces 16-mixed by it"
+    return Choice("precision", str(precision.precision), reason)
+
+
+def _module_choices(module: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    found = [_kernel_choice(device, dtype)]
+    for part in module.modules():
+        if isinstance(part, SelfAttention):
+            found.append(_attention_choice(part, device, dtype))
+        elif isinstance(part, MixtureOfExperts):
+            found += _product_choices(part, device, dtype)
+            transport = part.transport_choice
+            found.append(Choice("expert transport", transport.transport, transport.reason))
+    # Layers of one kind have the same rows.
+    return list(dict.fromkeys(found))
+
+
+def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
+    subject = "fused kernels"
+    torchs = "operators of torch"
+    if device.type != "cuda":
+        return Choice(subject, torchs, f"{device.type}: the Triton kernels need a GPU")
+    if dtype not in HALF_TYPES:
+        return Choice(subject, torchs, f"{_name(dtype)}: the Triton kernels are for half types")
+    choice = choose_kernels(device)
+    if choice.kernels is not None:
+        return Choice(subject, "Triton", choice.reason)
+    remedy = (
+        "The Triton kernels need an NVIDIA GPU of compute capability 8.0 or newer, and a CUDA "
+        "build of torch, which includes Triton."
+    )
+    return Choice(subject, torchs, choice.reason, remedy)
+
+
+def _attention_choice(layer: SelfAttention, device: torch.device, dtype: torch.dtype) -> Choice:
+    choice = choose_core(device, dtype, layer.dropout)
+    kernels = ", ".join(backend.name.removesuffix("_ATTENTION") for backend in choice.backends)
+    return Choice("attention", kernels.lower() or "torch's choice", choice.reason)
+
+
+def _product_choices(
+    layer: MixtureOfExperts, device: torch.device, dtype: torch.dtype
+) -> list[Choice]:
+    choices = []
+    for name in (layer.experts.first_name, "down"):
+        weights = layer.experts.weights(name)
+        out_features, in_features = weights[0].shape
+        chosen = choose_backend(device, dtype, len(weights), in_features, out_features)
+        remedy = product_remedy(chosen.backend, device, dtype, len(weights))
+        choices.append(Choice("products of experts", chosen.backend, chosen.reason, remedy))
+    return choices
+
+
+def product_remedy(
+    backend: str, device: torch.device, dtype: torch.dtype, num_groups: int
+) -> str | None:
+    """Return a way to faster products of experts; None if the backend is the fastest of a device.
+
+    Args:
+        backend: The chosen backend.
+        device: Device of the experts.
+        dtype: Dtype of rows and weights.
+        num_groups: Number of experts of the rank.
+    """
+    if device.type != "cuda" or backend == "bundled":
+        return None
+    if backend == "loop" and dtype != torch.bfloat16:
+        return (
+            "In every layer the host waits for the number of rows of each expert, and launches a "
+            "product for each. Use Trainer(precision='bf16-mixed')."
+        )
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return None if backend == "grouped_mm" else "Use an H100 or H200, or fewer experts."
+    if num_groups > MAX_GROUPS:
+        return "Divide the experts over more ranks: raise ep."
+    return (
+        "Run `lightning-megatron kernels build` once; `lightning-megatron kernels show` says what "
+        "is missing."
+    )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

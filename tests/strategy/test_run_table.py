@@ -1,0 +1,133 @@
+"""What a plain script shows of the choices of a fit, and the warnings about slow ones."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.layers import rotary
+from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.strategy.logs import run_table
+from lightning_megatron.strategy.logs.run_table import Choice, table_of, warn_of_slow
+from tests.strategy.scripts import run_script
+
+GPU = torch.device("cuda", 0)
+
+
+def rows_of(output: str) -> dict[str, tuple[str, str]]:
+    """Return the rows of the one table in a program's output: value and reason by subject."""
+    (table,) = re.findall(r"^This fit runs on \(rank 0\):\n((?:  .*\n)+)", output, re.MULTILINE)
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    found = {subject: (value, reason) for subject, value, reason in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_a_plain_script_shows_the_choices_of_a_dense_fit_once() -> None:
+    run = run_script("run_table_script", "dense")
+    assert run.returncode == 0, run.stderr
+    assert rows_of(run.stdout + run.stderr) == {
+        "layout": (
+            "tp 1, pp 1, dp 1",
+            "one process holds the whole model",
+        ),
+        "precision": (
+            "16-mixed",
+            "float16 parameters and activations, float32 main parameters and gradients, no autocast",
+        ),
+        "fused kernels": ("operators of torch", "cpu: the Triton kernels need a GPU"),
+        "attention": ("torch's choice", "cpu: torch chooses among its own kernels"),
+    }
+    assert run.stderr.count("precision 16-mixed skipped a step") == 1
+    assert run.stderr.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
+
+
+def test_a_plain_script_shows_the_choices_of_experts_once() -> None:
+    run = run_script("run_table_script", "experts")
+    assert run.returncode == 0, run.stderr
+    rows = rows_of(run.stdout + run.stderr)
+    assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
+    assert rows["sequence parallel"] == ("on", "tp is above 1; sequences must divide by tp")
+    assert rows["precision"][0] == "bf16-mixed"
+    assert rows["products of experts"] == ("loop", "cpu: ends are on the host already")
+    assert rows["expert transport"][0] == "all_to_all"
+    assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
+    # A CPU has nothing faster.
+    assert "SpeedWarning" not in run.stderr
+
+
+def test_a_choice_with_a_remedy_is_a_warning() -> None:
+    slow = Choice("products of experts", "loop", "torch.float32: for bfloat16", "Use bfloat16.")
+    fast = Choice("attention", "cudnn", "half type")
+    expected = "products of experts by loop is slow: torch.float32: for bfloat16. Use bfloat16."
+    with pytest.warns(SpeedWarning) as caught:
+        warn_of_slow([fast, slow])
+    assert [str(one.message) for one in caught] == [expected]
+    assert table_of([fast, slow]).splitlines()[1:] == [
+        "  attention            cudnn  half type",
+        "  products of experts  loop   torch.float32: for bfloat16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "groups", "capability", "remedy"),
+    [
+        ("bundled", torch.bfloat16, 8, (9, 0), None),
+        ("loop", torch.float32, 8, (9, 0), "the host waits .*precision='bf16-mixed'"),
+        ("grouped_mm", torch.bfloat16, 8, (9, 0), "lightning-megatron kernels build"),
+        ("grouped_mm", torch.bfloat16, MAX_GROUPS + 1, (9, 0), "raise ep"),
+        ("grouped_mm", torch.bfloat16, 8, (10, 0), None),
+        ("loop", torch.bfloat16, 8, (8, 0), "H100 or H200"),
+    ],
+)
+def test_slow_products_on_a_gpu_have_a_remedy(
+    backend: str,
+    dtype: torch.dtype,
+    groups: int,
+    capability: tuple[int, int],
+    remedy: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = run_table.product_remedy(backend, GPU, dtype, groups)
+    if remedy is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(remedy, found)
+
+
+def test_a_gpu_without_fused_kernels_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = KernelChoice(None, "Triton cannot be imported (no module)")
+    monkeypatch.setattr(run_table, "choose_kernels", lambda device: missing)
+    choice = run_table._kernel_choice(GPU, torch.bfloat16)
+    assert choice.remedy is not None
+    assert "CUDA build of torch" in choice.remedy
+    # Nothing fused exists for float32, so nothing faster was missed.
+    assert run_table._kernel_choice(GPU, torch.float32).remedy is None
+
+
+@pytest.mark.parametrize("case", ["positions", "norms", "part"])
+def test_rotary_embeddings_without_the_fused_kernel_warn_once(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: object())
+    warn_of_slow_path.cache_clear()
+    size = 4 if case == "part" else 8
+    tables = rotary.rotary_tables(5, size)
+    if case == "positions":
+        tables = rotary.position_tables(torch.arange(5).repeat(2, 1), size)
+    norms = (torch.relu, torch.relu) if case == "norms" else None
+    reasons = {"positions": "Leave position_ids out", "norms": "normalised", "part": "4 of the 8"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            rotary.split_heads(torch.randn(5, 2, 24), [8, 8, 8], 8, tables, norms)
+    (warning,) = caught
+    assert warning.category is SpeedWarning
+    assert reasons[case] in str(warning.message)
