@@ -104,7 +104,9 @@ def test_show_gives_the_choice_for_a_shape_with_its_reason(
     assert len(shown) == 7
     main(["show", "--rows", "32768", "--groups", "32", "--n", "1528", "--k", "2048"])
     assert "SwiGLU apart" in capsys.readouterr().out
-    with pytest.raises(UnsupportedError, match="some of --rows, --groups, --n and --k are missing"):
+    with pytest.raises(
+        UnsupportedError, match="--rows, --groups, --n and --k describe one shape: some"
+    ):
         main(["show", "--rows", "5"])
 
 

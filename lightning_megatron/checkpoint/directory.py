@@ -204,7 +204,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not _REMOTE.fullmatch(header.folder):
         raise CorruptDataError(
             f"the files of a checkpoint must be in a folder that saving made: {root.name}/{HEADER} "
-            f"names {header.folder!r}. Others could be anywhere. Use another checkpoint."
+            f"names {header.folder!r}. Another name could lead out of the checkpoint. Use another "
+            "checkpoint."
         )
     return Checkpoint(os.fspath(path), header, root.child(header.folder))
 

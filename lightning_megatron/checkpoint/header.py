@@ -88,7 +88,7 @@ class Header:
         if written != FORMAT:
             raise UnsupportedError(
                 f"the checkpoint's format ({written}) must be this version's ({FORMAT}): "
-                f"{folder.name}. Its tensors may mean something else. "
+                f"{folder.name}. Its tensors may have another meaning. "
                 + (
                     "Upgrade lightning-megatron."
                     if written > FORMAT

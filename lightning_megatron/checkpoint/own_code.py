@@ -74,8 +74,8 @@ class SavedOwnCodeModel:
         if missing:
             raise CheckpointMismatchError(
                 f"the tensors must be those of the whole {name}: {named(missing)} missing in "
-                f"{os.fspath(path)}. Hugging Face would draw them anew. Save a checkpoint with all "
-                "weights."
+                f"{os.fspath(path)}. Hugging Face would initialise them at random. Save a "
+                "checkpoint with all weights."
             )
         form = FileFormat.of_class(name, config) if own["has_other_format"] else None
         return cls(path, name, config, entries, empty, form)

@@ -59,8 +59,8 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
         raise _damaged(text, error) from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. It "
-            "holds something else. Load it in your module instead."
+            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. Load "
+            "it in your module instead."
         )
     check_values(found, text)
     return found

@@ -65,8 +65,8 @@ def main(args: Sequence[str]) -> None:
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if Path(options.out).exists():
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {options.out}. It would be replaced or mixed with. "
-            "Use another name."
+            f"the result must not exist yet: {options.out}. Its files would be mixed with the new "
+            "ones. Use another name."
         )
     is_export = is_sharded_checkpoint(options.source)
     _check_options(options, is_export)

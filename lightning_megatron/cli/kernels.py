@@ -157,8 +157,8 @@ def run_show(options: argparse.Namespace) -> None:
         return
     if any(size is not None for size in shape):
         raise UnsupportedError(
-            "a shape has four sizes: some of --rows, --groups, --n and --k are missing. The rule "
-            "reads all. Give all four, or none."
+            "--rows, --groups, --n and --k describe one shape: some of them are missing. Give all "
+            "four, or none."
         )
     print("\n".join(_describe_installation(options)))
 

@@ -82,7 +82,8 @@ class SampleOptions:
             raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
             raise UnsupportedError(
-                f"the seed of data must lie in [0, 2^32): {self.seed}. numpy takes no other."
+                "the seed of data must lie in [0, 2^32), the range of numpy's generator: "
+                f"{self.seed}."
             )
         if self.order not in get_args(Order):
             raise UnsupportedError(

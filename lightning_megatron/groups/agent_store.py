@@ -120,7 +120,7 @@ def _answer(asking: dist.Store, size: int, deadline: float) -> str:
 def _wait(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
-            f"all ranks must join the job: {whom} did not come in time. They have failed, or other "
+            f"all ranks must join the job: {whom} did not join in time. They have failed, or other "
             "machines have not been started. Look for the first failure, or give them more time "
             "with MegatronStrategy(timeout=...)."
         )

@@ -129,7 +129,7 @@ class _Waiting:
                 if left > 0:
                     continue
                 raise RankMismatchError(
-                    f"all ranks must join the job: rank {others[0]} did not come within "
+                    f"all ranks must join the job: rank {others[0]} did not join within "
                     f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
                     "not been started. Look for the first failure, or give the ranks more time "
                     "with MegatronStrategy(timeout=...)."

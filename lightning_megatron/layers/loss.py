@@ -87,9 +87,8 @@ def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
-            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The "
-            "vocabulary has no such row. Check that the tokenizer of the data is the one of the "
-            "model."
+            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The embedding "
+            "has no row for it. Check that the tokenizer of the data is the one of the model."
         )
 
 

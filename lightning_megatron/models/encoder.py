@@ -78,7 +78,7 @@ class EncoderInput:
         if found is None or (self.tokens is not None and self.vectors is not None):
             raise UnsupportedError(
                 f"an encoder takes tokens or vectors: {'neither' if found is None else 'both'} "
-                "were given. One stands for the other. Give one of them."
+                "were given. Both describe the same input. Give one of them."
             )
         return found
 

@@ -235,6 +235,6 @@ def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
     if given is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
             f"GPT takes tokens or embeddings: {'neither' if given is None else 'both'} were given. "
-            "One stands for the other. Give one of them."
+            "Both describe the same input. Give one of them."
         )
     return given

@@ -46,7 +46,7 @@ def test_ranks_that_died_before_they_met_mislead_nobody(died: list[int]) -> None
     store = dist.HashStore()
     left = agree(store, [rank for rank in range(3) if rank not in died], 3, timedelta(seconds=0.2))
     assert all(
-        "did not come in time" in text for rank, text in left.items() if rank == 0 or 0 in died
+        "did not join in time" in text for rank, text in left.items() if rank == 0 or 0 in died
     )
     names = agree(store, [1, 2, 0], 3)
     assert len(set(names.values())) == 1

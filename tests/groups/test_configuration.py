@@ -78,8 +78,8 @@ def test_parts_of_a_world_are_compared_apart() -> None:
 
 def test_ranks_that_do_not_come_are_reported() -> None:
     found = compare(dist.HashStore(), {0: {}, 2: {}}, range(3), patience=0.2)
-    assert "rank 1 did not come within 0.2 s" in found[0]
-    assert "rank 0 did not come within 0.2 s" in found[2]
+    assert "rank 1 did not join within 0.2 s" in found[0]
+    assert "rank 0 did not join within 0.2 s" in found[2]
 
 
 def test_ranks_with_layouts_of_other_ranks_do_not_wait_for_each_other() -> None:

@@ -301,7 +301,7 @@ def recurrent(module: Step, batch: Any) -> Tensor:
 
 SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
     "weights of as many classes": (
-        weighted, None, with_weights, "runs on 4 samples, and not on .*A tensor of the batch may count something else",
+        weighted, None, with_weights, "runs on 4 samples, and not on .*The first dimension of a tensor in the batch may not count samples",
     ),
     "time first": (
         recurrent, lambda: nn.LSTM(FEATURES, 16), time_major, "training_step must run on microbatches|the loss of two"

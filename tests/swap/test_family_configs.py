@@ -184,7 +184,7 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
         (
             "gpt2",
             {"embd_pdrop": 0.2},
-            "embd_pdrop must be that of resid_pdrop: they are 0.2 and 0.1",
+            "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1",
         ),
         ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
         (

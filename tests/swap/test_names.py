@@ -254,7 +254,7 @@ def save_alone(rank: int, size: int, folder: str) -> str:
 def test_save_pretrained_after_a_run_on_one_rank_is_refused(tmp_path: Path) -> None:
     alone, _ = run_world(save_alone, 2, str(tmp_path))
     assert "must be called on all of them" in alone
-    assert "rank 1 did not come within 1 s" in alone
+    assert "rank 1 did not join within 1 s" in alone
     assert not list(tmp_path.iterdir())
 
 

@@ -162,5 +162,5 @@ def _check_room(cache: Path) -> None:
     if free < _BYTES_ON_DISK:
         raise UnsupportedError(
             f"a build needs {_BYTES_ON_DISK / 1e9:.0f} GB of disk: {cache} has {free / 1e9:.2f} "
-            "GB. Objects are large. Free space, or use another folder with --cache."
+            "GB. Free space, or use another folder with --cache."
         )

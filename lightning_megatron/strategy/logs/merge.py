@@ -63,8 +63,8 @@ def token_count_in(output: Any) -> Weight | None:
         shown = tuple(count.shape) if isinstance(count, Tensor) else repr(count)
         raise ValueError(
             "num_tokens must be a number of tokens or a tensor with one element, 0 or more: "
-            f"{shown}. The loss of a microbatch weighs by it. Return how many labels the mean was "
-            "taken over, such as (labels != -100).sum()."
+            f"{shown}. It is the weight of the microbatch's loss. Return how many labels the mean "
+            "was taken over, such as (labels != -100).sum()."
         )
     return count
 

@@ -118,6 +118,6 @@ def check_experts(
     check_expert_axes(layout, None)
     if recompute == "experts":
         raise UnsupportedError(
-            "recompute ('experts') needs a model with experts: this one has none. It is about what "
-            "experts make of their rows. Use 'selective', 'full' or 'none'."
+            "recompute ('experts') needs a model with experts: this one has none. It recomputes "
+            "activations of experts only. Use 'selective', 'full' or 'none'."
         )

@@ -76,9 +76,8 @@ class MegatronPrecision(Precision):
     ) -> None:
         if precision not in PRECISIONS:
             raise UnsupportedError(
-                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair "
-                "of types for parameters and main parameters. Pass one of them to "
-                "Trainer(precision=...)."
+                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Pass one of "
+                "them to Trainer(precision=...)."
             )
         self.precision: Any = precision
         self.dtypes = PRECISIONS[precision]

@@ -129,7 +129,7 @@ class SignalAgreement:
     def _save(self) -> None:
         path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)
         rank_zero_info(
-            f"The job was told to end: saving step {self._trainer.global_step} to {path}."
+            f"The job received a signal to end: saving step {self._trainer.global_step} to {path}."
         )
         self._trainer.save_checkpoint(path)
         self._finish_saves()

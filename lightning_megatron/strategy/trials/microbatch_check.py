@@ -118,8 +118,8 @@ class MicrobatchTrials:
                     raise UnsupportedError(
                         f"{key[0]} must run on microbatches, because its batch is cut into "
                         f"{len(microbatches)}: it runs on {whole.num_samples} samples, and not on "
-                        f"{parts[0].num_samples} ({type(error).__name__}: {error}). A tensor of "
-                        f"the batch may count something else than its samples. {_WAYS_OUT}"
+                        f"{parts[0].num_samples} ({type(error).__name__}: {error}). The first "
+                        f"dimension of a tensor in the batch may not count samples. {_WAYS_OUT}"
                     ) from error
                 raise
 

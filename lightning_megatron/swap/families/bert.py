@@ -180,7 +180,7 @@ _CLASSES = (
     Field("id2label", None, _labels),
     Field("num_labels", None),
     Field("classifier_dropout", None, _head_dropout),
-    Field("problem_type", None, only=_PROBLEMS, why="there is no other loss"),
+    Field("problem_type", None, only=_PROBLEMS, why="only these losses are implemented"),
 )
 _BERT = _fields(30522, 0)
 _BERT_HEADS = (r"(bert\.)?pooler\..*", r"cls\..*", r"classifier\..*", r"qa_outputs\..*")

@@ -310,8 +310,8 @@ def one_from(
     def rule(values: Values) -> Mapping[str, Any]:
         if values[name] not in list(choices):
             raise UnsupportedError(
-                f"{name} must be {join_or(list(choices))}: it is {shown(values[name])}. No other "
-                "is computed here. Keep Hugging Face's own module."
+                f"{name} must be {join_or(list(choices))}: it is {shown(values[name])}. Only these "
+                "are implemented. Keep Hugging Face's own module."
             )
         return {target: choices[values[name]]}
 

@@ -24,8 +24,8 @@ def _dropout(values: Values) -> Mapping[str, Any]:
     residual = values["resid_pdrop"]
     if embedding != residual:
         raise UnsupportedError(
-            f"embd_pdrop must be that of resid_pdrop: they are {embedding} and {residual}. One "
-            f"probability is for both here. Set embd_pdrop to {residual}."
+            f"embd_pdrop must equal resid_pdrop: they are {embedding} and {residual}. The model of "
+            f"this package has one probability for both. Set embd_pdrop to {residual}."
         )
     return {"hidden_dropout": residual}
 

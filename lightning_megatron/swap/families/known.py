@@ -54,8 +54,7 @@ def _offered() -> tuple[Family, ...]:
         if not isinstance(family, Family):
             raise UnsupportedError(
                 f"an entry point of {ENTRY_POINTS} must be a Family: {point.name} ({point.value}) "
-                f"is a {type(family).__name__}. Nothing can be read with it. Correct or remove the "
-                "package that has it."
+                f"is a {type(family).__name__}. Correct or remove the package that has it."
             )
         offered.append(family)
     return tuple(offered)
@@ -95,6 +94,7 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
         )
         raise UnsupportedError(
             f"a model that is swapped as a whole must be of a known family: {name!r} is of none. "
-            f"Nothing says what its tensors mean. Use one of {known}, or give a Family of your own."
+            f"The meaning of its tensors is not known. Use one of {known}, or give a Family of "
+            "your own."
         )
     return found

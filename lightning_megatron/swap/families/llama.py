@@ -63,8 +63,8 @@ def _windowed_layers(values: Values) -> Mapping[str, Any]:
         raise UnsupportedError(
             f"layer_types must name one kind for each of num_hidden_layers ({num_layers}), and "
             "sliding_attention only with use_sliding_window and sliding_window: it has "
-            f"{len(windowed)}, {sum(windowed)} of them sliding, and the window is {width}. The "
-            "layers would not be those that it says. Correct the configuration."
+            f"{len(windowed)}, {sum(windowed)} of them sliding, and the window is {width}. These "
+            "fields contradict each other. Correct the configuration."
         )
     if not any(windowed):
         return {}

@@ -89,7 +89,7 @@ def _rule(
         kind = earlier.get(kind, kind)
         if kind not in _READ:
             raise _refusal(
-                "rope_type", kind, join_or(list(_READ)), "angles of no other kind are computed"
+                "rope_type", kind, join_or(list(_READ)), "only these kinds are implemented"
             )
         unknown = sorted(given.keys() - _READ[kind] - _ALWAYS)
         for name in unknown:

@@ -113,8 +113,8 @@ class HuggingFaceLM(ReplacedModel):
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError(
                 "a language model takes either input_ids or inputs_embeds: "
-                f"{'neither' if given is None else 'both'} were given. One says what the other "
-                "does. Give one."
+                f"{'neither' if given is None else 'both'} were given. Both describe the same "
+                "input. Give one of them."
             )
         length = given.shape[1]
         if shift_labels is None and labels is not None:

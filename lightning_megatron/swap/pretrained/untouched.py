@@ -223,7 +223,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _refuse(what: str, remedy: str) -> None:
     raise UnsupportedError(
         f"a Hugging Face model that is replaced must compute what its class does: {what}. The "
-        "layers that take over would not know of it, and training would go on with other numbers. "
+        "layers that replace it would not have this change, and would compute other values. "
         f"{remedy}, or leave the model to its own code: tensor_parallel_plan={{'model': "
         "'replicate'}, with the name of the model."
     )

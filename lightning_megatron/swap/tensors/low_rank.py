@@ -225,8 +225,8 @@ def full_factors(
         }
         raise CheckpointMismatchError(
             f"the factors must be those of the adapter of the model: {named(differing)} are "
-            "missing, left over or of another shape. Nothing may keep its first values or be "
-            "forgotten. Use the LoraConfig that was trained."
+            "missing, left over or of another shape. Factors would keep their initial values, or "
+            "tensors would be ignored. Use the LoraConfig that was trained."
         )
     for factor in factors:
         reader = TensorsInMemory(

@@ -81,8 +81,8 @@ def foreign_tensors(
         if tuple(full.shape) != tensor.shape:
             raise CheckpointMismatchError(
                 f"a full tensor must have its shape without padding: {name!r} has "
-                f"{tuple(full.shape)} instead of {tensor.shape}. Sizes differ from the "
-                "configuration. Give full tensors of the same model."
+                f"{tuple(full.shape)} instead of {tensor.shape}. Give full tensors of the same "
+                "model."
             )
         yield from tensor.split(full.detach()).items()
         # Free this tensor before the next one is gathered.
@@ -98,8 +98,8 @@ def foreign_tensors(
     if left:
         raise CheckpointMismatchError(
             f"the tensors must be those of a {family.architecture} of this configuration: "
-            f"{named(left)} missing. Hugging Face would draw them anew. Give the parameters of the "
-            "whole model."
+            f"{named(left)} missing. Hugging Face would initialise them at random. Give the "
+            "parameters of the whole model."
         )
 
 
@@ -231,7 +231,8 @@ def export_adapter(
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
             f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} "
-            "missing or unknown. peft would draw them anew. Give those of the whole model."
+            "missing or unknown. peft would initialise them at random. Give those of the whole "
+            "model."
         )
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)

@@ -299,8 +299,8 @@ def check_tensors(
         parts += [f"{named(unknown)} left over"] if unknown else []
         raise CheckpointMismatchError(
             f"the tensors must be those of a {family.architecture} of this configuration: "
-            f"{', and '.join(parts)}. Nothing may keep its first values or be forgotten. Load the "
-            "weights that belong to the configuration."
+            f"{', and '.join(parts)}. Parameters would keep their initial values, or tensors would "
+            "be ignored. Load the weights that belong to the configuration."
         )
     other = [
         f"{name!r} {reader.shape(name)} instead of {shape}"
@@ -310,8 +310,8 @@ def check_tensors(
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         raise CheckpointMismatchError(
-            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes "
-            "differ. Load the weights that belong to the configuration."
+            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Load the "
+            "weights that belong to the configuration."
         )
     return lacking
 

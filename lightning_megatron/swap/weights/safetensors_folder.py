@@ -84,8 +84,8 @@ class SafetensorsFolder:
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
-                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. Without it the "
-                "weights have no meaning. Save the model with save_pretrained."
+                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. It describes "
+                "the model of the weights. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
         return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
