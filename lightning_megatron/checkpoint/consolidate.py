@@ -116,22 +116,22 @@ def consolidate(
             )
             converted = is_weight and dtype is not None and full.is_floating_point()
             tensors.add(entry, name, full.to(dtype) if converted else full)
-        plain = _without_division(metadata, stored.checkpoint.header.layout.dp)
+        values = _without_division(metadata, stored.checkpoint.header.layout.dp)
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
         state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
-        plain["state_dict"] = to_foreign_names(models, state)
+        values["state_dict"] = to_foreign_names(models, state)
         if not weights_only and any(name.startswith(CURRENT) for name in names):
             current = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
-            plain["current_model_state"] = to_foreign_names(models, current)
+            values["current_model_state"] = to_foreign_names(models, current)
         if not weights_only:
-            plain["optimizer_states"] = [
+            values["optimizer_states"] = [
                 _numbered(index, optimizer, one_process["numbering"][index], tensors, models)
-                for index, optimizer in enumerate(plain.pop(OPTIMIZERS, ()))
+                for index, optimizer in enumerate(values.pop(OPTIMIZERS, ()))
             ]
-            _translate_precision(plain)
+            _translate_precision(values)
         unfinished = Path(folder) / target.name
-        torch.save(plain, unfinished)
+        torch.save(values, unfinished)
         os.replace(unfinished, target)
         return Written(tensors.num_tensors, tensors.num_bytes)
 
@@ -268,8 +268,8 @@ def _numbered(
     by_key: dict[str, dict[str, Any]] = {}
     for name, key, tensor in tensors.states_of(f"optimizer.{index}.state."):
         by_key.setdefault(key, {})[name] = tensor
-    for name, plain in optimizer["values"].items():
-        for key, value in plain.items():
+    for name, values in optimizer["values"].items():
+        for key, value in values.items():
             by_key.setdefault(key, {})[name] = value
     state: dict[int, dict[str, Any]] = {}
     for key, states in by_key.items():
@@ -284,21 +284,21 @@ def _numbered(
 
 def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
     """Omit the dataloader state if several ranks divided the data: one process cannot use it."""
-    plain = dict(metadata)
+    values = dict(metadata)
     loops = {key: dict(value) for key, value in metadata.get("loops", {}).items()}
     fit = dict(loops.get("fit_loop", {}).get("state_dict", {}))
     if dp > 1 and any(fit.get("combined_loader", ())):
         del fit["combined_loader"]
         loops["fit_loop"]["state_dict"] = fit
-        plain["loops"] = loops
-    return plain
+        values["loops"] = loops
+    return values
 
 
-def _translate_precision(plain: dict[str, Any]) -> None:
+def _translate_precision(values: dict[str, Any]) -> None:
     """Convert the state of the loss scale to the one of Lightning's own mixed precision."""
-    scale = plain.pop("MegatronPrecision", {}).get("loss_scale")
+    scale = values.pop("MegatronPrecision", {}).get("loss_scale")
     if scale is not None:
-        plain["MixedPrecision"] = {
+        values["MixedPrecision"] = {
             "scale": scale["scale"],
             "growth_factor": 2.0,
             "backoff_factor": 0.5,

@@ -22,6 +22,8 @@ HEADER = "checkpoint.json"
 METADATA = "meta.pt"
 #: Index of tensors and their positions in files, written by torch.distributed.checkpoint.
 TENSOR_INDEX = ".metadata"
+#: Prefix of the index's entries with the values of one rank.
+RANK_STATE = "rank_state."
 #: Limit of the header's size; it suffices for half a million files (bytes).
 _LARGEST = 1 << 26
 #: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_megatron.checkpoint.header import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord
 
 #: Limit of a tensor's elements, so that its size in bytes fits into 64 bits.
@@ -76,6 +77,27 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
         name = min(str(one) for one in (places.keys() ^ smallest.keys() or places.keys()))
         raise ValueError(f"pieces and places are not those of each other: {name}")
     _check_places(places, smallest, files)
+
+
+def check_ranks(index: Metadata, world_size: int) -> None:
+    """Check that the index has the values of all saved ranks, or of none if it has weights only.
+
+    Args:
+        index: Index that was read.
+        world_size: Number of ranks of the job that saved it (ranks).
+
+    Raises:
+        ValueError: If values of ranks are missing or left over.
+    """
+    found = {
+        name
+        for name, entry in index.state_dict_metadata.items()
+        if not isinstance(entry, TensorStorageMetadata)
+    }
+    if found and (
+        len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
+    ):
+        raise ValueError(f"it has values of {len(found)} ranks, the header says {world_size}")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ...], int]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.directory import find_checkpoint
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.header import METADATA, Header
+from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.metadata_checks import check_metadata
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
-from lightning_megatron.checkpoint.save import RANK_STATE
-from lightning_megatron.checkpoint.stored import SavedTensor, Stored, content_of
+from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
+from lightning_megatron.checkpoint.tensor_files import content_of
 from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -53,11 +53,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     return find_checkpoint(path).header
 
 
-def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
     """Read the metadata of a checkpoint: the values of the whole job.
 
     Args:
-        path: Checkpoint to read.
+        source: Checkpoint to read.
         weights_only: False unpickles objects of any type, which can run code from the file. True
             and None accept only tensors, plain values, and types registered with
             ``torch.serialization.add_safe_globals``.
@@ -67,7 +67,7 @@ def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None
         UnsupportedError: If the file contains objects of other types; the message names them.
         CorruptDataError: If the file is damaged.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = source.checkpoint if isinstance(source, Stored) else find_checkpoint(source)
     values = _named_values(
         content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only
     )
@@ -75,13 +75,13 @@ def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None
     return values
 
 
-def saved_tensors(path: str | os.PathLike[str]) -> dict[str, SavedTensor]:
+def saved_tensors(source: Source) -> dict[str, SavedTensor]:
     """Return shape and dtype of the full tensors of a checkpoint, by name."""
-    return Stored.open(path).tensors
+    return opened(source).tensors
 
 
 def load_tensors(
-    path: str | os.PathLike[str],
+    source: Source,
     tensors: Mapping[str, Entry],
     mesh: ParallelMesh,
     strict: bool = True,
@@ -93,7 +93,7 @@ def load_tensors(
     Padding rows keep their values. A tied copy is loaded from the entry of its original.
 
     Args:
-        path: Checkpoint, saved under any layout.
+        source: Checkpoint, saved under any layout.
         tensors: Entries of this rank by the names under which they were saved.
         mesh: Mesh of this rank.
         strict: Whether missing and unexpected entries raise; other shapes always raise.
@@ -110,7 +110,7 @@ def load_tensors(
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    stored = Stored.open(path)
+    stored = opened(source)
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     wanted = {
@@ -130,7 +130,7 @@ def copy_full_tensors(
     prefix: str = "",
     expected: Mapping[str, Placement] | None = None,
 ) -> Match:
-    """Load tensors in place from full tensors in memory, such as those of a plain checkpoint file.
+    """Load tensors in place from full tensors in memory, such as those of a single-file checkpoint.
 
     Args:
         full: Full tensors by the names of their entries.
@@ -170,19 +170,19 @@ def read_full(
 
 
 def load_rank_state(
-    path: str | os.PathLike[str], mesh: ParallelMesh, weights_only: bool | None = None
+    source: Source, mesh: ParallelMesh, weights_only: bool | None = None
 ) -> RankState:
     """Read the per-rank values that were saved at this rank's coordinates in the layout.
 
     If the saved layout is smaller along an axis, a coordinate that it lacks becomes 0.
 
     Args:
-        path: Checkpoint, saved under any layout.
+        source: Checkpoint, saved under any layout.
         mesh: Mesh of this rank.
         weights_only: Same as for :func:`load_metadata`.
     """
-    checkpoint = find_checkpoint(path)
-    saved = checkpoint.header.layout
+    stored = opened(source)
+    saved = stored.checkpoint.header.layout
     now = mesh.layout
     coordinates = {
         axis: index if index < getattr(saved, axis) else 0
@@ -192,23 +192,23 @@ def load_rank_state(
     rank = (
         next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
     )
-    values = load_rank_states(path, [rank], weights_only)[rank]
+    values = load_rank_states(stored, [rank], weights_only)[rank]
     return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp))
 
 
 def load_rank_states(
-    path: str | os.PathLike[str],
+    source: Source,
     ranks: Iterable[int] | None = None,
     weights_only: bool | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Read the per-rank values of some or all ranks of the saved job.
 
     Args:
-        path: Checkpoint to read.
+        source: Checkpoint to read.
         ranks: Ranks of the saved job, counted from its first rank; None reads all.
         weights_only: Same as for :func:`load_metadata`.
     """
-    stored = Stored.open(path)
+    stored = opened(source)
     checkpoint = stored.checkpoint
     chosen = range(checkpoint.header.layout.world_size) if ranks is None else ranks
     entries = {rank: f"{RANK_STATE}{rank}" for rank in chosen}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import nn
 
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.matching import Match
+from lightning_megatron.checkpoint.stored import Source
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement, whole_spec
 from lightning_megatron.training.main_parameters import MainParameters
@@ -52,7 +51,7 @@ def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Place
 
 
 def load_model(
-    path: str | os.PathLike[str],
+    source: Source,
     module: nn.Module,
     main: MainParameters,
     mesh: ParallelMesh,
@@ -61,7 +60,7 @@ def load_model(
     """Load the main parameters, half-precision parameters and buffers of a model.
 
     Args:
-        path: Checkpoint, saved under any layout and in any precision.
+        source: Checkpoint, saved under any layout and in any precision.
         module: Module with the parameters.
         main: Main parameters of the module.
         mesh: Mesh of this rank.
@@ -73,7 +72,7 @@ def load_model(
     Communication: one gather of names over tp x pp, and one of the parameters over the data axis.
     """
     expected = model_placements(module, main)
-    found = load_tensors(path, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
+    found = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
     main.publish()
     return found
 

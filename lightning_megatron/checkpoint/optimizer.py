@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
-from lightning_megatron.checkpoint.load import SavedTensor, load_tensors, saved_tensors
+from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.metadata_checks import check_states
+from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -119,7 +119,7 @@ def optimizer_metadata(
 
 
 def load_optimizer(
-    path: str | os.PathLike[str],
+    source: Source,
     index: int,
     optimizer: torch.optim.Optimizer,
     main: MainParameters,
@@ -129,7 +129,7 @@ def load_optimizer(
     """Load the state of an optimizer in place; state that was not saved is removed.
 
     Args:
-        path: Checkpoint, saved under any layout.
+        source: Checkpoint, saved under any layout.
         index: Index of the optimizer.
         optimizer: Optimizer over ``main``, after ``main.attach``.
         main: Main parameters of this rank.
@@ -150,8 +150,9 @@ def load_optimizer(
     check_hyperparameters(
         optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index
     )
-    saved = _saved_state(path, index)
-    check_states(index, metadata["groups"], saved, os.fspath(path))
+    stored = opened(source)
+    saved = _saved_state(stored, index)
+    check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
         f"{_prefix(index)}{name}.{key}": _whole(one.shape, main.spec(name), key)
         for name in original
@@ -169,11 +170,11 @@ def load_optimizer(
     entries = _create_state(
         index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh
     )
-    load_tensors(path, entries, mesh, prefix=_prefix(index), expected=expected)
+    load_tensors(stored, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):
-        plain = metadata["values"].get(original[name], {})
-        if plain and _held(main, name) is not None:
-            optimizer.state[parameter].update(plain)
+        values = metadata["values"].get(original[name], {})
+        if values and _held(main, name) is not None:
+            optimizer.state[parameter].update(values)
     for group, saved_group in zip(optimizer.param_groups, metadata["groups"], strict=True):
         group.update(saved_group["hyperparameters"])
 
@@ -357,10 +358,10 @@ def _check_groups(
         )
 
 
-def _saved_state(path: str | os.PathLike[str], index: int) -> dict[str, dict[str, SavedTensor]]:
+def _saved_state(stored: Stored, index: int) -> dict[str, dict[str, SavedTensor]]:
     """Return shape and dtype of the saved states, by parameter and key."""
     found: dict[str, dict[str, SavedTensor]] = {}
-    for entry, saved in saved_tensors(path).items():
+    for entry, saved in stored.tensors.items():
         if entry.startswith(_prefix(index)):
             name, key = entry.removeprefix(_prefix(index)).rsplit(".", 1)
             found.setdefault(name, {})[key] = saved

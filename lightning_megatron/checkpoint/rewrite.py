@@ -29,10 +29,9 @@ from lightning_megatron.checkpoint.consolidate import (
     without_training,
 )
 from lightning_megatron.checkpoint.directory import checkpoint_path_of
-from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
+from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
 from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
-from lightning_megatron.checkpoint.save import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.tensor_index import write_index

@@ -21,15 +21,13 @@ from lightning_megatron.checkpoint.collective_steps import (
 )
 from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_path_of
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
-from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
+from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.planners import BoxToWrite, ShardSavePlanner
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, read_record, writing
 from lightning_megatron.checkpoint.tensor_files import TensorFileWriter, run_alone
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
-
-RANK_STATE = "rank_state."
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
-from lightning_megatron.checkpoint.index_checks import check_index
+from lightning_megatron.checkpoint.index_checks import check_index, check_ranks
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
-from lightning_megatron.checkpoint.save import RANK_STATE
-from lightning_megatron.checkpoint.storage import FileRecord
-from lightning_megatron.checkpoint.tensor_files import check_size, damaged, read_tensors
+from lightning_megatron.checkpoint.tensor_files import content_of, damaged, read_tensors
 from lightning_megatron.checkpoint.tensor_index import read_index
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import whole_spec
@@ -65,7 +62,7 @@ class Stored:
         try:
             index = read_index(content)
             check_index(index, checkpoint.header.files)
-            _check_ranks(index, checkpoint.header.layout.world_size)
+            check_ranks(index, checkpoint.header.layout.world_size)
         except Exception as error:  # a manipulated pickle can raise anything
             raise damaged(checkpoint, TENSOR_INDEX, str(error) or type(error).__name__) from error
         return cls(checkpoint, index)
@@ -114,39 +111,15 @@ class Stored:
         return full
 
 
-def content_of(checkpoint: Checkpoint, name: str) -> bytes:
-    """Return the content of a small file after comparing it with its checksum.
+#: Checkpoint to read: its path or URL, or the opened checkpoint.
+Source = str | os.PathLike[str] | Stored
+
+
+def opened(source: Source) -> Stored:
+    """Return an opened checkpoint; several reads of one that is given opened parse its index once.
 
     Raises:
-        CorruptDataError: If the file is missing or damaged; the message names it.
+        CheckpointMismatchError: If there is no complete checkpoint.
+        CorruptDataError: If its header or tensor index is damaged or inconsistent.
     """
-    wanted = checkpoint.header.files.get(name)
-    if wanted is None:
-        raise damaged(checkpoint, name, "the header does not list it")
-    check_size(checkpoint, name)
-    try:
-        with checkpoint.folder.open(name) as file:
-            content = file.read()
-    except OSError as error:
-        raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
-    if found != wanted:
-        raise damaged(
-            checkpoint,
-            name,
-            f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}",
-        )
-    return content
-
-
-def _check_ranks(index: Metadata, world_size: int) -> None:
-    """Check that the index has the values of all saved ranks, or of none if it has weights only."""
-    found = {
-        name
-        for name, entry in index.state_dict_metadata.items()
-        if not isinstance(entry, TensorStorageMetadata)
-    }
-    if found and (
-        len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
-    ):
-        raise ValueError(f"it has values of {len(found)} ranks, the header says {world_size}")
+    return source if isinstance(source, Stored) else Stored.open(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -225,3 +226,28 @@ def _alone(data: Tensor) -> Tensor:
     """Return a host tensor with a storage of its own size: ``torch.save`` writes whole storages."""
     host = data.detach().cpu()
     return host if host.untyped_storage().size() == host.nbytes else host.clone()
+
+
+def content_of(checkpoint: Checkpoint, name: str) -> bytes:
+    """Return the content of a small file after comparing it with its checksum.
+
+    Raises:
+        CorruptDataError: If the file is missing or damaged; the message names it.
+    """
+    wanted = checkpoint.header.files.get(name)
+    if wanted is None:
+        raise damaged(checkpoint, name, "the header does not list it")
+    check_size(checkpoint, name)
+    try:
+        with checkpoint.folder.open(name) as file:
+            content = file.read()
+    except OSError as error:
+        raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
+    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    if found != wanted:
+        raise damaged(
+            checkpoint,
+            name,
+            f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}",
+        )
+    return content

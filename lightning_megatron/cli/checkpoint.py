@@ -19,8 +19,8 @@ from lightning_megatron.checkpoint import (
     verify_checkpoint,
 )
 from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, Written, consolidate
-from lightning_megatron.checkpoint.plain_file import read_file, verify_file
 from lightning_megatron.checkpoint.rewrite import rewrite
+from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
 DTYPES = {
@@ -135,7 +135,7 @@ def run_verify(options: argparse.Namespace) -> None:
     """Read all files of a checkpoint and compare them with their checksums."""
     if Path(options.path).is_file():
         num_files = 1
-        size = verify_file(options.path)
+        size = verify_single_file(options.path)
     else:
         verify_checkpoint(options.path)
         files = read_header(options.path).files
@@ -248,7 +248,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
 
 
 def _describe_file(options: argparse.Namespace) -> list[str]:
-    found = read_file(options.path, weights_only=not options.unsafe)
+    found = read_single_file(options.path, weights_only=not options.unsafe)
     tensors = {
         name: value
         for name, value in found["state_dict"].items()

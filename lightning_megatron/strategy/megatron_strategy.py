@@ -18,9 +18,14 @@ from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.answers import TrainerAnswers
-from lightning_megatron.strategy.checkpoints import plain_checkpoint
-from lightning_megatron.strategy.checkpoints.plain_states import check_training_states
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.checkpoints.single_file_loading import (
+    load_full_optimizer,
+    load_full_weights,
+    read_entries,
+)
+from lightning_megatron.strategy.checkpoints.single_file_states import check_training_states
+from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from lightning_megatron.strategy.checkpoints.weight_averaging import averaging_callback
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
 from lightning_megatron.strategy.checks.callback_checks import (
@@ -99,6 +104,8 @@ class MegatronStrategy(TrainerAnswers):
     ) -> None:
         super().__init__(StrategyOptions.among(locals()))
         self._checkpoints = RunCheckpoints()
+        #: Checkpoint that was loaded last.
+        self._source: CheckpointSource | None = None
         #: The current run, or the last one, whose weights can still be saved.
         self._run: Run | None = None
 
@@ -212,9 +219,13 @@ class MegatronStrategy(TrainerAnswers):
         # Optimizers of an earlier fit of this trainer are not those of an evaluation.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))
+        self._source = self._checkpoints.source_of(path, self.mesh)
+        if self._source.is_single_file:
+            # Lightning passes its tensors to load_model_state_dict and load_optimizer_state_dict.
+            return read_entries(path, bool(optimizers), self._checkpoints.weights_only)
         main = self.run.state.main
         return self._checkpoints.load(
-            path, self.user_module, optimizers, main, self.mesh, self._make_groups
+            self._source.open(), self.user_module, optimizers, main, self.mesh, self._make_groups
         )
 
     def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:
@@ -224,21 +235,21 @@ class MegatronStrategy(TrainerAnswers):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # load_checkpoint has loaded sharded directories. Other strategies' files have full tensors.
-        if not self._checkpoints.is_plain or "state_dict" not in checkpoint:
+        # Lightning restores single files; load_checkpoint has loaded a sharded directory.
+        if not self.lightning_restore_optimizer or "state_dict" not in checkpoint:
             return
         full = checkpoint["state_dict"]
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
         full = to_own_names(self.user_module, full)
         main = self.run.state.main
-        plain_checkpoint.load_state_dict(full, self.user_module, main, self.mesh, strict)
+        load_full_weights(full, self.user_module, main, self.mesh, strict)
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
         # load_checkpoint fills the optimizers, unless the checkpoint is a file of another strategy.
-        return self._checkpoints.is_plain
+        return self._source is not None and self._source.is_single_file
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -251,9 +262,7 @@ class MegatronStrategy(TrainerAnswers):
         main = self.run.state.main
         full = checkpoint["state_dict"]
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            plain_checkpoint.load_optimizer(
-                optimizer, saved, full, self.user_module, main, self.mesh
-            )
+            load_full_optimizer(optimizer, saved, full, self.user_module, main, self.mesh)
 
     # ---- training
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.hugging_face import import_model
-from lightning_megatron.checkpoint.plain_file import read_file
+from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.cli import checkpoint as cli_checkpoint
 from lightning_megatron.cli import convert as cli_convert
 from lightning_megatron.cli.main import OUR_ERRORS
@@ -63,12 +63,12 @@ def test_a_checkpoint_file_runs_nothing(kind: str, tmp_path: Path, sprung: Path)
     path = tmp_path / "last.ckpt"
     write_trap(path, sprung, kind)
     with pytest.raises((CorruptDataError, UnsupportedError), match="last.ckpt"):
-        read_file(path)
+        read_single_file(path)
     with pytest.raises((*OUR_ERRORS, SystemExit)):
         cli_checkpoint.main(["show", str(path)])
     assert not sprung.exists()
     if kind == "torch.save":
-        read_file(path, weights_only=False)  # the trap works where the user asks for it
+        read_single_file(path, weights_only=False)  # the trap works where the user asks for it
         assert sprung.exists()
 
 

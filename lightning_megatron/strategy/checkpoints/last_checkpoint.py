@@ -12,23 +12,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint import (
-    list_checkpoints,
-    load_metadata,
-    read_header,
-    verify_checkpoint,
-)
-from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
-from lightning_megatron.checkpoint.plain_file import read_file, verify_file
+from lightning_megatron.checkpoint import list_checkpoints, read_header
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 
 #: Name of the folder that Lightning's loggers create for each run.
 _VERSION = re.compile(r"version_\d+")
 
 
-def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -> str | None:
+def find_last(
+    trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None
+) -> CheckpointSource | None:
     """Find the newest complete checkpoint of a run; all ranks share the verification.
 
     Checkpoints of any name count. Lightning considers only names that begin with "last", so that a
@@ -43,7 +39,7 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
             and None accept only tensors and plain values.
 
     Returns:
-        The path or URL of the checkpoint; None if no checkpoint exists.
+        The checkpoint; None if none exists.
 
     Raises:
         CorruptDataError: If checkpoints exist and all of them are damaged. A new start would
@@ -57,19 +53,19 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
         if mesh.rank == 0
         else None
     )
-    folders, paths = broadcast_object(found, mesh.world_cpu)
+    folders, sources = broadcast_object(found, mesh.world_cpu)
     damages = []
-    for path in paths:
+    for source in sources:
         try:
-            verify_any(path, mesh)
-            if trains and not _has_optimizers(path, weights_only):
+            source.verify(mesh)
+            if trains and not source.has_optimizers(weights_only):
                 continue
         except CorruptDataError as error:
             damages.append(str(error))
             rank_zero_warn(f"ckpt_path='last' passes over the newest checkpoint: {error}")
         else:
-            rank_zero_info(f"ckpt_path='last' is {path}")
-            return str(path)
+            rank_zero_info(f"ckpt_path='last' is {source.path}")
+            return source
     if damages:
         raise CorruptDataError(
             f"ckpt_path='last' needs one whole checkpoint: all {len(damages)} in "
@@ -119,65 +115,37 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
                 yield one
 
 
-def _newest_first(trainer: Trainer) -> Iterator[str]:
+def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
     """Yield the checkpoints of a run, newest first, without duplicates.
 
     Of a link and its target with the same time, only the target is yielded.
     """
     seen = set()
     found = [
-        (time, not os.path.islink(path), path)
-        for time, path in _found_in(checkpoint_folders(trainer))
+        (time, not os.path.islink(source.path), source.path, source)
+        for time, source in _found_in(checkpoint_folders(trainer))
     ]
-    for _, _, path in sorted(found, reverse=True):
+    for _, _, path, source in sorted(found, key=lambda one: one[:3], reverse=True):
         real = path if "://" in path else os.path.realpath(path)
         if real not in seen:
             seen.add(real)
-            yield path
+            yield source
 
 
-def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
-    """Yield (time of saving, path) of every checkpoint, including files of other strategies."""
+def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, CheckpointSource]]:
+    """Yield the time of saving of every checkpoint, and the checkpoint."""
     for folder in folders:
         for path in list_checkpoints(folder):
+            source = CheckpointSource(path, is_single_file=False)
             try:
-                yield read_header(path).saved_at, path
+                yield read_header(path).saved_at, source
             except (CorruptDataError, UnsupportedError):
                 # The time of saving cannot be read from a damaged header. The directory's time of
                 # modification is close to it.
-                yield os.path.getmtime(path) if os.path.exists(path) else 0.0, path
+                yield os.path.getmtime(path) if os.path.exists(path) else 0.0, source
         if "://" not in folder:
             files = (str(file) for file in Path(folder).glob("*.ckpt") if file.is_file())
-            yield from ((os.path.getmtime(file), file) for file in files)
-
-
-def verify_any(path: str, mesh: ParallelMesh) -> None:
-    """Verify the checksums of a checkpoint directory, or of a file on a mounted file system.
-
-    Args:
-        path: Path or URL of the checkpoint.
-        mesh: The groups of this rank.
-
-    Raises:
-        CorruptDataError: On all ranks, naming the damaged file.
-
-    Communication: collective over all ranks.
-    """
-    if not os.path.isfile(path):
-        verify_checkpoint(path, mesh=mesh)
-        return
-    error: CorruptDataError | None = None
-    if mesh.rank == 0:
-        try:
-            verify_file(path)
-        except CorruptDataError as caught:
-            error = caught
-    error = broadcast_object(error, mesh.world_cpu)
-    if error is not None:
-        raise error
-
-
-def _has_optimizers(path: str, weights_only: bool | None) -> bool:
-    if os.path.isfile(path):
-        return "optimizer_states" in read_file(path, weights_only)
-    return OPTIMIZERS in load_metadata(path, weights_only)
+            yield from (
+                (os.path.getmtime(file), CheckpointSource(file, is_single_file=True))
+                for file in files
+            )

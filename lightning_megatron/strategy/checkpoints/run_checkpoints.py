@@ -1,10 +1,9 @@
-"""Conversion between Lightning's checkpoint dictionary and sharded checkpoint directories."""
+"""Saving and loading of the checkpoints of a run."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import (
     CheckpointWriter,
-    is_sharded_checkpoint,
     load_metadata,
     load_model,
     load_optimizer,
@@ -23,23 +21,21 @@ from lightning_megatron.checkpoint import (
     model_tensors,
     optimizer_metadata,
     optimizer_tensors,
-    verify_checkpoint,
 )
 from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
 from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
-from lightning_megatron.checkpoint.plain_file import read_file
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.checkpoints import plain_checkpoint
-from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last, verify_any
-from lightning_megatron.strategy.checkpoints.one_process import describe_for_one_process
-from lightning_megatron.strategy.checkpoints.plain_states import check_entries
+from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
     naming_damaged_states,
 )
 from lightning_megatron.strategy.checkpoints.saved_weights import weights_to_save
+from lightning_megatron.strategy.checkpoints.single_file_loading import no_optimizers
+from lightning_megatron.strategy.checkpoints.single_process_record import single_process_record
+from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
     averaging_callback,
     current_weights,
@@ -62,12 +58,11 @@ class RunCheckpoints:
         self._has_reserved = False
         #: Whether the owner calls :meth:`wait_for_snapshot` before saved tensors can change.
         self.defers_copies = False
-        self._verified: str | None = None
+        #: Checkpoint that :meth:`find_last` has found and verified.
+        self._found_last: CheckpointSource | None = None
         #: The argument of ``fit``, ``validate``, ``test`` or ``predict``.
         self.weights_only: bool | None = None
-        #: Whether the last loaded checkpoint is a file of another strategy.
         self._loaded_from = ""
-        self.is_plain = False
 
     # ---- saving
 
@@ -116,12 +111,12 @@ class RunCheckpoints:
             checkpoint[OPTIMIZERS] = [
                 optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers
             ]
-        one_process = describe_for_one_process(module, optimizers if trains else (), main, mesh)
-        names = [name for name in one_process["order"] if name not in weights.removed]
-        models = describe_models(module, one_process)
+        record = single_process_record(module, optimizers if trains else (), main, mesh)
+        names = [name for name in record["order"] if name not in weights.removed]
+        models = describe_models(module, record)
         if models:
             checkpoint[HUGGING_FACE] = models
-        checkpoint[ONE_PROCESS] = {**one_process, "order": [*names, *weights.added]}
+        checkpoint[ONE_PROCESS] = {**record, "order": [*names, *weights.added]}
         rank_state = {
             "random": mesh.random.state_dict(),
             "generators": random_states(mesh.device),
@@ -209,24 +204,39 @@ class RunCheckpoints:
 
     def find_last(self, trainer: Trainer, mesh: ParallelMesh) -> str | None:
         """Return the verified path for ``ckpt_path="last"``; called on all ranks."""
-        self._verified = find_last(trainer, mesh, self.weights_only)
-        return self._verified
+        self._found_last = find_last(trainer, mesh, self.weights_only)
+        return None if self._found_last is None else self._found_last.path
+
+    def source_of(self, path: str, mesh: ParallelMesh) -> CheckpointSource:
+        """Return the verified checkpoint at a path or URL; called on all ranks.
+
+        Raises:
+            CheckpointMismatchError: If there is neither a sharded checkpoint nor a file.
+            CorruptDataError: On all ranks, if a file is damaged; the message names it.
+
+        Communication: one gather or broadcast over the world, unless :meth:`find_last` has verified
+        the checkpoint.
+        """
+        if self._found_last is not None and self._found_last.path == path:
+            return self._found_last
+        source = CheckpointSource.find(path)
+        if source.has_checksums:
+            source.verify(mesh)
+        return source
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        stored: Stored,
         module: LightningModule,
         optimizers: Sequence[Optimizer],
         main: MainParameters,
         mesh: ParallelMesh,
         before_optimizers: Callable[[Mapping[str, Any]], None] = lambda checkpoint: None,
     ) -> dict[str, Any]:
-        """Load module and optimizers from a checkpoint; return the entries left for Lightning.
+        """Load module and optimizers from a sharded checkpoint; return the entries for Lightning.
 
         Args:
-            path: A directory of :meth:`save`, or a file of another strategy. A file is returned
-                with its tensors, for :func:`plain_checkpoint.load_state_dict` and
-                :func:`plain_checkpoint.load_optimizer`.
+            stored: Opened checkpoint. Its header and tensor index serve all reads.
             module: The module to load into.
             optimizers: Its optimizers, which train main parameters; empty outside of a fit.
             main: Main parameters of the module.
@@ -235,7 +245,7 @@ class RunCheckpoints:
                 loaded, to create missing parameter groups.
 
         Raises:
-            CheckpointMismatchError: If the path is no checkpoint, or is one of another model.
+            CheckpointMismatchError: If the checkpoint is one of another model.
             CorruptDataError: If a file is damaged; the message names it.
             UnsupportedError: If it has other objects than tensors and plain values, unless
                 ``weights_only`` is False.
@@ -243,35 +253,25 @@ class RunCheckpoints:
         Communication: collective over all ranks.
         """
         self._random_states = None
-        self.is_plain = not is_sharded_checkpoint(path)
-        if self.is_plain:
-            checkpoint = _read_plain(path, optimizers, self.weights_only)
-            # Files of torch before 1.6 are not zip archives and have no checksums.
-            if os.fspath(path) != self._verified and zipfile.is_zipfile(path):
-                verify_any(os.fspath(path), mesh)
-            return checkpoint
-        if os.fspath(path) != self._verified:
-            verify_checkpoint(path, mesh=mesh)
-        metadata = load_metadata(path, self.weights_only)
-        load_model(path, module, main, mesh, strict=module.strict_loading)
+        metadata = load_metadata(stored, self.weights_only)
+        load_model(stored, module, main, mesh, strict=module.strict_loading)
         if optimizers and averaging_callback(module.trainer) is not None:
-            load_averages(path, metadata, module, main, mesh)
-        saved, one_process = metadata.pop(OPTIMIZERS, None), metadata.pop(ONE_PROCESS, None)
+            load_averages(stored, metadata, module, main, mesh)
+        saved = metadata.pop(OPTIMIZERS, None)
+        single_process = metadata.pop(ONE_PROCESS, None)
         if not optimizers:
             return metadata
-        if saved is None or one_process is None:
-            raise _no_optimizers(path)
+        if saved is None or single_process is None:
+            raise no_optimizers(stored.checkpoint.path)
         before_optimizers({**metadata, OPTIMIZERS: saved})
         for index, optimizer in enumerate(optimizers):
-            load_optimizer(path, index, optimizer, main, mesh, saved[index])
-        self._restore_rank(path, mesh, metadata)
+            load_optimizer(stored, index, optimizer, main, mesh, saved[index])
+        self._restore_rank(stored, mesh, metadata)
         return metadata
 
-    def _restore_rank(
-        self, path: str | os.PathLike[str], mesh: ParallelMesh, metadata: dict[str, Any]
-    ) -> None:
-        state = load_rank_state(path, mesh, self.weights_only)
-        self._loaded_from = f"rank {state.rank} in {os.fspath(path)}"
+    def _restore_rank(self, stored: Stored, mesh: ParallelMesh, metadata: dict[str, Any]) -> None:
+        state = load_rank_state(stored, mesh, self.weights_only)
+        self._loaded_from = f"rank {state.rank} in {stored.checkpoint.path}"
         check_rank_state(state.values, self._loaded_from)
         mesh.random.load_state_dict(state.values["random"])
         if state.same_data:
@@ -304,28 +304,3 @@ class RunCheckpoints:
             with naming_damaged_states(self._loaded_from):
                 restore_random_states(self._random_states, device)
         self._random_states = None
-
-
-def _read_plain(
-    path: str | os.PathLike[str], optimizers: Sequence[Optimizer], weights_only: bool | None
-) -> dict[str, Any]:
-    if os.path.isdir(path) or not ("://" in os.fspath(path) or os.path.exists(path)):
-        raise CheckpointMismatchError(
-            "a checkpoint must be a directory that this strategy saved, or a file of another "
-            f"strategy: {os.fspath(path)!r} is neither. A save that was interrupted leaves "
-            "nothing. Check the path, or pass ckpt_path='last'."
-        )
-    checkpoint = read_file(path, weights_only)
-    if optimizers and "optimizer_states" not in checkpoint:
-        raise _no_optimizers(path)
-    check_entries(checkpoint, os.fspath(path), is_resumed=bool(optimizers))
-    plain_checkpoint.translate_precision(checkpoint)
-    return checkpoint
-
-
-def _no_optimizers(path: str | os.PathLike[str]) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"a checkpoint to continue training from must hold optimizer states: {os.fspath(path)!r} "
-        "was saved with save_weights_only=True. Load it with validate, test or predict, or "
-        "continue from a full one."
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import model_placements, model_tensors
 from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_tensors, saved_tensors
+from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
@@ -35,7 +35,7 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
 
 
 def load_averages(
-    path: str | os.PathLike[str],
+    stored: Stored,
     metadata: dict[str, Any],
     module: LightningModule,
     main: MainParameters,
@@ -44,8 +44,8 @@ def load_averages(
     """Load averages into the callback and current weights into the model.
 
     Args:
-        path: Path of a sharded checkpoint. The model must already have loaded its ``state_dict``,
-            which contains the averages if they were saved.
+        stored: Sharded checkpoint. The model must already have loaded its ``state_dict``, which
+            contains the averages if they were saved.
         metadata: Checkpoint that the callback receives; this function sets ``state_dict`` and
             ``current_model_state``.
         module: Module that is trained.
@@ -57,7 +57,8 @@ def load_averages(
 
     Communication: that of ``load_model``.
     """
-    own, saved = module.state_dict(), saved_tensors(path)
+    own = module.state_dict()
+    saved = stored.tensors
     entries: dict[str, Entry] = {}
     names = first_names(own)
     for name, first in names.items():
@@ -65,7 +66,7 @@ def load_averages(
             average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
             spec = main.spec(name) if main.holds(name) else whole_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
-    load_tensors(path, entries, mesh, strict=False, prefix=STATE_DICT)
+    load_tensors(stored, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {
         name: entries[f"{STATE_DICT}{names[name]}"].tensor
         if f"{STATE_DICT}{names.get(name)}" in entries
@@ -75,7 +76,7 @@ def load_averages(
     if any(name.startswith(CURRENT) for name in saved):
         current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
-        load_tensors(path, current, mesh, module.strict_loading, CURRENT, expected)
+        load_tensors(stored, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
         # The model already has the current weights: the callback copies them onto themselves.
         metadata["current_model_state"] = module.state_dict()

@@ -14,7 +14,9 @@ from lightning_megatron.checkpoint.metadata_checks import check_values
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
-def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+def read_single_file(
+    path: str | os.PathLike[str], weights_only: bool | None = None
+) -> dict[str, Any]:
     """Read a checkpoint file of another strategy; tensors are memory-mapped if possible.
 
     Args:
@@ -66,7 +68,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
     return found
 
 
-def verify_file(path: str | os.PathLike[str]) -> int:
+def verify_single_file(path: str | os.PathLike[str]) -> int:
     """Compare a checkpoint file on a mounted file system with the checksums that it contains.
 
     Returns:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.metadata_checks import check_values
-from lightning_megatron.checkpoint.plain_file import read_file
+from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CorruptDataError
 from tests.strategy.checkpoint_runs import train
 
@@ -103,4 +103,4 @@ def test_an_edited_value_is_refused_by_name(name: str, saved: Path, tmp_path: Pa
     edit(values)
     torch.save(values, tmp_path / "edited.ckpt")
     with pytest.raises(CorruptDataError, match=rf"edited.ckpt is not: .*{words}"):
-        read_file(tmp_path / "edited.ckpt")
+        read_single_file(tmp_path / "edited.ckpt")

@@ -1,4 +1,4 @@
-"""Description of the single-process model, for exporting a checkpoint without the model."""
+"""Record of the model as a single process has it, for exporting a checkpoint without the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 _VOCABULARY = (WORD_EMBEDDING, "head.weight", "head.bias")
 
 
-def describe_for_one_process(
+def single_process_record(
     module: nn.Module, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
 ) -> dict[str, Any]:
     """Collect names and order of the tensors in a single process.

@@ -1,4 +1,4 @@
-"""Loading of shards and optimizers from checkpoint files of one process or ``ddp``."""
+"""Loading of shards and optimizers from single-file checkpoints, such as those of ``ddp``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
 from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
+from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -20,7 +21,7 @@ from lightning_megatron.strategy.checkpoints.name_order import (
     named_numbers,
     order_groups,
 )
-from lightning_megatron.strategy.checkpoints.plain_states import check_states
+from lightning_megatron.strategy.checkpoints.single_file_states import check_entries, check_states
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
@@ -39,7 +40,38 @@ _NOT_TAKEN = frozenset(
 )
 
 
-def load_state_dict(
+def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Read a single-file checkpoint, with full tensors and entries as Lightning expects them.
+
+    Args:
+        path: Path or URL of the file.
+        needs_optimizers: Whether a training continues from it.
+        weights_only: False unpickles objects of any type, which can run code from the file. True
+            and None accept only tensors and plain values.
+
+    Raises:
+        CheckpointMismatchError: If optimizer states are needed and the file has none.
+        CorruptDataError: If the file is damaged or not a checkpoint.
+        UnsupportedError: If it contains objects other than tensors and plain values.
+    """
+    checkpoint = read_single_file(path, weights_only)
+    if needs_optimizers and "optimizer_states" not in checkpoint:
+        raise no_optimizers(path)
+    check_entries(checkpoint, path, is_resumed=needs_optimizers)
+    _translate_precision(checkpoint)
+    return checkpoint
+
+
+def no_optimizers(path: str) -> CheckpointMismatchError:
+    """Return the error for a checkpoint of weights from which a training should continue."""
+    return CheckpointMismatchError(
+        f"a checkpoint to continue training from must hold optimizer states: {path!r} was saved "
+        "with save_weights_only=True. Load it with validate, test or predict, or continue from a "
+        "full one."
+    )
+
+
+def load_full_weights(
     full: Mapping[str, Any],
     module: LightningModule,
     main: MainParameters,
@@ -86,7 +118,7 @@ def load_state_dict(
     main.publish()
 
 
-def load_optimizer(
+def load_full_optimizer(
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     full: Mapping[str, Any],
@@ -177,17 +209,6 @@ def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
     return full.narrow(dim, 0, shape[dim])
 
 
-def translate_precision(checkpoint: dict[str, Any]) -> None:
-    """Convert the loss scale of Lightning's mixed precision, in place."""
-    scaler = checkpoint.get("MixedPrecision")
-    if isinstance(scaler, Mapping) and "scale" in scaler:
-        counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
-        checkpoint.setdefault(
-            "MegatronPrecision",
-            {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0},
-        )
-
-
 def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[MainSlice, bool]]:
     """Yield every local optimizer parameter, and whether its step count is on the device."""
     piece_of = {id(piece.main): piece for piece in main.slices.values()}
@@ -238,3 +259,14 @@ def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_devi
             "alone."
         )
     return value.to(piece.main.device, dtype)
+
+
+def _translate_precision(checkpoint: dict[str, Any]) -> None:
+    """Convert the loss scale of Lightning's mixed precision, in place."""
+    scaler = checkpoint.get("MixedPrecision")
+    if isinstance(scaler, Mapping) and "scale" in scaler:
+        counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
+        checkpoint.setdefault(
+            "MegatronPrecision",
+            {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0},
+        )
