@@ -81,9 +81,9 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
     try:
         with zipfile.ZipFile(text) as file:
             wrong = file.testzip()
-    except OSError:
-        raise  # its message has the path
     except Exception as error:  # a manipulated archive can raise anything
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # its message has the path
         raise _damaged(text, error) from error
     if wrong is not None:
         raise _damaged(
