@@ -126,11 +126,29 @@ class MegatronPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return (
-            module
-            if self.dtypes.parameters is torch.float32
-            else module.to(dtype=self.dtypes.parameters)
-        )
+        """Convert parameters and buffers, except complex ones, to the dtype of the parameters.
+
+        Raises:
+            UnsupportedError: If a complex parameter would need main parameters of another dtype.
+        """
+        dtype = self.dtypes.parameters
+        if dtype is torch.float32:
+            return module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        if not any(tensor.is_complex() for _, tensor in named):
+            return module.to(dtype=dtype)
+        if dtype is torch.float64:
+            return module.double()
+        for name, parameter in module.named_parameters():
+            if parameter.is_complex():
+                raise UnsupportedError(
+                    f"precision {self.precision} needs real parameters: {name!r} is "
+                    f"{parameter.dtype}. The main parameters of an optimizer are float32, which "
+                    "would drop imaginary parts. Use precision 32-true or 64-true, or a real "
+                    "parameter with torch.view_as_complex in the step."
+                )
+        # `to` would convert complex buffers as well, and drop their imaginary parts.
+        return module.bfloat16() if dtype is torch.bfloat16 else module.half()
 
     @override
     def convert_input(self, data: Any) -> Any:
