@@ -110,6 +110,7 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
                 used |= dict.fromkeys(names, path.relative_to(PACKAGE).as_posix())
     missing = {name: place for name, place in used.items() if name not in listed}
     assert not missing, f"the docstring of layers has to list {missing}"
+    assert not listed - set(used), f"no annotation has {listed - set(used)}"
 
 
 @needs_checks

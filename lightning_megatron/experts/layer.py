@@ -23,6 +23,7 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.shapes import Float
 
 
 class MixtureOfExperts(nn.Module):
@@ -38,8 +39,6 @@ class MixtureOfExperts(nn.Module):
 
     Router losses are attached to the probabilities, scaled by the value of :attr:`loss_weight` at
     the time of the forward pass.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
@@ -106,7 +105,9 @@ class MixtureOfExperts(nn.Module):
         """Return the segments of the layer in execution order."""
         return self._parts()[1]
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the mixture's output for each token."""
         return self.segments(hidden)
 

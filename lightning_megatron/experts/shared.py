@@ -9,6 +9,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP, Activation
 from lightning_megatron.layers.replicated import ReplicatedLinear
+from lightning_megatron.shapes import Float
 
 
 class SharedExpert(MLP):
@@ -16,8 +17,6 @@ class SharedExpert(MLP):
 
     Equal to ``MLP(x)`` without biases. With a gate it equals ``sigmoid(gate(x)) * MLP(x)``, as in
     Qwen2-MoE, where ``gate`` projects a token to one number.
-
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
@@ -67,7 +66,9 @@ class SharedExpert(MLP):
                 initializer=initializer,
             )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the output for each token."""
         output = super().forward(hidden)
         return output if self.gate is None else F.sigmoid(self.gate(hidden)) * output

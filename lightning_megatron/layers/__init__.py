@@ -21,12 +21,19 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``features``: inputs of an activation, ``ffn`` or ``gate_up`` (elements).
 - ``in_features``, ``out_features``: all input and output features of a linear layer (elements).
 - ``in_local``, ``out_local``: those of this rank (elements).
+- ``vocab``: the vocabulary without padding (tokens).
 - ``vocab_local``: columns of the logits on this rank, the padded vocabulary divided by tp (tokens).
 - ``tokens``: tokens of this rank, ordered by position, then by sequence (tokens).
 - ``experts``: experts of a layer, or of this rank where the text says so (experts).
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).
+- ``selections``: pairs of a token and an expert that is selected for it, ``tokens top_k``.
+- ``sequences``: sequences with routing sums of their own, 1 if all share them (sequences).
+- ``sums``: sums of a router's statistics, ``5 + experts``.
+- ``buffer_rows``: rows of the token buffers of all ranks of the expert axis (tokens).
+- ``ranks``: ranks of the expert axis (ranks).
+- ``labels``: classes of a classifier.
 - ``parts``: terms of a sum.
 - ``shape``: as ``*shape``, any dimensions.
 

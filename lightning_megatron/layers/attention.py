@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             recompute_core: Whether the backward pass recomputes the attention core instead of
                 keeping its activations.
-            mask: Tensor ``(B, 1, S, S)`` that is added to the scores. It replaces the causal mask;
+            mask: Tensor that is added to the scores. It replaces the causal mask;
                 None means no mask.
         """
         norms = None

@@ -98,7 +98,7 @@ def attend(
             mask is given.
         dropout: Probability that an attention weight is dropped; 0 outside training.
         mask: Tensor that is added to the scores; None means no mask.
-        scale: Factor of the scores; None means ``K ** -0.5``.
+        scale: Factor of the scores; None means ``head_dim ** -0.5``.
     """
     choice = choose_core(query.device, query.dtype, dropout, mask is not None)
     grouped = query.shape[2] != key.shape[2]

@@ -187,8 +187,7 @@ class PositionEmbedding(nn.Module):
         Args:
             seq_length: Length of the whole sequence (tokens).
             offset: First position (tokens).
-            positions: Position of every token ``(B, S)``, which replaces the range; the result is
-                then ``(S, B, D)`` or ``(S/tp, B, D)``.
+            positions: Position of every token, which replaces the range.
 
         Raises:
             ParallelPlanError: If the range exceeds the table.
@@ -250,8 +249,8 @@ class InputEmbedding(nn.Module):
         Args:
             tokens: Token ids; None if vectors are given.
             offset: Position of the first token (tokens).
-            positions: Position of every token ``(B, S)``; None counts from ``offset``.
-            vectors: Full tensor ``(B, S, D)`` that replaces the scaled token vectors.
+            positions: Position of every token; None counts from ``offset``.
+            vectors: Full tensor that replaces the scaled token vectors.
         """
         self.mesh.random.seek(0)
         hidden = self._tokens(tokens) if vectors is None else self._own_part(vectors)

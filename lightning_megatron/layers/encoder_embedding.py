@@ -58,7 +58,7 @@ class EncoderEmbedding(nn.Module):
             tokens: Token ids; None if vectors are given.
             positions: Position of every token.
             token_types: Type of every token.
-            vectors: Full tensor ``(B, S, D)`` that replaces the token vectors.
+            vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)
         hidden = self._words(tokens, vectors)

@@ -115,7 +115,7 @@ class GradientSlot:
 
         The result is deterministic if at most one of the rows with equal index is not zero.
 
-        Shapes: the rows have the dtype of the slot.
+        The rows have the dtype of the slot.
         """
         if not self._accepts():
             return
@@ -147,8 +147,8 @@ class SlotRow:
         #: Factor of every gradient.
         self.scale = slots[0].scale
         is_one_scale = all(slot.scale == self.scale for slot in slots)
-        #: The sums as one tensor ``(E, *shape)``; None if they are not equally spaced or differ in
-        #: scale.
+        #: The sums as one tensor ``(experts, *shape)``; None if they are not equally spaced or
+        #: differ in scale.
         self.sums = stacked_view([slot.gradient for slot in slots]) if is_one_scale else None
         self.is_contiguous = slots[0].gradient.is_contiguous()
         self._owner = self.owner_of(slots)

@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
     the padded columns. Label smoothing is spread over the full vocabulary. Logits of half types are
     computed in float32; the fused kernels make no float32 copy of them.
 
-    Shapes: the loss is float32, or float64 for float64 logits.
+    The loss is float32, or float64 for float64 logits.
 
     Args:
         logits_shard: This rank's columns of the logits.

@@ -19,7 +19,7 @@ _GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class MLP(nn.Module):
-    """Feed-forward network with F inner features.
+    """Feed-forward network with inner features.
 
     Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
     Args:
         hidden_size: Size of each vector (elements).
-        ffn_hidden_size: Inner features F (elements).
+        ffn_hidden_size: Inner features (elements).
         mesh: Process groups of this rank.
         activation: Activation without a gate (``gelu``, ``gelu_tanh``, ``relu``) or with one
             (``swiglu``, ``geglu``, ``geglu_tanh``); ``gelu`` is exact.
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         output_initializer: Initializer of the second weight.
 
     Raises:
-        ParallelPlanError: If F cannot be divided by tp.
+        ParallelPlanError: If the inner features cannot be divided by tp.
 
     Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence
         parallelism.

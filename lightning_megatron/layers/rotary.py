@@ -34,14 +34,15 @@ def rotary_tables(
 
     Args:
         seq_length: Number of positions (tokens).
-        head_dim: Number r of rotated elements of a head; even (elements).
+        head_dim: Number of rotated elements of a head; even (elements).
         base: Base of the wavelengths, also called theta.
         offset: First position (tokens).
         scaling: Scaling of the angles for long sequences; None means none.
         dtype: Dtype of the results.
         device: Device of the results.
 
-    Source: Su et al. 2021, section 3.2.2; element i is paired with element i + r/2, as in Llama.
+    Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2``
+        are a pair, as in Llama.
     """
     is_long = scaling is not None and seq_length > (scaling.original_length or seq_length)
     frequencies = rotary_frequencies(head_dim, base, scaling, is_long=is_long, device=device)
@@ -63,7 +64,7 @@ def position_tables(
 
     Args:
         positions: Position of every token.
-        head_dim: Number r of rotated elements of a head; even (elements).
+        head_dim: Number of rotated elements of a head; even (elements).
         base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
         dtype: Dtype of the results.
@@ -109,7 +110,7 @@ class RotaryTables:
     Equal to ``rotary_tables``, or to ``position_tables`` if positions are given.
 
     Args:
-        head_dim: Number r of rotated elements of a head; even (elements).
+        head_dim: Number of rotated elements of a head; even (elements).
         base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
     """
@@ -131,7 +132,7 @@ class RotaryTables:
         Args:
             seq_length: Number of positions, if none are given (tokens).
             hidden: Hidden states that determine dtype and device.
-            positions: Position of every token ``(B, S)``; None counts from 0.
+            positions: Position of every token; None counts from 0.
         """
         if positions is not None:
             return position_tables(
@@ -164,7 +165,7 @@ def apply_rotary(
         Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
     ],
 ) -> Float[Tensor, "seq batch heads head_dim"]:
-    """Rotate the pairs ``(i, i + r/2)`` of the first r elements of every head."""
+    """Rotate the pairs ``(i, i + rotary_dim / 2)`` of the first elements of every head."""
     cosines, sines = tables
     rotated = cosines.shape[-1]
     if rotated < heads.shape[-1]:
@@ -194,7 +195,7 @@ def split_heads(
     Args:
         qkv: Output of the fused query/key/value projection.
         widths: Number of query, key and value features (elements).
-        head_dim: Size K of a head (elements).
+        head_dim: Size of a head (elements).
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
         norms: Norms of queries and keys, applied before the rotation; None means no norms.
     """

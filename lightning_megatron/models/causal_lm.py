@@ -17,13 +17,15 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Probability, coerced_arguments
+from lightning_megatron.shapes import Float, Int, Shaped
 
 
 class CausalLM(TokenModule):
-    """Train, validate and test a GPT on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
+    """Train, validate and test a GPT on token batches.
 
-    Labels of -100 are ignored. The module runs under MegatronStrategy in any layout, and unchanged
-    under ``ddp`` or on one device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per
+    Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels of -100 are ignored.
+    The module runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one
+    device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per
     token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
     token are known.
 
@@ -64,19 +66,19 @@ class CausalLM(TokenModule):
             self.model = GPT(self.config, mesh=self._mesh(), seed=torch.initial_seed())
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0
-    ) -> Tensor:
-        """Return the loss of each token, or the logits if there are no labels.
-
-        Shapes: tokens and labels ``(B, S)``; losses ``(B, S)``; logits ``(B, S, V)``.
-        """
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        labels: Int[Tensor, "batch seq"] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
+        """Return the loss of each token, or the logits if there are no labels."""
         assert self.model is not None, "configure_model builds the model before its first use"
         return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=IGNORED)
 
     @override
     def training_step(
-        self, batch: Mapping[str, Tensor], batch_idx: int
-    ) -> Tensor | dict[str, Tensor]:
+        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         if self.device_mesh is None:
             # MegatronStrategy advances the random streams; under other strategies this module does.
             assert self.model is not None, "configure_model builds the model before its first use"
@@ -84,14 +86,19 @@ class CausalLM(TokenModule):
             self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
         return super().training_step(batch, batch_idx)
 
-    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(
+        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
         """Return the loss of each token, or the logits of a batch without labels."""
         return self(batch["tokens"], batch.get("labels"))
 
     @override
     def mean_loss(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
-    ) -> Tensor:
+        self,
+        batch: Mapping[str, Int[Tensor, "batch seq"]],
+        num_tokens: Int[Tensor, ""],
+        is_trained: bool,
+    ) -> Float[Tensor, ""]:
         smoothing = self.label_smoothing if is_trained else 0.0
         return self(batch["tokens"], batch["labels"], smoothing).sum() / num_tokens.clamp(min=1)
 

@@ -27,6 +27,7 @@ from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
 from lightning_megatron.models.layered import LayeredModule, dtype_of_products
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
+from lightning_megatron.shapes import Bool, Float, Int
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +35,22 @@ class EncoderResult:
     """Outputs of an encoder. Outputs that its head does not compute are None.
 
     Args:
-        hidden: Output of the last layer ``(S, B, D)``, or this rank's part of it ``(S/tp, B, D)``.
-        pooled: Output of the pooler ``(B, D)``.
-        logits: Logits of a classifier ``(B, num_labels)``, or this rank's columns of the logits of
-            a masked language model ``(S, B, padded V/tp)``.
-        losses: Losses of a masked language model with labels ``(B, S)``, 0 for ignored labels.
+        hidden: Output of the last layer, or this rank's part of it.
+        pooled: Output of the pooler.
+        logits: Logits of a classifier, or this rank's columns of the logits of a masked language
+            model.
+        losses: Losses of a masked language model with labels, 0 for ignored labels.
     """
 
-    hidden: Tensor | None = None
-    pooled: Tensor | None = None
-    logits: Tensor | None = None
-    losses: Tensor | None = None
+    hidden: Float[Tensor, "seq_local batch hidden"] | None = None
+    pooled: Float[Tensor, "batch hidden"] | None = None
+    logits: Float[Tensor, "batch labels"] | Float[Tensor, "seq batch vocab_local"] | None = None
+    losses: Float[Tensor, "batch seq"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderInput:
     """Inputs of an encoder: either tokens or vectors, and optional masks and indices.
-
-    Shapes: vectors ``(B, S, D)``; all others ``(B, S)``.
 
     Args:
         tokens: Token ids; None if vectors are given.
@@ -61,14 +60,14 @@ class EncoderInput:
         token_types: Type of each token; None means 0.
     """
 
-    tokens: Tensor | None = None
-    vectors: Tensor | None = None
-    valid: Tensor | None = None
-    positions: Tensor | None = None
-    token_types: Tensor | None = None
+    tokens: Int[Tensor, "batch seq"] | None = None
+    vectors: Float[Tensor, "batch seq hidden"] | None = None
+    valid: Bool[Tensor, "batch seq"] | None = None
+    positions: Int[Tensor, "batch seq"] | None = None
+    token_types: Int[Tensor, "batch seq"] | None = None
 
     @property
-    def given(self) -> Tensor:
+    def given(self) -> Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]:
         """Return the tokens or the vectors.
 
         Raises:
@@ -121,11 +120,12 @@ class Encoder(LayeredModule):
                 self.head = MaskedLMHead(config, mesh, holds_copy=mesh.pp.size > 1)
 
     def forward(
-        self, rows: EncoderInput, labels: Tensor | None = None, ignore_index: int = -100
+        self,
+        rows: EncoderInput,
+        labels: Int[Tensor, "batch seq"] | None = None,
+        ignore_index: int = -100,
     ) -> EncoderResult:
         """Return the outputs of the layers and the head.
-
-        Shapes: labels ``(B, S)``.
 
         Args:
             rows: Inputs, equal on every stage.
@@ -186,11 +186,11 @@ class Encoder(LayeredModule):
         losses = self.absent((num_sequences, length), wide, "the losses") if has_losses else None
         return EncoderResult(logits=logits, losses=losses)
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def whole(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "batch seq hidden"]:
         """Return the last layer's whole output on every tp rank, for computation that all repeat.
 
-        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-            ``(B, S, D)``.
         Communication: under sequence parallelism an all-gather over tp forward, none backward.
         """
         if isinstance(hidden, RemoteTensor) and self.mesh.sequence_parallel:

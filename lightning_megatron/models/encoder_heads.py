@@ -17,15 +17,13 @@ from lightning_megatron.layers.replicated import ReplicatedLinear, first_place
 from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
+from lightning_megatron.shapes import Float
 
 
 class Pooler(nn.Module):
     """Pooler of the first token of each sequence, computed on all tp ranks.
 
     Equal to Hugging Face's BertPooler.
-
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-        ``(B, D)``.
 
     Args:
         config: Configuration of the model.
@@ -37,7 +35,9 @@ class Pooler(nn.Module):
         self.mesh = mesh
         self.dense = _dense(config, config.hidden_size, mesh, partial=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "batch hidden"]:
         """Return one vector for each sequence."""
         return torch.tanh(self.dense(first_place(hidden, self.mesh)))
 
@@ -47,9 +47,6 @@ class Classifier(nn.Module):
 
     Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification;
     with ``config.drops_first`` to its RobertaClassificationHead.
-
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-        ``(B, num_labels)``.
 
     Args:
         config: Configuration of the model.
@@ -63,7 +60,9 @@ class Classifier(nn.Module):
         self.dense = _dense(config, config.hidden_size, mesh, partial=False)
         self.output = _dense(config, config.num_labels, mesh, partial=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "batch labels"]:
         """Return the logits of each sequence."""
         self.mesh.random.seek(self.config.num_layers + 1)
         first = first_place(hidden, self.mesh)
@@ -83,9 +82,6 @@ class MaskedLMHead(nn.Module):
     """Head of a masked language model, which computes this rank's columns of the logits.
 
     Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
-
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
-        ``(S, B, padded V/tp)``.
 
     Args:
         config: Configuration of the model.
@@ -117,7 +113,11 @@ class MaskedLMHead(nn.Module):
             self.weight = vocab_parameter(vocabulary, config.hidden_size, mesh, multiple, drawn)
             set_shard_spec(self.weight, shard_spec_of(self.weight).tied(WORD_EMBEDDING))
 
-    def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        embedding: Float[Tensor, "vocab_local hidden"] | None,
+    ) -> Float[Tensor, "seq batch vocab_local"]:
         """Return the logits.
 
         Args:
@@ -130,7 +130,9 @@ class MaskedLMHead(nn.Module):
         return column_linear(hidden, weight, self.bias, self.mesh)
 
 
-def activated(hidden: Tensor, activation: EncoderActivation) -> Tensor:
+def activated(
+    hidden: Float[Tensor, "*shape"], activation: EncoderActivation
+) -> Float[Tensor, "*shape"]:
     """Apply an activation."""
     return (
         F.relu(hidden)

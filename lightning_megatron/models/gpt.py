@@ -27,6 +27,7 @@ from lightning_megatron.models.gpt_block import build_block, build_norm
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
+from lightning_megatron.shapes import Float, Int
 
 
 class GPT(LayeredModule):
@@ -99,18 +100,15 @@ class GPT(LayeredModule):
 
     def forward(
         self,
-        tokens: Tensor | None,
-        labels: Tensor | None = None,
+        tokens: Int[Tensor, "batch seq"] | None,
+        labels: Int[Tensor, "batch seq"] | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
         *,
         span: AttentionSpan | None = None,
-        embeddings: Tensor | None = None,
-    ) -> Tensor:
+        embeddings: Float[Tensor, "batch seq hidden"] | None = None,
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
         """Return the loss of each token, or the logits if there are no labels.
-
-        Shapes: tokens and labels ``(B, S)``; embeddings ``(B, S, D)``; losses ``(B, S)``; logits
-            ``(B, S, V)``.
 
         Args:
             tokens: Token ids; None if embeddings are given.
@@ -133,6 +131,18 @@ class GPT(LayeredModule):
 
         Communication: that of the layers; without labels an all-gather of the logits over tp.
         """
+        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
+
+    def _run(
+        self,
+        tokens: Tensor | None,
+        labels: Tensor | None,
+        label_smoothing: float,
+        ignore_index: int,
+        span: AttentionSpan | None,
+        embeddings: Tensor | None,
+    ) -> Any:
+        """Return what :meth:`_result` makes of the logits; see :meth:`forward`."""
         given = _one_of(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()

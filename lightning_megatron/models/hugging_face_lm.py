@@ -14,12 +14,13 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.hugging_face_folder import draw_model, load_model, read_config
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
+from lightning_megatron.shapes import Float, Int
 
 
 class HuggingFaceCausalLM(TokenModule):
     """Train, validate and test a Hugging Face decoder.
 
-    Batches are ``{"tokens": (B, S), "labels": (B, S)}``. Labels are the next tokens, as
+    Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels are the next tokens, as
     ``TokenDataModule`` provides them; labels of -100 are ignored. Under MegatronStrategy a model of
     a supported family works in any layout, and each rank reads only its part of the weights. Other
     models need one pipeline stage. Under ``ddp`` or on one device the module trains Hugging Face's
@@ -103,23 +104,25 @@ class HuggingFaceCausalLM(TokenModule):
                 "leave expert_settings out."
             )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits.
-
-        Shapes: tokens ``(B, S)``; logits ``(B, S, V)``.
-        """
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """Return the logits."""
         assert self.model is not None, "configure_model builds the model before its first use"
         found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return found
 
-    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(
+        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+    ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of a batch."""
         return self(batch["tokens"])
 
     @override
     def mean_loss(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
-    ) -> Tensor:
+        self,
+        batch: Mapping[str, Int[Tensor, "batch seq"]],
+        num_tokens: Int[Tensor, ""],
+        is_trained: bool,
+    ) -> Float[Tensor, ""]:
         assert self.model is not None, "configure_model builds the model before its first use"
         labels = batch["labels"]
         # `labels` makes Hugging Face's models return a loss. `shift_labels` keeps them from

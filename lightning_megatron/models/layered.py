@@ -18,6 +18,7 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Name of the word embedding, which a tied head shares.
 WORD_EMBEDDING = "embedding.word.weight"
@@ -128,11 +129,12 @@ class LayeredModule(PipelinedModule):
     def _build(self) -> None:
         raise NotImplementedError
 
-    def boundary(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
+    def boundary(
+        self, tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]
+    ) -> tuple[torch.Size, torch.dtype]:
         """Return shape and dtype of the hidden states between stages.
 
-        Shapes: tokens ``(B, S)``, or embeddings ``(B, S, D)``; hidden states ``(S, B, D)``, or
-            ``(S/tp, B, D)`` under sequence parallelism.
+        Shapes: the hidden states are ``(seq_local, batch, hidden)``.
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
@@ -146,7 +148,9 @@ class LayeredModule(PipelinedModule):
         first = next(self.parameters(), None)
         return self._dtype if first is None else first.dtype
 
-    def absent(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+    def absent(
+        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> Shaped[Tensor, "..."]:
         """Return a placeholder for a result that another stage computes.
 
         Args:
@@ -176,7 +180,7 @@ class LayeredModule(PipelinedModule):
             self._num_calls += 1
 
 
-def dtype_of_products(hidden: Tensor) -> torch.dtype:
+def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:
     """Return the dtype of matrix products with ``hidden``, which autocast may change."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -25,13 +25,14 @@ from lightning_megatron.plan.settings import (
     Range,
     coerced_arguments,
 )
+from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Label of positions without a target token.
 IGNORED = -100
 
 
 class TokenModule(LightningModule):
-    """Train, validate and test on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
+    """Train, validate and test on batches of ``{"tokens": (batch, seq), "labels": (batch, seq)}``.
 
     Labels of -100 are ignored. The module logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats
     per token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
@@ -90,8 +91,11 @@ class TokenModule(LightningModule):
 
     @abstractmethod
     def mean_loss(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
-    ) -> Tensor:
+        self,
+        batch: Mapping[str, Int[Tensor, "batch seq"]],
+        num_tokens: Int[Tensor, ""],
+        is_trained: bool,
+    ) -> Float[Tensor, ""]:
         """Return the mean loss over the labels of a batch that are not ignored, 0 if all are.
 
         Args:
@@ -115,8 +119,8 @@ class TokenModule(LightningModule):
             )
 
     def training_step(
-        self, batch: Mapping[str, Tensor], batch_idx: int
-    ) -> Tensor | dict[str, Tensor]:
+        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=True)
@@ -130,11 +134,13 @@ class TokenModule(LightningModule):
         )
         return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+    def validation_step(
+        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+    ) -> None:
         """Log the mean loss of the batch's tokens."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+    def test_step(self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int) -> None:
         """Log the mean loss of the batch's tokens."""
         self._evaluate(batch, "test")
 

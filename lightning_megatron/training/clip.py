@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.shapes import Float
 from lightning_megatron.training.main_parameters import MainParameters
 
 
 @torch.no_grad()
-def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Tensor:
+def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Float[Tensor, ""]:
     """Compute the 2-norm of the whole model's gradient.
 
     Equal to the total norm of ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one
     process. Replicated elements, tied copies and padding rows are counted once or not at all, as in
     the full tensors. The host does not wait for the device.
 
-    Shapes: The result has shape ``()`` and dtype float32, or float64 if any gradient is float64.
+    The norm is float32, or float64 if any gradient is float64.
 
     Args:
         main: Parameters of this rank, after their gradients were summed over the ranks.
@@ -50,7 +51,7 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Ten
 @torch.no_grad()
 def clip_by_norm_(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
-) -> Tensor:
+) -> Float[Tensor, ""]:
     """Scale gradients in place so that their global norm is at most ``max_norm``.
 
     Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process.
@@ -73,7 +74,7 @@ def clip_by_norm_(
 @torch.no_grad()
 def clip_coefficient(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Compute the factor that scales the global gradient norm to at most ``max_norm``.
 
     Args:
@@ -92,7 +93,7 @@ def clip_coefficient(
 
 @torch.no_grad()
 def scale_gradients_(
-    main: MainParameters, coefficient: Tensor, names: Collection[str] | None = None
+    main: MainParameters, coefficient: Float[Tensor, ""], names: Collection[str] | None = None
 ) -> None:
     """Multiply the gradients of the named parameters, or of all, by a scalar in place."""
     gradients = main.gradients(names)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from lightning_megatron.shapes import Float
 from lightning_megatron.training.flat_buffer import MainSlice
 from lightning_megatron.training.same_objects import same_objects
 
@@ -27,7 +28,7 @@ class CountedGradients:
         slices: Mapping[str, MainSlice],
         is_first: dict[bool, bool],
         names: Collection[str] | None,
-    ) -> list[Tensor]:
+    ) -> list[Float[Tensor, "..."]]:
         """Return the counted pieces, with adjacent pieces joined into one tensor.
 
         Args:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
 from lightning_megatron.plan.buckets import BufferPlan, Slice
+from lightning_megatron.shapes import Float
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,21 @@ class MainSlice:
     name: str
     placement: Placement
     main: nn.Parameter
-    gradient: Tensor
+    gradient: Float[Tensor, "..."]
     is_exclusive: bool
-    counted: tuple[Tensor, ...] = ()
-    half: Tensor | None = None
+    counted: tuple[Float[Tensor, "..."], ...] = ()
+    half: Float[Tensor, "..."] | None = None
 
-    def counted_in(self, gradient: Tensor) -> tuple[Tensor, ...]:
+    def counted_in(self, gradient: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], ...]:
         """List the pieces of a finished gradient that count in a norm: no copies, no padding."""
         if gradient.data_ptr() == self.gradient.data_ptr():
             return self.counted
         return counted_views(self.placement, gradient)
 
 
-def counted_views(placement: Placement, tensor: Tensor) -> tuple[Tensor, ...]:
+def counted_views(
+    placement: Placement, tensor: Float[Tensor, "..."]
+) -> tuple[Float[Tensor, "..."], ...]:
     """List the pieces of a local tensor that count once in the full tensor."""
     if placement.tied_to is not None:
         return ()
@@ -118,12 +121,12 @@ class FlatBuffer:
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
 
-    def gradient_of(self, name: str) -> Tensor:
+    def gradient_of(self, name: str) -> Float[Tensor, "..."]:
         """Return the gradient of a whole local parameter, in the parameter's shape."""
         place = self.plan.place(name)
         return self.gradients[place.start : place.stop].view(self._shapes[name])
 
-    def own_part(self, flat: Tensor, bucket: int) -> Tensor:
+    def own_part(self, flat: Float[Tensor, "_"], bucket: int) -> Float[Tensor, "_"]:
         """Return this rank's part of a bucket of ``parameters`` or ``gradients``."""
         start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
         return flat[start:stop]

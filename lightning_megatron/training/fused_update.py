@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slow_path
+from lightning_megatron.shapes import Float
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.same_objects import same_objects
 
@@ -147,7 +148,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def update(
-        self, main: MainParameters, optimizer: Optimizer, coefficient: Tensor | None
+        self, main: MainParameters, optimizer: Optimizer, coefficient: Float[Tensor, ""] | None
     ) -> bool:
         """Update every slice that has a gradient and round the result into the model's parameters.
 

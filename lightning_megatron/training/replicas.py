@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.errors import ReplicaMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.shapes import Float, Shaped
 from lightning_megatron.training.main_parameters import MainParameters
 
 #: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a
@@ -40,7 +41,7 @@ def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
     return tuple(name for name in main.names if all(name in one for one in everyone))
 
 
-def check_loss_replicas(main: MainParameters, loss: Tensor) -> None:
+def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     """Compare the loss over tp, whose ranks compute it from the same samples.
 
     Args:
@@ -208,13 +209,11 @@ def _gradient(main: MainParameters, name: str) -> Tensor:
     return torch.zeros_like(one.main) if one.main.grad is None else one.main.grad
 
 
-def _float_sums(tensor: Tensor) -> Tensor:
+def _float_sums(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "8"]:
     """Return sums and the norm of a tensor, for a comparison with tolerance.
 
     Random errors change a sum by about the norm of the error, so sums are compared relative to the
     norm.
-
-    Shapes: any, to (8) in float64.
     """
     flat = _numbers_of(tensor)
     norm = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))

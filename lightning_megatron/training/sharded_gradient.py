@@ -13,6 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.shapes import Float
 
 #: Reductions of all elements: the local function, and the operation that combines the ranks'
 #: values.
@@ -77,7 +78,9 @@ class ShardedGradient(Tensor):
     placement: _ShardPlacement | None = None
 
     @staticmethod
-    def of(gradient: Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Tensor:
+    def of(
+        gradient: Float[Tensor, "*shape"], spec: ShardSpec, mesh: ParallelMesh
+    ) -> Float[Tensor, "*shape"]:
         """Return a view of the gradient that knows its placement in the full gradient."""
         if mesh.model.size == 1:
             return gradient

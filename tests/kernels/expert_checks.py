@@ -421,7 +421,7 @@ def check_attached(
         statistics.sums.copy_(before)
         for dropped in (None, counts.sum().int()):
             entropy, load = total.detach()[0, num_experts + 1], counts.sum(0, dtype=torch.int32)
-            statistics.add_(Routing(outer, outer, load, load, dropped, entropy, losses))
+            statistics.add_(Routing(outer, outer.long(), load, load, dropped, entropy, losses))
         gradient = torch.zeros_like(total) if total.grad is None else total.grad
         found.append((x.grad, gradient, statistics.sums))
     assert torch.equal(found[0][0], outer), f"{what}: the gradient of what losses are attached to"

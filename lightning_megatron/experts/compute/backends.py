@@ -18,6 +18,7 @@ from lightning_megatron.plan.grouped_gemm import (
     choose_variant,
     workspace_bytes,
 )
+from lightning_megatron.shapes import Float, Int
 
 # Cache size for kernel variants: the number of rows may differ from step to step.
 _REMEMBERED_LAUNCHES = 1024
@@ -27,7 +28,12 @@ class Loop:
     """Loop over groups: the reference for the other backends, for any device and dtype."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def output(
+        rows: Float[Tensor, "rows in_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
         result = rows.new_empty((rows.shape[0], weights[0].shape[0]))
         for weight, group in zip(weights, _groups(ends), strict=True):
@@ -35,7 +41,12 @@ class Loop:
         return result
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(
+        grad: Float[Tensor, "rows out_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
         result = grad.new_empty((grad.shape[0], weights[0].shape[1]))
         for weight, group in zip(weights, _groups(ends), strict=True):
@@ -43,13 +54,20 @@ class Loop:
         return result
 
     @staticmethod
-    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "experts out_local in_local"]:
         """Return the gradients of all weights as one stack."""
         return torch.stack([grad[group].t() @ rows[group] for group in _groups(ends)])
 
     @staticmethod
     def add_weight_gradients(
-        grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+        slots: Sequence[GradientSlot],
     ) -> None:
         """Add the gradient of every weight to its slot."""
         for slot, group in zip(slots, _groups(ends), strict=True):
@@ -60,17 +78,31 @@ class GroupedMM(Loop):
     """Grouped products by torch's kernel."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def output(
+        rows: Float[Tensor, "rows in_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
         return F.grouped_mm(rows, stacked(weights).to(rows.dtype).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(
+        grad: Float[Tensor, "rows out_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
         return F.grouped_mm(grad, stacked(weights).to(grad.dtype), offs=ends)
 
     @staticmethod
-    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "experts out_local in_local"]:
         """Return the gradients of all weights as one stack."""
         result = F.grouped_mm(grad.t(), rows, offs=ends)
         # For an empty group some of torch's kernels return the old contents of the accumulators.
@@ -79,7 +111,11 @@ class GroupedMM(Loop):
 
     @classmethod
     def add_weight_gradients(
-        cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+        slots: Sequence[GradientSlot],
     ) -> None:
         """Add the gradient of every weight to its slot."""
         for slot, gradient in zip(
@@ -92,7 +128,12 @@ class Bundled(GroupedMM):
     """Grouped products by the bundled kernels, which add weight gradients to float32 slots."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def output(
+        rows: Float[Tensor, "rows in_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
         stack = _rows_apart(stacked(weights).to(rows.dtype))
         return _launch(
@@ -101,13 +142,14 @@ class Bundled(GroupedMM):
 
     @staticmethod
     def swiglu(
-        rows: Tensor,
-        weights: Sequence[Tensor] | Tensor,
-        probabilities: Tensor,
-        ends: Tensor,
+        rows: Float[Tensor, "rows hidden"],
+        weights: Sequence[Float[Tensor, "gate_up hidden"]]
+        | Float[Tensor, "experts gate_up hidden"],
+        probabilities: Float[Tensor, "rows"],
+        ends: Int[Tensor, "experts"],
         *,
         keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
         """Return SwiGLU of the product, times probabilities, and the product itself if it is kept.
 
         The product of rows and transposed weights is rounded before the activation in both cases.
@@ -120,7 +162,12 @@ class Bundled(GroupedMM):
         return result, kept
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(
+        grad: Float[Tensor, "rows out_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
         stack = _rows_apart(stacked(weights).to(grad.dtype))
         return _launch(
@@ -128,14 +175,22 @@ class Bundled(GroupedMM):
         )
 
     @staticmethod
-    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "experts out_local in_local"]:
         """Return the gradients of all weights as one stack."""
         result = grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
         return _launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
 
     @classmethod
     def add_weight_gradients(
-        cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+        slots: Sequence[GradientSlot],
     ) -> None:
         """Add the gradient of every weight to its slot."""
         row = SlotRow.of(slots)
@@ -155,12 +210,13 @@ BACKENDS: dict[BackendName, type[Loop]] = {
 }
 
 
-def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
+def stacked(
+    weights: Sequence[Float[Tensor, "out_local in_local"]]
+    | Float[Tensor, "experts out_local in_local"],
+) -> Float[Tensor, "experts out_local in_local"]:
     """Return weights as one tensor: a view if they have a constant stride, else a copy.
 
     A tensor that is a stack already is returned unchanged.
-
-    Shapes: E of ``(N, K)``; output ``(E, N, K)``.
     """
     if isinstance(weights, Tensor):
         return weights

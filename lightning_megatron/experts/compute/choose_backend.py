@@ -21,6 +21,7 @@ from lightning_megatron.kernels.cuda import (
 )
 from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, reason_against_fusion
+from lightning_megatron.shapes import Float
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
@@ -121,8 +122,8 @@ class LayerBackends:
 def choose_layer_backends(
     device: torch.device,
     dtype: torch.dtype,
-    first: Sequence[Tensor],
-    down: Sequence[Tensor],
+    first: Sequence[Float[Tensor, "_ hidden"]],
+    down: Sequence[Float[Tensor, "hidden ffn"]],
     *,
     can_fuse: bool,
 ) -> LayerBackends:

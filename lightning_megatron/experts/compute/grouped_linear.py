@@ -16,14 +16,18 @@ from lightning_megatron.experts.compute.choose_backend import BackendName, choos
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
 from lightning_megatron.layers.mlp import Activation, activate
+from lightning_megatron.shapes import Float, Int
 
 #: Function from rows, weights (or their stack) and ends to the output.
 Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
 
 def grouped_linear(
-    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: BackendName | None = None
-) -> Tensor:
+    rows: Float[Tensor, "rows in_local"],
+    weights: Sequence[Float[Tensor, "out_local in_local"]],
+    ends: Int[Tensor, "experts"],
+    backend: BackendName | None = None,
+) -> Float[Tensor, "rows out_local"]:
     """Multiply each group of rows by the transpose of its own weight.
 
     Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the
@@ -33,13 +37,12 @@ def grouped_linear(
     accumulate it in float32 if the slots have a constant stride in one buffer.
 
     Weights with a constant stride in one buffer, in order, are used in place. Other weights are
-    first copied into one tensor. Pass a stack ``(E, N, K)`` as ``stack.unbind()``.
+    first copied into one tensor. Pass a stack as ``stack.unbind()``.
 
     Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
     The dtype of rows is that of the product, also under autocast.
 
-    Shapes: rows ``(R, K)``; weights E of ``(N, K)``; ends ``(E)`` int32 on the device of rows;
-        output ``(R, N)``.
+    The ends are int32 on the device of rows.
 
     Args:
         rows: Rows sorted by group.
@@ -60,8 +63,11 @@ def grouped_linear(
 
 
 def grouped_swiglu(
-    rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor
-) -> Tensor:
+    rows: Float[Tensor, "rows hidden"],
+    weights: Sequence[Float[Tensor, "gate_up hidden"]],
+    probabilities: Float[Tensor, "rows"],
+    ends: Int[Tensor, "experts"],
+) -> Float[Tensor, "rows gate_up//2"]:
     """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
 
     Equal to ``silu(gate) * up * probability`` with
@@ -73,8 +79,7 @@ def grouped_swiglu(
 
     Weights, slots, ends and rows past the last end follow the rules of :func:`grouped_linear`.
 
-    Shapes: rows ``(R, K)``; weights E of ``(2 F, K)``, gates first; probabilities ``(R)``; ends
-    ``(E)`` int32 on the device of rows; output ``(R, F)``.
+    The gates are the first half of the rows of a weight. The ends are int32.
 
     Args:
         rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
@@ -111,12 +116,14 @@ def grouped_swiglu(
 
 
 def weighted_activation(
-    inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation
-) -> Tensor:
+    inner: Float[Tensor, "rows features"],
+    probabilities: Float[Tensor, "rows"],
+    ends: Int[Tensor, "experts"],
+    activation: Activation,
+) -> Float[Tensor, "rows ffn"]:
     """Apply an activation to rows, and multiply each row by its probability.
 
-    Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output
-    ``(R, F)``. Rows past the last end are undefined.
+    Gated activations halve the features. Rows past the last end are undefined.
 
     Args:
         inner: Input of the activation.

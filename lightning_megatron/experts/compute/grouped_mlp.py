@@ -25,6 +25,7 @@ from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.mlp import Activation, is_gated
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
+from lightning_megatron.shapes import Float, Int
 
 #: Operators of a compiled graph choose their backends when they run; the compiler fuses the rest.
 _CHOSEN_AT_RUN_TIME = LayerBackends(None, None, fuses_swiglu=False)
@@ -70,8 +71,7 @@ class GroupedMLP(nn.ModuleDict):
     the weights of all experts as one tensor. It is a view, because the flat buffers of training
     store parameters of equal size at a constant stride.
 
-    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output
-        ``(R, D)``. Rows past the last end are undefined.
+    Rows past the last end are undefined.
 
     Args:
         hidden_size: Size of each row (elements).
@@ -118,7 +118,7 @@ class GroupedMLP(nn.ModuleDict):
             second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer)
             self[str(number)] = nn.ModuleDict({self.first_name: first, "down": second})
 
-    def weights(self, name: str) -> list[Tensor]:
+    def weights(self, name: str) -> list[Float[Tensor, "out_local in_local"]]:
         """Return one matrix of every local expert, in ascending order of experts.
 
         Args:
@@ -128,7 +128,12 @@ class GroupedMLP(nn.ModuleDict):
             _weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))
         ]
 
-    def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows: Float[Tensor, "rows hidden"],
+        probabilities: Float[Tensor, "rows"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
 
         Args:

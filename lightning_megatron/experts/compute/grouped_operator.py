@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.compute.backends import BACKENDS, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
+from lightning_megatron.shapes import Float, Int
 
 _NAME = "lightning_megatron::grouped_linear"
 
@@ -88,8 +89,11 @@ _output.register_autograd(_differentiate, setup_context=_keep)
 
 
 def grouped_linear(
-    rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: BackendName | None = None
-) -> Tensor:
+    rows: Float[Tensor, "rows in_local"],
+    weights: Sequence[Float[Tensor, "out_local in_local"]],
+    ends: Int[Tensor, "experts"],
+    backend: BackendName | None = None,
+) -> Float[Tensor, "rows out_local"]:
     """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
 
     Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.shapes import Float
+
 
 class LossWeight:
     """Factor of the current microbatch's main loss before its backward pass.
@@ -19,11 +21,13 @@ class LossWeight:
         value: Factor of the main loss.
     """
 
-    def __init__(self, value: float | Tensor = 1.0) -> None:
+    def __init__(self, value: float | Float[Tensor, ""] = 1.0) -> None:
         self.value = value
 
 
-def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+def attach_loss(
+    x: Float[Tensor, "*shape"], loss: Float[Tensor, ""], scale: float | Float[Tensor, ""]
+) -> Float[Tensor, "*shape"]:
     """Return ``x`` unchanged, and add the gradient of ``loss`` to the backward pass through it.
 
     The output equals ``x``. The gradients are those of ``main loss x its factor + loss x scale``.
@@ -44,8 +48,6 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
       that see only this rank's tokens are ``partial``, and gradients are averaged over the data
       group. The loss is attached once on every tp rank. Without sequence parallelism, too, each tp
       rank computes the whole gradient of its replicated parameters.
-
-    Shapes: x any; loss a scalar.
 
     Args:
         x: Activation that the main loss depends on.

@@ -15,43 +15,53 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.shapes import Float, Int, Shaped
 
 
-def balance_loss(share_sums: Tensor, load_factors: Tensor, coefficient: float) -> Tensor:
+def balance_loss(
+    share_sums: Float[Tensor, "sequences experts"],
+    load_factors: Shaped[Tensor, "#sequences experts"] | Shaped[Tensor, "experts"],
+    coefficient: float,
+) -> Float[Tensor, ""]:
     """Return this rank's part of the auxiliary loss, which grows as the load becomes uneven.
 
-    Over all tokens it equals the coefficient times E times the sum over experts of (share of the
-    selections) x (mean probability). Without the coefficient it is 1 for an even load and E if all
-    tokens go to one expert. Gradients flow through the probabilities only.
+    Over all tokens it equals the coefficient times the number of experts times the sum over experts
+    of (share of the selections) x (mean probability). Without the coefficient it is 1 for an even
+    load and the number of experts if all tokens go to one expert. Gradients flow through the
+    probabilities only.
 
-    Shapes: both ``(1, E)`` for all sequences together or ``(B, E)`` per sequence; output a scalar.
+    Shapes: ``sequences`` is 1 for all sequences together.
 
     Args:
         share_sums: Probabilities of each expert, summed over this rank's tokens; each token's sum
             to 1.
         load_factors: Count of the selections of each expert, or its share of all selections.
-        coefficient: Factor of the sum of products. For shares it is the loss coefficient times E,
-            divided by the tokens of the microbatch on all tp ranks. For counts it is further
-            divided by the number of selections in a row.
+        coefficient: Factor of the sum of products. For shares it is the loss coefficient times the
+            number of experts, divided by the tokens of the microbatch on all tp ranks. For counts
+            it is further divided by the number of selections in a row.
 
     Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
     """
     return (share_sums * load_factors).sum() * coefficient
 
 
-def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
+def tokens_per_expert(
+    experts: Int[Tensor, "*tokens top_k"], num_experts: int
+) -> Int[Tensor, "{num_experts}"]:
     """Count how often each expert is selected, without a host read. Entries of -1 are not counted.
 
-    Shapes: experts ``(..., k)``; output ``(E,)`` int32.
+    The counts are int32.
     """
     ones = torch.ones((), dtype=torch.int32, device=experts.device).expand(experts.numel())
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts.flatten() + 1, ones)[1:]
 
 
-def tokens_per_expert_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
+def tokens_per_expert_of_sequences(
+    experts: Int[Tensor, "seq batch top_k"], num_experts: int
+) -> Int[Tensor, "batch {num_experts}"]:
     """Count how often each expert is selected by each sequence, without a host read.
 
-    Shapes: experts ``(S, B, k)``; output ``(B, E)`` int32.
+    The counts are int32.
     """
     num_sequences = experts.shape[1]
     first = torch.arange(num_sequences, device=experts.device)[:, None] * num_experts
@@ -60,10 +70,11 @@ def tokens_per_expert_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
     )
 
 
-def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
+def microbatch_load(
+    load: Int[Tensor, "*sequences experts"], mesh: ParallelMesh
+) -> Int[Tensor, "*sequences experts"]:
     """Sum the counts of selections over all ranks that share the tokens of a microbatch.
 
-    Shapes: load ``(..., E)`` integers; output the same.
     Communication: an all-reduce over tp under sequence parallelism, and one over cp.
     """
     axes = (mesh.tp, mesh.cp) if mesh.sequence_parallel else (mesh.cp,)
@@ -75,7 +86,7 @@ def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
     return total
 
 
-def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
+def add_over_tokens_(x: Shaped[Tensor, "*shape"], mesh: ParallelMesh) -> Shaped[Tensor, "*shape"]:
     """Sum ``x`` in place over all ranks that have different tokens, and return it.
 
     Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
@@ -86,10 +97,8 @@ def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 @torch.no_grad()
-def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
+def update_bias_(bias: Float[Tensor, "experts"], load: Int[Tensor, "experts"], rate: float) -> None:
     """Raise the biases of underloaded experts and lower those of overloaded ones, in place.
-
-    Shapes: bias ``(E,)``; load ``(E,)`` integers.
 
     Args:
         bias: Bias of each expert.

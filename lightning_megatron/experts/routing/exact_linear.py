@@ -13,22 +13,23 @@ from torch.nn import functional as F
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.shapes import Float
 
 
-def exact_dtype(x: Tensor) -> torch.dtype:
+def exact_dtype(x: Float[Tensor, "..."]) -> torch.dtype:
     """Return the dtype in which the router computes for an input: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def exact_linear(hidden: Tensor, weight: Tensor) -> Tensor:
+def exact_linear(
+    hidden: Float[Tensor, "*tokens hidden"], weight: Float[Tensor, "experts hidden"]
+) -> Float[Tensor, "*tokens experts"]:
     """Multiply by the transpose of a weight in float32 or wider, without a cast of the operands.
 
     On a GPU, operands that share a half type use tensor cores, whose products are exact and whose
     sums are float32. The backward pass splits the float32 gradient into two numbers of the half
     type. Their sum is exact to a relative error of 2^-16 (bfloat16), and both go through the tensor
     cores.
-
-    Shapes: hidden ``(..., D)``; weight ``(E, D)``; output ``(..., E)``.
     """
     return _ExactLinear.apply(hidden, weight)
 

@@ -23,41 +23,39 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.shapes import Float, Int, Shaped
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
     """Routing of this rank's tokens. All tensors are on the device.
 
-    Dimensions: T tokens of this rank, ordered by position and then by sequence; k selections of a
-    token; E experts.
-
     Args:
         probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
-            selections. Shape ``(T, k)``.
-        experts: Selected experts, best first; -1 for dropped selections. Shape ``(T, k)``, int64.
-        counts: Number of this rank's tokens that each expert gets. Shape ``(E,)``, int32.
-        load: Number of selections of each expert, including dropped ones. Shape ``(E,)``, int32.
-        dropped: Number of dropped selections; None without a capacity. A scalar, int32.
-        entropy_sum: Sum over tokens of the entropy of their normalized scores (nats). A scalar.
+            selections.
+        experts: Selected experts, best first; -1 for dropped selections. The dtype is int64.
+        counts: Number of this rank's tokens that each expert gets. The dtype is int32.
+        load: Number of selections of each expert, including dropped ones. The dtype is int32.
+        dropped: Number of dropped selections; None without a capacity. The dtype is int32.
+        entropy_sum: Sum over tokens of the entropy of their normalized scores (nats).
         losses: Losses of the router for this microbatch; there are none outside of training.
     """
 
-    probabilities: Tensor
-    experts: Tensor
-    counts: Tensor
-    load: Tensor
-    dropped: Tensor | None
-    entropy_sum: Tensor
+    probabilities: Float[Tensor, "tokens top_k"]
+    experts: Int[Tensor, "tokens top_k"]
+    counts: Int[Tensor, "experts"]
+    load: Int[Tensor, "experts"]
+    dropped: Int[Tensor, ""] | None
+    entropy_sum: Float[Tensor, ""]
     losses: RouterLosses
 
     @property
-    def balance_loss(self) -> Tensor | None:
+    def balance_loss(self) -> Float[Tensor, ""] | None:
         """Return this rank's part of the auxiliary loss times its coefficient, if there is one."""
         return self.losses.balance
 
     @property
-    def z_loss(self) -> Tensor | None:
+    def z_loss(self) -> Float[Tensor, ""] | None:
         """Return this rank's part of the z-loss times its coefficient, if there is one."""
         return self.losses.z
 
@@ -82,9 +80,6 @@ class Router(nn.Module):
     If experts have a capacity, selections beyond it are dropped, those of later positions first.
     The capacity is computed from the tokens of all tp ranks together.
 
-    Shapes: input ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output a
-        :class:`Routing`.
-
     Args:
         config: Settings of the mixture.
         hidden_size: Size of each token's vector (elements).
@@ -98,8 +93,8 @@ class Router(nn.Module):
         all-gather of counts over tp.
     """
 
-    expert_bias: Tensor | None
-    step_shares: Tensor | None
+    expert_bias: Float[Tensor, "experts"] | None
+    step_shares: Float[Tensor, "experts"] | None
 
     def __init__(
         self,
@@ -132,7 +127,7 @@ class Router(nn.Module):
         #: Share of the last step's selections that each expert had.
         self.register_buffer("step_shares", even if counts_steps else None)
 
-    def forward(self, hidden: Tensor) -> Routing:
+    def forward(self, hidden: Float[Tensor, "seq_local batch hidden"]) -> Routing:
         """Return the routing of the tokens."""
         config = self.config
         # Under sequence parallelism the losses and the capacity refer to the tokens of all tp
@@ -172,10 +167,8 @@ class Router(nn.Module):
         )
 
     @torch.no_grad()
-    def update_(self, load: Tensor) -> None:
+    def update_(self, load: Shaped[Tensor, "experts"]) -> None:
         """Update the expert biases and the shares of selections from the load of a whole step.
-
-        Shapes: load ``(E,)`` integers.
 
         Args:
             load: Sum of ``Routing.load`` over all microbatches and ranks of the step, from

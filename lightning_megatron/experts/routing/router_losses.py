@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import attach_loss
 from lightning_megatron.experts.routing.balance import balance_loss
+from lightning_megatron.shapes import Float, Shaped
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +19,6 @@ class RouterLosses:
     """This rank's parts of the auxiliary loss and the z-loss of a router.
 
     ``experts.routing.balance`` documents how the parts of ranks are combined.
-
-    Shapes: share_sums ``(C, E)``; load_factors ``(C, E)`` or ``(E,)``; square_sum a scalar.
 
     Args:
         share_sums: Probabilities of each expert, summed over this rank's tokens.
@@ -30,15 +29,23 @@ class RouterLosses:
         kernels: Module of the fused kernels, if they support these sums.
     """
 
-    share_sums: Tensor
-    load_factors: Tensor | None
+    share_sums: Float[Tensor, "sequences experts"]
+    load_factors: Shaped[Tensor, "sequences experts"] | Shaped[Tensor, "experts"] | None
     coefficient: float
-    square_sum: Tensor
+    square_sum: Float[Tensor, ""]
     square_coefficient: float
     kernels: ModuleType | None = None
 
     @property
-    def parts(self) -> tuple[Tensor, Tensor | None, float, Tensor, float]:
+    def parts(
+        self,
+    ) -> tuple[
+        Float[Tensor, "sequences experts"],
+        Shaped[Tensor, "sequences experts"] | Shaped[Tensor, "experts"] | None,
+        float,
+        Float[Tensor, ""],
+        float,
+    ]:
         """Return the inputs of the loss kernels, in the order of their parameters."""
         return (
             self.share_sums,
@@ -52,7 +59,7 @@ class RouterLosses:
     # `enable_grad` makes the cached value usable for both.
     @cached_property
     @torch.enable_grad()
-    def balance(self) -> Tensor | None:
+    def balance(self) -> Float[Tensor, ""] | None:
         """Return the auxiliary loss times its coefficient; None without this loss."""
         if self.load_factors is None:
             return None
@@ -60,11 +67,13 @@ class RouterLosses:
 
     @cached_property
     @torch.enable_grad()
-    def z(self) -> Tensor | None:
+    def z(self) -> Float[Tensor, ""] | None:
         """Return the z-loss times its coefficient; None without this loss."""
         return self.square_sum * self.square_coefficient if self.square_coefficient else None
 
-    def attach_to(self, x: Tensor, scale: float | Tensor) -> Tensor:
+    def attach_to(
+        self, x: Float[Tensor, "*shape"], scale: float | Float[Tensor, ""]
+    ) -> Float[Tensor, "*shape"]:
         """Attach both losses to ``x`` as :func:`attach_loss` does, and return it.
 
         Args:

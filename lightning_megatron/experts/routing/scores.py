@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.experts.routing.balance import tokens_per_expert_of_sequences
 from lightning_megatron.experts.routing.selection import round_robin_experts, select_experts
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.shapes import Float, Int
 
 #: Added to sums of scores, so that a token whose scores are all zero causes no division by zero.
 _TINY = 1e-20
@@ -18,41 +19,39 @@ _TINY = 1e-20
 
 @dataclass(frozen=True)
 class Scored:
-    """Router outputs for the logits of T tokens.
+    """Router outputs for the logits of tokens.
 
-    Sums are taken over the tokens of each of C sequences, or over all tokens (C is 1).
+    Sums are taken over the tokens of each sequence, or over all tokens.
 
     Args:
-        probabilities: Probabilities of the selected experts. Shape ``(T, k)``.
-        experts: Selected experts, best first. Shape ``(T, k)``, int64.
-        load: Number of selections of each expert. Shape ``(C, E)``, int32.
+        probabilities: Probabilities of the selected experts.
+        experts: Selected experts, best first. The dtype is int64.
+        load: Number of selections of each expert. The dtype is int32.
         unbiased_load: Number of selections of each expert by scores without biases, for the
-            auxiliary loss. Shape ``(C, E)``, int32.
-        share_sums: Sums of scores that are normalized for each token. Shape ``(C, E)``.
-        square_sum: Sum over tokens of the squared logsumexp of their logits. A scalar.
-        entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats). A scalar.
+            auxiliary loss. The dtype is int32.
+        share_sums: Sums of scores that are normalized for each token.
+        square_sum: Sum over tokens of the squared logsumexp of their logits.
+        entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats).
     """
 
-    probabilities: Tensor
-    experts: Tensor
-    load: Tensor
-    unbiased_load: Tensor
-    share_sums: Tensor
-    square_sum: Tensor
-    entropy_sum: Tensor
+    probabilities: Float[Tensor, "tokens top_k"]
+    experts: Int[Tensor, "tokens top_k"]
+    load: Int[Tensor, "sequences experts"]
+    unbiased_load: Int[Tensor, "sequences experts"]
+    share_sums: Float[Tensor, "sequences experts"]
+    square_sum: Float[Tensor, ""]
+    entropy_sum: Float[Tensor, ""]
 
 
 def score_tokens(
-    logits: Tensor,
-    bias: Tensor | None,
+    logits: Float[Tensor, "tokens experts"],
+    bias: Float[Tensor, "experts"] | None,
     config: ExpertsConfig,
     num_sequences: int = 1,
     round_robin_start: int | None = None,
     kernels: ModuleType | None = None,
 ) -> Scored:
     """Score all experts for each token, and select the best.
-
-    Shapes: logits ``(T, E)``; bias ``(E,)``.
 
     Args:
         logits: Logits of the router, in float32 or wider.
@@ -90,15 +89,13 @@ def score_tokens(
 
 
 def weigh_selected(
-    logits: Tensor,
-    selected: Tensor,
-    unbiased: Tensor,
+    logits: Float[Tensor, "tokens experts"],
+    selected: Int[Tensor, "tokens top_k"],
+    unbiased: Int[Tensor, "tokens top_k"],
     config: ExpertsConfig,
     num_sequences: int = 1,
 ) -> Scored:
     """Return the probabilities of selected experts, and the sums of the router losses.
-
-    Shapes: logits ``(T, E)``; selections ``(T, k)``.
 
     Args:
         logits: Logits of the router, in float32 or wider.

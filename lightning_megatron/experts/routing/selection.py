@@ -14,17 +14,20 @@ from torch import Tensor
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
+from lightning_megatron.shapes import Bool, Float, Int
 
 
 @torch.no_grad()
-def select_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
+def select_experts(
+    scores: Float[Tensor, "tokens experts"],
+    bias: Float[Tensor, "experts"] | None,
+    config: ExpertsConfig,
+) -> Int[Tensor, "tokens top_k"]:
     """Return the top-k experts of each token, best first.
 
     With expert groups, only experts of the best groups are eligible.
     Ties go to the expert with the lower index, so that every device and layout selects the
     same experts.
-
-    Shapes: scores ``(T, E)``; bias ``(E,)``; output ``(T, k)`` int64.
 
     Args:
         scores: Scores of all experts for each token.
@@ -46,10 +49,8 @@ def select_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
 
 def round_robin_experts(
     num_tokens: int, round_robin_start: int, config: ExpertsConfig, device: torch.device
-) -> Tensor:
+) -> Int[Tensor, "{num_tokens} top_k"]:
     """Assign experts to tokens round-robin, independently of the scores.
-
-    Shapes: output ``(T, k)`` int64.
 
     Args:
         num_tokens: Tokens of this rank (tokens).
@@ -76,15 +77,18 @@ def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
 
 
 @torch.no_grad()
-def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: ParallelMesh) -> Tensor:
+def within_capacity(
+    experts: Int[Tensor, "tokens top_k"],
+    load: Int[Tensor, "experts"],
+    capacity: int,
+    mesh: ParallelMesh,
+) -> Bool[Tensor, "tokens top_k"]:
     """Return which selections fit into the capacity of their expert.
 
     An expert accepts selections in the order of positions, then of sequences, then of a token's own
     selections. A token's result therefore does not depend on later tokens of its sequence, as it
     would with an order by probability. Under sequence parallelism the tokens of earlier tp ranks
     come first, so that every tp size drops the same tokens.
-
-    Shapes: experts ``(T, k)``; load ``(E,)``; output ``(T, k)`` bool.
 
     Args:
         experts: Selections of this rank's tokens, ordered by position and then by sequence.

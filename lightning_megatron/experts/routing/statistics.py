@@ -13,6 +13,7 @@ from lightning_megatron.experts.routing.router import Routing
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
+from lightning_megatron.shapes import Float, Shaped
 
 
 class RouterStatistics:
@@ -22,10 +23,10 @@ class RouterStatistics:
     update them. The class is not a module, because its state belongs to a step: it must not move
     with the weights of a layer, nor be saved with them.
 
-    Shapes: sums ``(5 + E)`` float64, which represents all integers up to 2^53 exactly. The entries
-        are the dropped selections, the entropies of the tokens (nats), this rank's parts of the
-        balance loss and of the z-loss (both times their coefficients), the microbatches, and the
-        selections of each expert, including dropped ones.
+    Shapes: sums ``(5 + experts,)`` in float64, which represents all integers up to 2^53 exactly.
+        The entries are the dropped selections, the entropies of the tokens (nats), this rank's
+        parts of the balance loss and of the z-loss (both times their coefficients), the
+        microbatches, and the selections of each expert, including dropped ones.
 
     Args:
         config: Settings of the mixture.
@@ -41,8 +42,8 @@ class RouterStatistics:
         )
 
     @property
-    def load(self) -> Tensor:
-        """Return the number of selections of each expert. Shape ``(E,)``, int64."""
+    def load(self) -> Shaped[Tensor, "experts"]:
+        """Return the number of selections of each expert. The dtype is int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @torch.no_grad()
@@ -84,33 +85,33 @@ class StepStatistics:
         num_parts: Number of ranks that share the tokens of a microbatch, each of which counted it.
     """
 
-    sums: Tensor
+    sums: Float[Tensor, "sums"]
     config: ExpertsConfig
     num_parts: int
 
     @property
-    def load(self) -> Tensor:
-        """Return the selections of each expert, including dropped ones. Shape ``(E,)``, int64."""
+    def load(self) -> Shaped[Tensor, "experts"]:
+        """Return the selections of each expert, including dropped ones. The dtype is int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @property
-    def dropped(self) -> Tensor:
+    def dropped(self) -> Shaped[Tensor, ""]:
         """Return the number of dropped selections. A scalar, int64."""
         return self.sums[RoutingSum.DROPPED].long()
 
     @property
-    def entropy(self) -> Tensor:
+    def entropy(self) -> Float[Tensor, ""]:
         """Return the mean entropy of a token's scores, which is log(E) for equal scores (nats)."""
         num_tokens = self.sums[RoutingSum.LOAD :].sum().clamp(min=1.0) / self.config.top_k
         return self.sums[RoutingSum.ENTROPY] / num_tokens
 
     @property
-    def balance_loss(self) -> Tensor:
+    def balance_loss(self) -> Float[Tensor, ""]:
         """Return the mean auxiliary loss over its coefficient: 1 for an even load, 0 if unused."""
         return self._mean(RoutingSum.BALANCE_LOSS) / (self.config.aux_loss or 1.0)
 
     @property
-    def z_loss(self) -> Tensor:
+    def z_loss(self) -> Float[Tensor, ""]:
         """Return the mean z-loss without its coefficient; 0 if unused."""
         return self._mean(RoutingSum.Z_LOSS) / (self.config.z_loss or 1.0)
 

@@ -23,6 +23,7 @@ from lightning_megatron.groups.in_flight import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float, Int
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class AllToAllSizes:
 class Sent:
     """Tokens in transit to the ranks of their experts.
 
-    Shapes, on arrival: hidden ``(N, D)``; probabilities and experts ``(N, k)``.
+    Shapes on arrival: hidden states ``(tokens, hidden)``; probabilities and experts
+        ``(tokens, top_k)``, or ``(rows,)`` if rows travel by an all-to-all.
 
     Args:
         hidden: Hidden states of the tokens.
@@ -64,7 +66,7 @@ class Sent:
 class Dispatched:
     """Input of this rank's experts.
 
-    Shapes: rows ``(R, D)``; probabilities ``(R)``; ends ``(E/ep)`` int32 on the device.
+    The ends are int32 on the device.
 
     Args:
         rows: Tokens sorted by expert. Rows past the last end belong to no expert.
@@ -75,14 +77,14 @@ class Dispatched:
             tokens.
     """
 
-    rows: Tensor
-    probabilities: Tensor
+    rows: Float[Tensor, "rows hidden"]
+    probabilities: Float[Tensor, "rows"]
     row_map: RowMap
     sizes: AllToAllSizes | None = None
-    sent_experts: Tensor | None = None
+    sent_experts: Int[Tensor, "tokens top_k"] | None = None
 
     @property
-    def ends(self) -> Tensor:
+    def ends(self) -> Int[Tensor, "experts"]:
         """Return the index one past the last row of each local expert."""
         return self.row_map.ends
 
@@ -102,10 +104,13 @@ class Dispatcher(Protocol):
     def needs_equal_counts(self) -> bool:
         """Return whether all its ranks must have the same number of tokens."""
 
-    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+    def send(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> Sent:
         """Start to send every token to the ranks of its experts.
-
-        Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
 
         Args:
             hidden: Hidden states of this rank's tokens.
@@ -116,12 +121,14 @@ class Dispatcher(Protocol):
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
+    ) -> Float[Tensor, "tokens hidden"]:
         """Return outputs to the ranks of their tokens, and sum them for each token.
 
         The outputs are already multiplied by their probabilities.
 
-        Shapes: outputs ``(R, D)``, undefined past the last end; result ``(T, D)``.
+        The outputs are undefined past the last end.
         """
 
 
@@ -147,7 +154,12 @@ class LocalDispatcher:
         """Return ``False``: no other rank takes part."""
         return False
 
-    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+    def send(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> Sent:
         """Return the tokens as they are, without communication."""
         return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
 
@@ -158,7 +170,9 @@ class LocalDispatcher:
             *permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map
         )
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
+    ) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token."""
         return unpermute(outputs, dispatched.row_map)
 
@@ -194,7 +208,12 @@ class GatherDispatcher:
         """Return ``True``: an all-gather needs equal parts."""
         return True
 
-    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+    def send(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> Sent:
         """Start to all-gather the tokens, their probabilities and their experts."""
         return Sent(
             start_all_gather_sequence(hidden, self.axis),
@@ -207,7 +226,9 @@ class GatherDispatcher:
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
         return self.inner.receive(self.inner.send(*gathered))
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
+    ) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token on this rank, then over all ranks."""
         return reduce_scatter_sequence(self.inner.combine(outputs, dispatched), self.axis)
 
@@ -242,7 +263,12 @@ class AllToAllDispatcher:
         """Return ``False``: ranks exchange their row counts."""
         return False
 
-    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+    def send(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> Sent:
         """Exchange row counts, read them on the host, and start to send the rows."""
         sent_map = map_rows(experts, 0, self.num_experts)
         sent_counts = torch.diff(sent_map.ends, prepend=sent_map.ends.new_zeros(1)).view(
@@ -276,7 +302,9 @@ class AllToAllDispatcher:
         scales = sent.probabilities.wait()
         return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
+    ) -> Float[Tensor, "tokens hidden"]:
         """Send outputs back to the ranks of their tokens, and sum them for each token."""
         sizes = dispatched.sizes
         assert sizes is not None, "these rows came by an all-to-all"

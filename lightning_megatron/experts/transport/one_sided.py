@@ -14,6 +14,7 @@ from lightning_megatron.experts.transport.peer_transfer import (
 )
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float, Int
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ class OneSidedDispatcher:
         """Return ``True``: all ranks have the same number of rows."""
         return True
 
-    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+    def send(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> Sent:
         """Return the tokens as they are; :meth:`receive` transfers them."""
         return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
 
@@ -59,7 +65,9 @@ class OneSidedDispatcher:
         )
         return Dispatched(*arrived, sent_experts=experts)
 
-    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
+    ) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert dispatched.sent_experts is not None, "these rows were put here"
         return from_experts(outputs, dispatched.row_map, dispatched.sent_experts, self.transfer)

@@ -32,13 +32,14 @@ from lightning_megatron.groups.peer_memory import PeerRegion
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.plan.token_buffer import TokenBuffer
+from lightning_megatron.shapes import Float, Int, Shaped
 
 
 @dataclass(frozen=True)
 class TokenBufferViews:
     """Views of shared memory with one row for each token of every rank.
 
-    Shapes: rows ``(ep * T, D)``; scales and experts ``(ep * T, k)``.
+    Shapes: there are ``ep * tokens`` rows of the buffer.
 
     Args:
         region: Shared memory of the buffer.
@@ -50,13 +51,17 @@ class TokenBufferViews:
 
     region: PeerRegion
     layout: TokenBuffer
-    rows: Tensor
-    scales: Tensor | None
-    experts: Tensor | None
+    rows: Float[Tensor, "buffer_rows hidden"]
+    scales: Float[Tensor, "buffer_rows top_k"] | None
+    experts: Int[Tensor, "buffer_rows top_k"] | None
 
     @classmethod
     def over(
-        cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor
+        cls,
+        axis: MeshAxis,
+        rows: Float[Tensor, "_ hidden"],
+        scales: Shaped[Tensor, "..."] | None,
+        experts: Int[Tensor, "tokens top_k"],
     ) -> TokenBufferViews:
         """Return the buffer of an axis for tensors of the given shapes and dtypes."""
         scale = 0 if scales is None else scales.element_size()
@@ -95,23 +100,25 @@ class PeerTransfer(Protocol):
     """Interface of the transfers of tokens to their experts and of sums back, without autograd."""
 
     def spread(
-        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"] | None,
+        experts: Int[Tensor, "tokens top_k"],
     ) -> TokenBufferViews:
         """Transfer tokens to the ranks of their experts, and return the buffer of all tokens.
 
         The buffer is valid until the next transfer. Rows of tokens without an expert on this rank
         are undefined.
-
-        Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
         """
 
     def collect(
-        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        values: Float[Tensor, "rows hidden"],
+        scales: Float[Tensor, "rows"] | None,
+        row_map: RowMap,
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
         """Return sums of the rows of each of this rank's tokens, over all ranks, and their scales.
-
-        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and
-            ``(T, k)``.
 
         Args:
             values: Rows sorted by expert; rows past the last end may have any values.
@@ -142,7 +149,10 @@ class Puts:
     kernels: ModuleType
 
     def spread(
-        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"] | None,
+        experts: Int[Tensor, "tokens top_k"],
     ) -> TokenBufferViews:
         """Put each token into a row of its experts' ranks, and its selected experts into all."""
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
@@ -155,8 +165,12 @@ class Puts:
         return buffer
 
     def collect(
-        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        values: Float[Tensor, "rows hidden"],
+        scales: Float[Tensor, "rows"] | None,
+        row_map: RowMap,
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
         """Put the sum of each token's rows into a row of its rank, and add received sums."""
         buffer = TokenBufferViews.over(self.axis, values, scales, experts)
         if not buffer.layout.count:
@@ -186,7 +200,10 @@ class Collectives:
     experts_each: int
 
     def spread(
-        self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"] | None,
+        experts: Int[Tensor, "tokens top_k"],
     ) -> TokenBufferViews:
         """All-gather the tokens and their selected experts."""
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
@@ -200,8 +217,12 @@ class Collectives:
         return buffer
 
     def collect(
-        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        values: Float[Tensor, "rows hidden"],
+        scales: Float[Tensor, "rows"] | None,
+        row_map: RowMap,
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
         """Reduce-scatter the sums of each token's rows."""
         result = reduce_scatter_sequence(unpermute(values, row_map), self.axis)
         if scales is None:
@@ -246,12 +267,13 @@ def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
 
 
 def to_experts(
-    hidden: Tensor, probabilities: Tensor, experts: Tensor, here: ShardRange, transfer: PeerTransfer
-) -> tuple[Tensor, Tensor, RowMap]:
+    hidden: Float[Tensor, "tokens hidden"],
+    probabilities: Float[Tensor, "tokens top_k"],
+    experts: Int[Tensor, "tokens top_k"],
+    here: ShardRange,
+    transfer: PeerTransfer,
+) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
     """Transfer tokens to the ranks of their experts, and sort them there by expert.
-
-    Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; rows ``(R, D)``; their
-        probabilities ``(R)``.
 
     Args:
         hidden: Hidden states of this rank's tokens.
@@ -268,11 +290,12 @@ def to_experts(
 
 
 def from_experts(
-    outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer
-) -> Tensor:
+    outputs: Float[Tensor, "rows hidden"],
+    row_map: RowMap,
+    experts: Int[Tensor, "tokens top_k"],
+    transfer: PeerTransfer,
+) -> Float[Tensor, "tokens hidden"]:
     """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
-
-    Shapes: outputs ``(R, D)``; experts ``(T, k)``; result ``(T, D)``.
 
     Args:
         outputs: Outputs of the experts for the rows.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.shapes import Float, Int
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RowMap:
     of their selections. The buffer has the largest number of rows that any routing needs. Rows past
     the last end belong to no local expert, and nothing reads them.
 
-    Shapes: pairs ``(R)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
+    The ends are int32, the other tensors int64.
 
     Args:
         pairs: Index of the selection in each row.
@@ -29,9 +30,9 @@ class RowMap:
         ends: Index one past the last row of each local expert, on the device.
     """
 
-    pairs: Tensor
-    rows: Tensor
-    ends: Tensor
+    pairs: Int[Tensor, "rows"]
+    rows: Int[Tensor, "tokens top_k"]
+    ends: Int[Tensor, "experts"]
 
     @property
     def top_k(self) -> int:
@@ -44,19 +45,19 @@ class RowMap:
         return self.pairs.shape[0]
 
 
-def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
+def map_rows(experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int) -> RowMap:
     """Sort the selections of tokens by expert.
 
     An expert is selected for a token at most once. Selections of experts of other ranks, and of no
     expert (-1), come last. All sizes follow from shapes, and nothing is copied from the device to
     the host.
 
-    Shapes: experts ``(T, k)``; the buffer has ``T min(k, E)`` rows.
+    Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows.
 
     Args:
         experts: Experts selected for each token.
         first: Index of the first local expert.
-        num_experts: Number of local experts, E.
+        num_experts: Number of local experts.
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
@@ -65,7 +66,7 @@ def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
     return RowMap(pairs[: _num_rows(experts, num_experts)], rows, ends)
 
 
-def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
+def sort_by_expert(experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int) -> RowMap:
     """Sort the selections of tokens by expert with operators of torch, as :func:`map_rows` does."""
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
@@ -83,13 +84,13 @@ def _num_rows(experts: Tensor, num_experts: int) -> int:
     return num_tokens * min(top_k, num_experts)
 
 
-def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
+def permute(
+    hidden: Float[Tensor, "tokens hidden"], row_map: RowMap
+) -> Float[Tensor, "rows hidden"]:
     """Copy each token into the rows of its selections.
 
     Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have
     no gradient.
-
-    Shapes: hidden ``(T, D)``; output ``(R, D)``.
     """
     kernels = fused_kernels(hidden)
     if kernels is not None:
@@ -97,12 +98,14 @@ def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
     return _ToRows.apply(hidden, row_map, row_map.top_k)
 
 
-def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+def permute_both(
+    hidden: Float[Tensor, "tokens hidden"],
+    probabilities: Float[Tensor, "tokens top_k"],
+    row_map: RowMap,
+) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"]]:
     """Copy each token and its probabilities into the rows of its selections, in one pass.
 
     Equal to :func:`permute` and :func:`permute_probabilities`.
-
-    Shapes: hidden ``(T, D)``; probabilities ``(T, k)``; outputs ``(R, D)`` and ``(R)``.
     """
     kernels = fused_kernels(hidden)
     if kernels is not None:
@@ -112,24 +115,28 @@ def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tupl
     return permute(hidden, row_map), permute_probabilities(probabilities, row_map)
 
 
-def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
+def permute_probabilities(
+    probabilities: Float[Tensor, "tokens top_k"], row_map: RowMap
+) -> Float[Tensor, "rows"]:
     """Copy the probability of each selection into its row.
 
     Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are
     undefined and have no gradient.
-
-    Shapes: probabilities ``(T, k)``; output ``(R)``.
     """
     return _ToRows.apply(probabilities.flatten(), row_map, 1)
 
 
-def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows: Float[Tensor, "rows hidden"],
+    row_map: RowMap,
+    probabilities: Float[Tensor, "tokens top_k"] | None = None,
+) -> Float[Tensor, "tokens hidden"]:
     """Sum the rows of each token's selections, weighted by their probabilities if these are given.
 
     Selections of experts of other ranks add nothing, whatever values the rows past the last end
     have.
 
-    Shapes: rows ``(R, D)``; probabilities ``(T, k)``; output ``(T, D)`` in the dtype of rows.
+    The output has the dtype of the rows.
     """
     kernels = fused_kernels(rows)
     if kernels is not None:
@@ -174,7 +181,9 @@ class _FromRows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.row_map.pairs), None
 
 
-def read_selections(rows: Tensor, row_map: RowMap) -> Tensor:
+def read_selections(
+    rows: Float[Tensor, "rows *features"], row_map: RowMap
+) -> Float[Tensor, "selections *features"]:
     """Return the row of each selection, with zeros for selections of experts of other ranks."""
     index = row_map.rows.flatten()
     if not rows.shape[0]:

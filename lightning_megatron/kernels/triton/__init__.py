@@ -2,7 +2,7 @@
 
 Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this package
 for tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal
-results. The letters of the shapes are those of ``lightning_megatron.layers``.
+results. ``lightning_megatron.layers`` lists the names of the dimensions.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.shapes import Float
 
 # Elements of a program, and of one iteration of its loop.
 _CHUNK = 8192
@@ -35,13 +36,13 @@ class AdamKernel:
 
     def __call__(
         self,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        averages: Sequence[Tensor],
-        squares: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        halves: Sequence[Tensor | None],
-        coefficient: Tensor | None,
+        parameters: Sequence[Float[Tensor, "..."]],
+        gradients: Sequence[Float[Tensor, "..."]],
+        averages: Sequence[Float[Tensor, "..."]],
+        squares: Sequence[Float[Tensor, "..."]],
+        steps: Sequence[Float[Tensor, ""]],
+        halves: Sequence[Float[Tensor, "..."] | None],
+        coefficient: Float[Tensor, ""] | None,
         *,
         lr: float,
         beta1: float,
@@ -60,8 +61,7 @@ class AdamKernel:
         on the index of the element. With rounding to nearest, a second moment would never fall: a
         step changes it by less than half of the distance between neighbouring bfloat16 numbers.
 
-        Shapes: parameter, gradient, moments and half copy of a slice any, but equal; all
-            contiguous. Steps and coefficient ``()``.
+        Shapes: the tensors of a slice have one shape, and all are contiguous.
 
         Args:
             parameters: Main parameters in float32.

@@ -8,24 +8,30 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float, Int
 
 _FORWARD_BLOCK = 8192
 _BACKWARD_BLOCK = 4096
 
 
 def cross_entropy_statistics(
-    logits: Tensor,
-    index: Tensor,
+    logits: Float[Tensor, "*tokens vocab_local"],
+    index: Int[Tensor, "*tokens"],
     num_valid: int,
     with_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[
+    Float[Tensor, "*tokens"],
+    Float[Tensor, "*tokens"],
+    Float[Tensor, "*tokens"],
+    Float[Tensor, "*tokens"],
+]:
     """Compute the row statistics of a cross entropy in one pass over the logits.
 
     Equal to ``x.amax(-1)``, ``(x - x.amax(-1)).exp().sum(-1)``, the logit of the label and
     ``x.sum(-1)``, where x is the first ``num_valid`` columns in float32. Without valid columns the
     results are -inf, 0, 0, 0.
 
-    Shapes: logits ``(..., W)``; index and results ``(...)``; results in float32.
+    The results are float32.
 
     Args:
         logits: Logits of a half type or float32.
@@ -52,15 +58,19 @@ def cross_entropy_statistics(
 
 
 def cross_entropy_gradient(
-    logits: Tensor, index: Tensor, normaliser: Tensor, scale: Tensor, num_valid: int,
-    smoothing: float, vocab_size: int, overwrite: bool,
-) -> Tensor:  # fmt: skip
+    logits: Float[Tensor, "*tokens vocab_local"],
+    index: Int[Tensor, "*tokens"],
+    normaliser: Float[Tensor, "*tokens"],
+    scale: Float[Tensor, "*tokens"],
+    num_valid: int,
+    smoothing: float,
+    vocab_size: int,
+    overwrite: bool,
+) -> Float[Tensor, "*tokens vocab_local"]:
     """Compute the gradient of the logits in one pass.
 
     Equal to ``scale * (softmax - smoothing / vocab_size - (1 - smoothing) * one_hot)``. The
     gradient is 0 in padded columns and in rows whose scale is 0. These rows are not read.
-
-    Shapes: logits and result ``(..., W)``; index, normaliser and scale ``(...)``.
 
     Args:
         logits: The logits.

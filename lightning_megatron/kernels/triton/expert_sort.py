@@ -15,6 +15,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Int
 
 # Selections of a block; all pairs of them are compared.
 _BLOCK = 64
@@ -25,15 +26,17 @@ _ROWS = 1024
 MAX_SORTED_EXPERTS = 1024
 
 
-def sort_selections(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_selections(
+    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int
+) -> tuple[Int[Tensor, "tokens*top_k"], Int[Tensor, "tokens top_k"], Int[Tensor, "{num_experts}"]]:
     """Sort the selections of tokens by expert, with the selections of other ranks' experts last.
 
-    Shapes: experts ``(T, k)``; pairs ``(T k)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
+    The ends are int32, the other results int64.
 
     Args:
         experts: Experts selected for every token, int64; -1 means none.
         first: Number of this rank's first expert.
-        num_experts: Number E of this rank's experts (experts).
+        num_experts: Number of this rank's experts (experts).
 
     Returns:
         The selection of every row, the row of every selection, and the end (exclusive) of the rows

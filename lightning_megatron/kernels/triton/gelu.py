@@ -10,6 +10,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.shapes import Float
 
 _BLOCK = 2048
 # 2 sqrt(2 / pi), 1 / sqrt(2) and 1 / sqrt(2 pi).
@@ -19,14 +20,14 @@ _DENSITY = tl.constexpr(0.3989422804014327)
 _CUBIC = tl.constexpr(0.044715)
 
 
-def apply_gelu(hidden: Tensor, approximate_by_tanh: bool) -> Tensor:
+def apply_gelu(
+    hidden: Float[Tensor, "*shape"], approximate_by_tanh: bool
+) -> Float[Tensor, "*shape"]:
     """Apply GELU: multiply every element by the standard normal distribution function at it.
 
     Equal to torch.nn.functional.gelu, computed in float32 and rounded once. The tanh approximation
     is computed as ``x sigmoid(2 u)``. This is equal to ``x (1 + tanh u) / 2``, and needs one
     exponential and no branch.
-
-    Shapes: any; output the same.
 
     Args:
         hidden: Input of the activation.

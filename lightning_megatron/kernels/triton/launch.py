@@ -7,16 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from lightning_megatron.shapes import Shaped
 
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+
+def on_device_of(tensor: Shaped[Tensor, "..."]) -> AbstractContextManager[object]:
     """Make a tensor's GPU the current device, on which Triton launches kernels."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor as rows ``(N, last size)`` with contiguous elements; copy only if needed."""
+def as_rows(tensor: Shaped[Tensor, "... features"]) -> Shaped[Tensor, "rows features"]:
+    """Return a tensor as rows with contiguous elements; copy only if needed."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 

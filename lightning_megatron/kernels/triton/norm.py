@@ -11,6 +11,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.shapes import Float
 
 # Programs of the backward pass. Each sums the weight gradient over its rows; a later sum over
 # programs is in order.
@@ -22,21 +23,19 @@ GradientSink = Callable[[Tensor], None]
 
 
 def add_norm(
-    hidden: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
+    hidden: Float[Tensor, "*tokens hidden"],
+    update: Float[Tensor, "*tokens hidden"] | None,
+    weight: Float[Tensor, "hidden"],
+    bias: Float[Tensor, "hidden"] | None,
     eps: float,
     is_rms: bool,
     take_weight: GradientSink | None = None,
     take_bias: GradientSink | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]:
     """Add an update to the residual stream and normalise the sum.
 
     Equal to ``stream = hidden + update; (stream, rms_norm(stream) or layer_norm(stream))``, with
     statistics and products in float32. The gradient of the weight is summed in a fixed order.
-
-    Shapes: weight and bias ``(D,)``; all others ``(..., D)``.
 
     Args:
         hidden: The residual stream.
@@ -46,8 +45,8 @@ def add_norm(
         bias: Shift of each feature; None means no shift.
         eps: Number that is added to the mean square or to the variance.
         is_rms: Whether to compute an RMS norm; otherwise a layer norm.
-        take_weight: Receives the weight gradient as parts of a sum, ``(N, D)`` in float32; None
-            leaves it to autograd.
+        take_weight: Receives the weight gradient as parts of a sum, ``(parts, hidden)`` in
+            float32; None leaves it to autograd.
         take_bias: Receives the bias gradient in the same way; None leaves it to autograd.
 
     Returns:

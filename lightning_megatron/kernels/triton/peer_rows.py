@@ -15,6 +15,7 @@ from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
 from lightning_megatron.plan.token_buffer import TokenBuffer
+from lightning_megatron.shapes import Float, Int
 
 # Elements of a row in one iteration of a program.
 _BLOCK = 2048
@@ -24,10 +25,10 @@ _WARPS = 8
 
 
 def put_tokens(
-    hidden: Tensor,
-    probabilities: Tensor | None,
-    experts: Tensor,
-    pointers: Tensor,
+    hidden: Float[Tensor, "tokens hidden"],
+    probabilities: Float[Tensor, "tokens top_k"] | None,
+    experts: Int[Tensor, "tokens top_k"],
+    pointers: Int[Tensor, "ranks"],
     rank: int,
     experts_each: int,
     layout: TokenBuffer,
@@ -35,8 +36,6 @@ def put_tokens(
     """Write every token into its row on the ranks of its experts, this rank included.
 
     If probabilities are given, they and the selections of every token are written to all ranks.
-
-    Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; pointers ``(num_ranks)``.
 
     Args:
         hidden: This rank's tokens.
@@ -62,11 +61,11 @@ def put_tokens(
 
 
 def put_sums(
-    values: Tensor,
-    scales: Tensor | None,
-    rows: Tensor,
-    ends: Tensor,
-    pointers: Tensor,
+    values: Float[Tensor, "rows hidden"],
+    scales: Float[Tensor, "rows"] | None,
+    rows: Int[Tensor, "buffer_rows top_k"],
+    ends: Int[Tensor, "experts"],
+    pointers: Int[Tensor, "ranks"],
     rank: int,
     layout: TokenBuffer,
 ) -> None:
@@ -76,8 +75,7 @@ def put_sums(
     the sums. They are zero for selections without a row on this rank. Float64 rows are summed in
     float64.
 
-    Shapes: values ``(R, D)``; scales ``(R)``; rows ``(num_ranks * T, k)``; ends ``(E)``; pointers
-        ``(num_ranks)``.
+    Shapes: there are ``ranks * tokens`` rows of the buffer.
 
     Args:
         values: Rows to sum; rows past the last end are not read.
@@ -104,17 +102,16 @@ def put_sums(
 
 
 def add_buffer_rows(
-    buffer: Tensor,
-    scales: Tensor | None,
-    experts: Tensor,
+    buffer: Float[Tensor, "buffer_rows hidden"],
+    scales: Float[Tensor, "buffer_rows top_k"] | None,
+    experts: Int[Tensor, "tokens top_k"],
     experts_each: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
     """Sum the rows that the ranks of a token's experts have written, in the order of ranks.
 
     The sum is computed in float32, or in float64 for float64 rows.
 
-    Shapes: buffer ``(num_ranks * T, D)``; scales ``(num_ranks * T, k)``; experts ``(T, k)``;
-        results ``(T, D)`` and ``(T, k)``.
+    Shapes: there are ``ranks * tokens`` rows of the buffer.
 
     Args:
         buffer: Sums of rows, ordered by the rank that wrote them.

@@ -10,17 +10,22 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float
 
 # Elements of the half heads of a program: 128 threads with 8 elements each, one access of 16 bytes.
 _TILE = 1024
 
 
 def rotate_qkv(
-    qkv: Tensor,
-    tables: tuple[Tensor, Tensor],
+    qkv: Float[Tensor, "seq batch qkv_local"],
+    tables: tuple[Float[Tensor, "seq 1 1 head_dim"], Float[Tensor, "seq 1 1 head_dim"]],
     num_heads: int,
     num_kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[
+    Float[Tensor, "seq batch {num_heads} head_dim"],
+    Float[Tensor, "seq batch {num_kv_heads} head_dim"],
+    Float[Tensor, "seq batch {num_kv_heads} head_dim"],
+]:
     """Split a fused projection into heads and rotate queries and keys.
 
     Equal to ``apply_rotary`` of the queries and keys, the first ``num_heads + num_kv_heads`` heads,
@@ -28,14 +33,11 @@ def rotate_qkv(
     ``qkv``, which is overwritten; the caller must not use it afterwards. The backward pass writes
     one gradient in the layout of ``qkv``, without a concatenation.
 
-    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, K)`` each; query ``(S, B, H, K)``, key
-        and value ``(S, B, G, K)``.
-
     Args:
         qkv: Output of the fused projection; overwritten.
         tables: Cosines and sines from ``rotary_tables``.
-        num_heads: Number H of this rank's query heads (heads).
-        num_kv_heads: Number G of this rank's key/value heads (heads).
+        num_heads: Number of this rank's query heads (heads).
+        num_kv_heads: Number of this rank's key/value heads (heads).
     """
     return _RotateQKV.apply(qkv, *tables, num_heads, num_kv_heads)
 

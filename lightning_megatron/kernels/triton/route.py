@@ -17,6 +17,7 @@ from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
 from lightning_megatron.kernels.triton.route_settings import RouteSettings
+from lightning_megatron.shapes import Float, Shaped
 
 # Eight for every multiprocessor of an H200. Each loops over tokens and sums over them, so that few
 # partial sums remain.
@@ -27,16 +28,16 @@ _COLUMNS = 4
 
 
 def route_tokens(
-    logits: Tensor,
-    bias: Tensor | None,
+    logits: Float[Tensor, "tokens experts"],
+    bias: Float[Tensor, "experts"] | None,
     settings: RouteSettings,
-) -> tuple[Tensor, ...]:
+) -> tuple[Shaped[Tensor, "..."], ...]:
     """Score all experts for every token, choose the best, and sum the statistics for the losses.
 
     The logits get gradients from the probabilities, from the sums of shares and from the sum of
     squares.
 
-    Shapes: logits ``(T, E)`` float32; bias ``(E,)``.
+    The logits are float32.
 
     Args:
         logits: Logits of the router.
@@ -44,11 +45,12 @@ def route_tokens(
         settings: Rules of the selection.
 
     Returns:
-        Seven tensors: the probabilities of the selected experts ``(T, k)``; the selected experts,
-        best first, ``(T, k)`` int64; the number of selections of every expert ``(C, E)`` int32; the
-        same without biases, if it is counted; the sums over tokens of the shares, which are scores
-        divided by their sum, ``(C, E)``; the sum over tokens of the squared log-sum-exp of the
-        logits; the sum of the entropies of the shares (nats).
+        Seven tensors: the probabilities of the selected experts ``(tokens, top_k)``; the selected
+        experts, best first, ``(tokens, top_k)`` int64; the number of selections of every expert
+        ``(sequences, experts)`` int32; the same without biases, if it is counted; the sums over
+        tokens of the shares, which are scores divided by their sum, ``(sequences, experts)``; the
+        sum over tokens of the squared log-sum-exp of the logits; the sum of the entropies of the
+        shares (nats).
     """
     probabilities, experts, loads, *sums = _Route.apply(logits, bias, settings)
     return probabilities, experts, loads[0], loads[-1], *sums

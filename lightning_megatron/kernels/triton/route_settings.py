@@ -22,7 +22,7 @@ class RouteSettings:
     """Rules of scoring and selecting experts; see ``plan.experts.ExpertsConfig`` for details.
 
     Args:
-        num_experts: Number E of experts of the layer (experts).
+        num_experts: Number of experts of the layer (experts).
         top_k: Number k of experts that each token chooses (experts).
         num_groups: Number of groups of experts; only experts of the best groups are eligible. 1
             makes all eligible.
@@ -30,7 +30,7 @@ class RouteSettings:
         is_softmax: Whether scores are a softmax of the logits; otherwise they are sigmoids.
         is_normalized: Whether the scores of the selected experts are divided by their sum.
         scale: Factor of the probabilities of the selected experts.
-        num_sequences: Number C of sequences with sums of their own; token t belongs to sequence
+        num_sequences: Number of sequences with sums of their own; token t belongs to sequence
             ``t % num_sequences``.
         round_robin_start: Number of the first token's first expert, if experts are assigned
             round-robin regardless of their scores; None selects by score.

@@ -12,6 +12,7 @@ from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import on_device_of, power_of_two
 from lightning_megatron.plan.routing_sums import RoutingSum
+from lightning_megatron.shapes import Float, Int, Shaped
 
 # Kernels can read global constants of type tl.constexpr only.
 _DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = (
@@ -20,14 +21,14 @@ _DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = (
 
 
 def add_routing(
-    sums: Tensor,
-    load: Tensor,
-    entropy_sum: Tensor,
-    dropped: Tensor | None,
-    share_sums: Tensor,
-    load_factors: Tensor | None,
+    sums: Float[Tensor, "sums"],
+    load: Int[Tensor, "experts"],
+    entropy_sum: Float[Tensor, ""],
+    dropped: Int[Tensor, ""] | None,
+    share_sums: Float[Tensor, "sequences experts"],
+    load_factors: Shaped[Tensor, "sequences experts"] | Shaped[Tensor, "experts"] | None,
     coefficient: float,
-    square_sum: Tensor,
+    square_sum: Float[Tensor, ""],
     square_coefficient: float,
 ) -> None:
     """Add the routing statistics of a microbatch to the sums of a step, in place.
@@ -35,8 +36,7 @@ def add_routing(
     Equal to the additions of ``RouterStatistics`` with operators of torch; losses are computed in
     float32.
 
-    Shapes: sums ``(5 + E)`` float64; load ``(E)``; share_sums ``(C, E)``; load_factors ``(C, E)``
-        or ``(E)``; all others numbers.
+    Shapes: there are ``5 + experts`` sums, in float64.
 
     Args:
         sums: Sums of the step, in the layout of ``RouterStatistics``.
@@ -63,20 +63,18 @@ def add_routing(
 
 
 def attach_losses(
-    x: Tensor,
-    share_sums: Tensor,
-    load_factors: Tensor | None,
+    x: Float[Tensor, "*shape"],
+    share_sums: Float[Tensor, "sequences experts"],
+    load_factors: Shaped[Tensor, "sequences experts"] | Shaped[Tensor, "experts"] | None,
     coefficient: float,
-    square_sum: Tensor,
+    square_sum: Float[Tensor, ""],
     square_coefficient: float,
-    scale: float | Tensor,
-) -> Tensor:
+    scale: float | Float[Tensor, ""],
+) -> Float[Tensor, "*shape"]:
     """Return ``x`` unchanged; its backward pass also computes the gradients of the router losses.
 
     Equal to ``attach_loss`` of
     ``(share_sums * load_factors).sum() * coefficient + square_sum * square_coefficient``.
-
-    Shapes: x any; others as of :func:`add_routing`.
 
     Args:
         x: Tensor that the main loss depends on.

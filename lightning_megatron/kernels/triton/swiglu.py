@@ -10,17 +10,17 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float
 
 _BLOCK = 2048
 
 
-def apply_swiglu(gate_up: Tensor) -> Tensor:
+def apply_swiglu(gate_up: Float[Tensor, "*tokens gate_up"]) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU of the first half of the features by the second half.
 
     Equal to ``silu(gate) * up`` with ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and
     rounded once. Only ``gate_up`` is kept for the backward pass.
 
-    Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
     Source: Shazeer 2020.
     """
     return _SwiGLU.apply(gate_up)

@@ -11,45 +11,41 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float, Int
 
 _BLOCK = 1024
 
 
 def permute_tokens(
-    hidden: Tensor,
-    probabilities: Tensor | None,
-    rows: Tensor,
-    ends: Tensor,
+    hidden: Float[Tensor, "tokens hidden"],
+    probabilities: Float[Tensor, "tokens top_k"] | None,
+    rows: Int[Tensor, "tokens top_k"],
+    ends: Int[Tensor, "experts"],
     num_rows: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "{num_rows} hidden"], Float[Tensor, "{num_rows}"] | None]:
     """Copy every token, and the probabilities of its selections, into the rows of the selections.
 
     Equal to ``result[rows[t, j]] = hidden[t]`` and ``scales[rows[t, j]] = probabilities[t, j]`` for
     all rows before the last end. Rows past the last end are undefined. The gradient of a token is
     summed in float32.
 
-    Shapes: hidden ``(T, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; results ``(R, D)``
-        and ``(R)``.
-
     Args:
         hidden: Hidden states of the tokens.
         probabilities: Probabilities of the selections; with None the second result is None.
         rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
-        num_rows: Number R of rows of the result (rows).
+        num_rows: Number of rows of the result (rows).
     """
     return _Permute.apply(hidden, probabilities, rows, ends, num_rows)
 
 
 def unpermute_rows(
-    values: Tensor,
-    probabilities: Tensor | None,
-    rows: Tensor,
-    ends: Tensor,
-) -> Tensor:
+    values: Float[Tensor, "rows hidden"],
+    probabilities: Float[Tensor, "tokens top_k"] | None,
+    rows: Int[Tensor, "tokens top_k"],
+    ends: Int[Tensor, "experts"],
+) -> Float[Tensor, "tokens hidden"]:
     """Sum the rows of every token's selections in float32, weighted by their probabilities.
-
-    Shapes: values ``(R, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; output ``(T, D)``.
 
     Args:
         values: Rows to sum; rows past the last end are not read.

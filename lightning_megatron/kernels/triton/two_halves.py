@@ -7,16 +7,19 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.shapes import Float
 
 _BLOCK = 1024
 
 
-def split_rows(values: Tensor, parts: Tensor) -> Tensor:
+def split_rows(
+    values: Float[Tensor, "rows hidden"], parts: Float[Tensor, "rows 2 hidden"]
+) -> Float[Tensor, "rows 2 hidden"]:
     """Fill ``parts`` with the rounded numbers and the rounding errors, and return it.
 
     Equal to ``parts[:, 0] = values; parts[:, 1] = values - parts[:, 0]``.
 
-    Shapes: values ``(N, D)`` float32; parts ``(N, 2, D)``, contiguous.
+    The values are float32, and the parts are contiguous.
 
     Args:
         values: Numbers to split.

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float, Int
 
 # Gate elements in one iteration of a program.
 _BLOCK = 1024
@@ -25,19 +26,17 @@ _PROGRAMS = 8448
 
 
 def apply_weighted_swiglu(
-    gate_up: Tensor,
-    probabilities: Tensor,
-    ends: Tensor,
-    computed: Tensor | None = None,
-) -> Tensor:
+    gate_up: Float[Tensor, "rows gate_up"],
+    probabilities: Float[Tensor, "rows"],
+    ends: Int[Tensor, "experts"],
+    computed: Float[Tensor, "rows gate_up//2"] | None = None,
+) -> Float[Tensor, "rows gate_up//2"]:
     """Apply SwiGLU and multiply every row by its probability.
 
     Equal to ``silu(gate) * up * probability`` with ``gate, up = gate_up.chunk(2, -1)``, computed in
     float32 and rounded once, for all rows before the last end. Rows past the last end are neither
     read nor written, forward and backward. Their values in the output and in gradients are
     undefined.
-
-    Shapes: gate_up ``(R, 2 F)``; probabilities ``(R)``; ends ``(E)``; output ``(R, F)``.
 
     Args:
         gate_up: Output of the fused projection.

@@ -33,6 +33,19 @@ class LabelledGPT(GPT):
     """GPT that returns the losses and this rank's logits, sequence first."""
 
     @override
+    def forward(
+        self,
+        tokens: Tensor | None,
+        labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        *,
+        span: AttentionSpan | None = None,
+        embeddings: Tensor | None = None,
+    ) -> Any:
+        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
+
+    @override
     def _result(
         self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
     ) -> Any:
