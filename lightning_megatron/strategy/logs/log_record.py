@@ -83,7 +83,7 @@ class MetricCall:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _LoggedValue:
     """A logged value, its weight, and the index of its microbatch.
 
     Args:
@@ -116,9 +116,9 @@ class Recorder:
     is_muted: bool = False
     run: int = -1
     calls: dict[str, LogCall] = field(default_factory=dict)
-    values: dict[str, list[_Entry]] = field(default_factory=dict)
+    values: dict[str, list[_LoggedValue]] = field(default_factory=dict)
     metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
-    metric_values: dict[str, list[_Entry]] = field(default_factory=dict)
+    metric_values: dict[str, list[_LoggedValue]] = field(default_factory=dict)
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
         """Start recording the next microbatch.
@@ -159,7 +159,7 @@ class Recorder:
             has_weight=isinstance(weight, Tensor),
         )
         self.calls.setdefault(name, call)
-        self.values.setdefault(name, []).append(_Entry(tensor, weight, self.run))
+        self.values.setdefault(name, []).append(_LoggedValue(tensor, weight, self.run))
 
     def merged(
         self, counts: Sequence[Weight] | None = None
@@ -232,7 +232,7 @@ class Recorder:
         self.metrics[name] = (metric, options)
         entries, value = self.metric_values.setdefault(name, []), metric._forward_cache
         if isinstance(value, Tensor) and value.numel() == 1:
-            entries.append(_Entry(value.detach().reshape(()), self.microbatch_size, self.run))
+            entries.append(_LoggedValue(value.detach().reshape(()), self.microbatch_size, self.run))
 
 
 def _merge(values: Tensor, weights: Sequence[Weight], reduction: str) -> Tensor:
