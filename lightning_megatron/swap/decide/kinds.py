@@ -229,7 +229,8 @@ def _check_shared(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> None
     first: dict[int, str] = {}
     for site in sites:
         other = first.setdefault(id(site.module), site.name)
-        mine, theirs = kinds.get(site.name, "replicate"), kinds.get(other, "replicate")
+        mine = kinds.get(site.name, "replicate")
+        theirs = kinds.get(other, "replicate")
         if mine != theirs:
             raise ParallelPlanError(
                 f"a module with two names must have one kind: {other!r} is {theirs!r}, "

@@ -75,7 +75,8 @@ class EncoderNames:
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
         inner = config.ffn_hidden_size
-        ours, theirs = f"layers.{layer}", f"{self.prefix}encoder.layer.{layer}"
+        ours = f"layers.{layer}"
+        theirs = f"{self.prefix}encoder.layer.{layer}"
         parts = tuple(f"{theirs}.attention.self.{part}" for part in ("query", "key", "value"))
         return [
             *_linear(f"{ours}.attention.qkv", (3 * size, size), *parts),
@@ -106,10 +107,8 @@ def _joined(target: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> Te
 
 
 def _linear(target: str, shape: tuple[int, int], *sources: str) -> list[TensorMap]:
-    weights, biases = (
-        tuple(f"{name}.weight" for name in sources),
-        tuple(f"{name}.bias" for name in sources),
-    )
+    weights = tuple(f"{name}.weight" for name in sources)
+    biases = tuple(f"{name}.bias" for name in sources)
     return [
         _joined(f"{target}.weight", shape, weights),
         _joined(f"{target}.bias", shape[:1], biases),

@@ -35,8 +35,10 @@ OF_TRAINING = (
     "expert_bias_rate",
 )
 
-_MLP, _MOE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
-_GATE_UP, _DOWN = f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj"
+_MLP = "model.layers.{}.mlp"
+_MOE = "model.layers.{}.block_sparse_moe"
+_GATE_UP = f"{_MLP}.experts.gate_up_proj"
+_DOWN = f"{_MLP}.experts.down_proj"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = tuple(f"{_MLP}.experts.{{}}.{part}" for part in _PARTS)
 _NAMES = ExpertNames(router=f"{_MLP}.gate", up=_EXPERT[:2], down=_EXPERT[2])

@@ -183,7 +183,8 @@ class Names:
         found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
         if self.experts is not None and config.has_experts_in(layer):
             return found + self.experts.layer(config, layer)
-        up, down = "gate_up" if config.is_gated else "up", (Source(self.down, size),)
+        up = "gate_up" if config.is_gated else "up"
+        down = (Source(self.down, size),)
         found += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
         return found + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
 
@@ -208,7 +209,8 @@ class Names:
 
     def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:
         head = config.head_size
-        query, key = config.num_heads * head, config.kv_heads * head
+        query = config.num_heads * head
+        key = config.kv_heads * head
         if self.by_heads:
             return tuple(
                 Source(self.qkv[0], query, first=n * head, strip=head, step=3 * head)

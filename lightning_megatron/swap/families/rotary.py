@@ -128,7 +128,8 @@ def _rule(
 
 def _agreed(values: Values, name: str | None, other: str) -> Any:
     # Earlier configurations may give a number under two names.
-    first, second = None if name is None else values[name], values[other]
+    first = None if name is None else values[name]
+    second = values[other]
     if None not in (first, second) and first != second:
         raise _refusal(other, second, f"that of {name} ({first})", "both give the same number")
     return second if first is None else first
@@ -160,7 +161,8 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
     if kind == "linear":
         return RotaryScaling(kind=kind, factor=factor)
     if kind == "llama3":
-        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+        low = float(given["low_freq_factor"])
+        high = float(given["high_freq_factor"])
         return RotaryScaling(
             kind=kind,
             factor=factor,
@@ -190,7 +192,8 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
 
 
 def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
-    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    mscale = given.get("mscale")
+    mscale_all = given.get("mscale_all_dim")
     if not mscale or not mscale_all:
         return None
     if factor <= 1.0:

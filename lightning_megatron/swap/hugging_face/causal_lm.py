@@ -122,13 +122,7 @@ class HuggingFaceLM(ReplacedModel):
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
         _refuse({"past_key_values": past_key_values, **others})
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None or (input_ids is not None and inputs_embeds is not None):
-            raise UnsupportedError(
-                "a language model takes either input_ids or inputs_embeds: "
-                f"{'neither' if given is None else 'both'} were given. Both describe the same "
-                "input. Give one of them."
-            )
+        given = _one_input(input_ids, inputs_embeds)
         length = given.shape[1]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -138,10 +132,10 @@ class HuggingFaceLM(ReplacedModel):
             # Attention is causal, so appended positions change no earlier one; drop their results.
             input_ids = lengthened(input_ids, extra, 0, rows)
             shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
-            inputs_embeds = (
-                None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
-            )
-            span = None if span is None else _padded_span(span, extra, rows)
+            if inputs_embeds is not None:
+                inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
+            if span is not None:
+                span = _padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
 
         def run() -> tuple[Tensor | None, Tensor]:
@@ -286,6 +280,17 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
                 f"a swapped language model takes no {name}: {type(value).__name__} was given. It "
                 f"keeps no cache and returns loss and logits alone. Leave {name} out."
             )
+
+
+def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    given = [one for one in (input_ids, inputs_embeds) if one is not None]
+    if len(given) != 1:
+        raise UnsupportedError(
+            "a language model takes either input_ids or inputs_embeds: "
+            f"{'both' if given else 'neither'} were given. Both describe the same input. Give one "
+            "of them."
+        )
+    return given[0]
 
 
 def _padded_span(span: AttentionSpan, extra: int, num_rows: int) -> AttentionSpan:

@@ -22,7 +22,8 @@ from lightning_megatron.swap.hugging_face.save_pretrained import (
     write_together,
 )
 from lightning_megatron.swap.tensors.low_rank import is_factor, plain_name
-from lightning_megatron.swap.weights.export import ADAPTER_WEIGHTS, export_adapter, write_file
+from lightning_megatron.swap.weights.export import ADAPTER_WEIGHTS, export_adapter
+from lightning_megatron.swap.weights.safetensors_writer import write_file
 
 #: peft's default name of an adapter, whose files are in the folder itself.
 _DEFAULT = "default"

@@ -78,7 +78,8 @@ def _build_later(library: Any, stack: ExitStack) -> None:
     """Patch the methods that build models, until the stack is closed."""
     base = library.PreTrainedModel
     before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
-    load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
+    load = before["from_pretrained"].__func__
+    build = before["_from_config"].__func__
     base.from_pretrained = classmethod(
         lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs)
     )

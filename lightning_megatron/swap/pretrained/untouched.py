@@ -137,7 +137,8 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
         UnsupportedError: If head and embedding of the model are tied and those of the replacement
             are not, or the reverse.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if head is None or is_of_peft(head) or is_of_peft(embedding):
         return
     if (head.weight is embedding.weight) != is_tied:

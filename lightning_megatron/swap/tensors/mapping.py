@@ -170,7 +170,8 @@ class TensorMap:
             for offset, size in zip(offsets[1:], sizes[1:], strict=True)
         )
         for source in self.sources:
-            low, high = max(start, before), min(stop, before + source.num_rows)
+            low = max(start, before)
+            high = min(stop, before + source.num_rows)
             for here, there, size in source.pieces(low - before, high - before):
                 slices = (slice(there, there + size), *rest)
                 slices = slices[::-1] if source.is_transposed else slices

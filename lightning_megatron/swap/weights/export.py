@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +17,13 @@ from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
 from lightning_megatron.swap.weights.file_format import FileFormat
-from lightning_megatron.swap.weights.safetensors_folder import (
-    CONFIG,
-    DTYPES,
-    INDEX,
-    LENGTH_BYTES,
-    WEIGHTS,
+from lightning_megatron.swap.weights.safetensors_folder import CONFIG, INDEX
+from lightning_megatron.swap.weights.safetensors_writer import (
+    TensorWriter,
+    write_file,
+    write_synced,
 )
 
-_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA = {"format": "pt"}
-#: Approximate size of the blocks of rows in which tensors are written (bytes).
-_BLOCK = 1 << 24
-#: Maximum space that is reserved for a file's header (bytes).
-_LARGEST_ROOM = 1 << 20
-_UNFINISHED = ".unfinished"
 #: File names of peft, and the prefix of tensor names in them.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -135,7 +125,7 @@ def export_folder(
             this package does not support.
     """
     config = family.config(hf_config)
-    place = _new_folder(folder)
+    target = _new_folder(folder)
     table = family.at_home(config) if at_home else family.tensors(config)
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     kept = {
@@ -144,11 +134,11 @@ def export_folder(
         if tensor.dtype is not None
         for source in tensor.sources
     }
-    writer = _Writer(place, max_file_bytes, shapes)
+    writer = TensorWriter(target, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
     found = writer.floating.most_common(1)
     own = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _write_config(place, {**hf_config, **own}, found[0][0] if found else torch.float32)
+    _write_config(target, {**hf_config, **own}, found[0][0] if found else torch.float32)
     writer.publish()
 
 
@@ -178,12 +168,12 @@ def export_as_it_is(
     Raises:
         UnsupportedError: If the folder already has weights.
     """
-    place = _new_folder(folder)
-    writer = _Writer(place, max_file_bytes, shapes if form is None else form.shapes(shapes))
+    target = _new_folder(folder)
+    writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
     writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
     found = writer.floating.most_common(1)
     _write_config(
-        place,
+        target,
         {**hf_config, "architectures": [architecture]},
         found[0][0] if found else torch.float32,
     )
@@ -191,17 +181,17 @@ def export_as_it_is(
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    place = Path(folder)
+    target = Path(folder)
     present = sorted(
-        path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in place.glob(pattern)
+        path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in target.glob(pattern)
     )
     if present:
         raise UnsupportedError(
             f"a model is exported to a folder without weights: {place} has {named(present)}. Files "
             "of two models would be mixed. Give another folder, or remove them."
         )
-    place.mkdir(parents=True, exist_ok=True)
-    return place
+    target.mkdir(parents=True, exist_ok=True)
+    return target
 
 
 def export_adapter(
@@ -234,8 +224,8 @@ def export_adapter(
             "missing or unknown. peft would initialise them at random. Give those of the whole "
             "model."
         )
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
     parts = {target: tensor.split(found[target]) for target, (tensor, _) in wanted.items()}
     tensors = {
         f"{_ADAPTED}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
@@ -243,186 +233,12 @@ def export_adapter(
         for name in names
     }
     write_file(
-        place, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS
+        target, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS
     )
     config = {**adapter.config, "inference_mode": True}
-    _write(place / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-
-
-def write_file(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    name: str,
-) -> None:
-    """Write tensors to one file.
-
-    Args:
-        folder: Folder of the file.
-        tensors: Names and values.
-        shapes: Shapes of the tensors, by name (elements).
-        name: Name of the file.
-    """
-    everything = sys.maxsize
-    writer = _Writer(folder, everything, shapes, everything)
-    writer.write(tensors)
-    writer.publish(name)
-
-
-class _Writer:
-    """Writer of tensors into files of limited size, without buffering whole files in memory."""
-
-    def __init__(
-        self,
-        folder: Path,
-        max_file_bytes: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        largest_room: int | None = None,
-    ) -> None:
-        self.folder = folder
-        self.max_file_bytes = max_file_bytes
-        self.floating: Counter[torch.dtype] = Counter()
-        self._files: list[dict[str, dict[str, Any]]] = []
-        self._file: IO[bytes] | None = None
-        self._size = self._header = 0
-        entries = [_entry_size(name, shape) for name, shape in shapes.items()]
-        # The header precedes the data but is known only after them, so space is reserved for it. It
-        # is padded with spaces, and the data begin at a multiple of 8 bytes.
-        room = _base_size() + max(
-            max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries))
-        )
-        self._room = -(-room // 8) * 8
-
-    def write(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        dtype: torch.dtype | None = None,
-        kept: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        """Write tensors one after the other, and delete the files if one fails.
-
-        Args:
-            tensors: Names and values.
-            dtype: Dtype of the floating-point tensors; None keeps the given dtypes.
-            kept: Fixed dtypes of single tensors, by name.
-        """
-        own = kept or {}
-        try:
-            for name, tensor in tensors:
-                wanted = own.get(name, dtype)
-                self.add(
-                    name,
-                    tensor.to(wanted)
-                    if wanted is not None and tensor.is_floating_point()
-                    else tensor,
-                )
-                # Free this tensor before the next one is gathered.
-                del tensor
-            self.close_file()
-        except BaseException:
-            self.discard()
-            raise
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, in a new file if it does not fit into the current one."""
-        size = tensor.numel() * tensor.element_size()
-        entry = _entry_size(name, tuple(tensor.shape))
-        is_full = self._size + size > self.max_file_bytes or self._header + entry > self._room
-        if self._size and is_full:
-            self.close_file()
-        if self._file is None:
-            self._open()
-        assert self._file is not None, "a file has been opened"
-        self._files[-1][name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self._size, self._size + size],
-        }
-        for block in _blocks(tensor):
-            self._file.write(block)
-        self._size = self._size + size
-        self._header = self._header + entry
-        if tensor.is_floating_point():
-            self.floating[tensor.dtype] += tensor.numel()
-
-    def close_file(self) -> None:
-        """Complete the open file by writing its header before the data."""
-        if self._file is None:
-            return
-        content = json.dumps(
-            {"__metadata__": _METADATA, **self._files[-1]}, separators=(",", ":")
-        ).encode()
-        assert len(content) <= self._room, "the room for a header has been counted"
-        with self._file as file:
-            file.seek(0)
-            file.write(self._room.to_bytes(LENGTH_BYTES, "little") + content.ljust(self._room))
-            file.flush()
-            os.fsync(file.fileno())
-        self._file = None
-        self._size = 0
-
-    def publish(self, single: str = WEIGHTS) -> None:
-        """Give the files their final names, and write the index if there are several.
-
-        Args:
-            single: Name of the file if there is only one.
-        """
-        count = len(self._files)
-        names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        names = [single] if count == 1 else names
-        for number, name in enumerate(names):
-            os.replace(self._path(number), self.folder / name)
-        if count > 1:
-            places = {
-                tensor: name
-                for name, tensors in zip(names, self._files, strict=True)
-                for tensor in tensors
-            }
-            total = sum(
-                entry["data_offsets"][1] - entry["data_offsets"][0]
-                for f in self._files
-                for entry in f.values()
-            )
-            index = {"metadata": {"total_size": total}, "weight_map": places}
-            _write(
-                self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-            )
-
-    def discard(self) -> None:
-        """Delete the unfinished files."""
-        if self._file is not None:
-            self._file.close()
-        for number in range(len(self._files)):
-            self._path(number).unlink(missing_ok=True)
-
-    def _open(self) -> None:
-        self._files.append({})
-        self._file = open(self._path(len(self._files) - 1), "wb")  # noqa: SIM115 - it is closed with its header
-        self._file.seek(LENGTH_BYTES + self._room)
-        self._size = 0
-        self._header = _base_size()
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"model-{number + 1:05d}{_UNFINISHED}"
-
-
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    if not tensor.numel():
-        return
-    rows = tensor.detach().reshape(1) if not tensor.dim() else tensor.detach()
-    width = rows[0].numel() * rows.element_size()
-    for block in rows.split(max(1, _BLOCK // width)):
-        yield memoryview(block.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _base_size() -> int:
-    return len(json.dumps({"__metadata__": _METADATA}))
-
-
-def _entry_size(name: str, shape: tuple[int, ...]) -> int:
-    longest = max(_NAMES.values(), key=len)
-    entry = {name: {"dtype": longest, "shape": list(shape), "data_offsets": [2**63, 2**63]}}
-    return len(json.dumps(entry).encode())
+    write_synced(
+        target / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+    )
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -435,7 +251,7 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
         if not name.startswith("_") and name not in left
     }
     content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)
-    _write(folder / CONFIG, f"{content}\n".encode())
+    write_synced(folder / CONFIG, f"{content}\n".encode())
 
 
 def _plain(value: Any) -> str:
@@ -444,10 +260,3 @@ def _plain(value: Any) -> str:
             f"a configuration is written as JSON, which has no {type(value).__name__}: {value!r}."
         )
     return str(value).removeprefix("torch.")
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -290,7 +290,8 @@ def check_tensors(
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]
-    missing, unknown = shapes.keys() - reader.own.keys(), reader.own.keys() - shapes.keys()
+    missing = shapes.keys() - reader.own.keys()
+    unknown = reader.own.keys() - shapes.keys()
     unknown = {name for name in unknown if not family.is_head(name)}
     lacking = frozenset(name for name in missing if may_lack and family.is_head(name))
     missing = missing - lacking
@@ -360,7 +361,8 @@ def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None
         slices = tuple(
             slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)
         )
-        head, embedding = reader.read(family.head, slices), reader.read(family.embedding, slices)
+        head = reader.read(family.head, slices)
+        embedding = reader.read(family.embedding, slices)
         if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
             raise CheckpointMismatchError(
                 f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} "

@@ -67,7 +67,8 @@ class StoredTensor:
         if not shape:
             return self._mapped(0, 1, descriptor).view(())
         width = prod(shape[1:])
-        first, last = slices[0].start, slices[0].stop
+        first = slices[0].start
+        last = slices[0].stop
         rows = self._mapped(first * width, (last - first) * width, descriptor).view(
             last - first, *shape[1:]
         )
