@@ -30,7 +30,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.own_code import OWN_CODE, described, own_code_models
-from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merged, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
 from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_adapter, export_folder
@@ -98,20 +98,20 @@ class SavedModel:
         return (
             {}
             if self.adapter is None
-            else dict(self._read(self.adapter.tensors_at_home(self._table)))
+            else dict(self._read(self.adapter.class_tensors(self._table)))
         )
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return the full tensors of the model with the adapter merged, by names of its class."""
         if self.adapter is None:
             return self._read()
-        maps = self.adapter.maps_at_home(self._table)
+        maps = self.adapter.class_maps(self._table)
         factors = dict(self._read({factor.target for one in maps for factor in (one.a, one.b)}))
         return merged(self._read(), factors, maps, self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
-        return self.family.at_home(self.family.config(self.config))
+        return self.family.class_tensors(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         stored = Stored.open(self.path)
@@ -195,7 +195,7 @@ def export_model(
             out,
             max_file_bytes,
             dtype,
-            at_home=True,
+            has_class_names=True,
         )
 
 
@@ -225,7 +225,7 @@ def import_model(
     family = family_of(_architecture(source))
     config = family.config(source.config)
     prefix = f"{MODEL}{name}."
-    own = full_tensors(source, family, config, dtype or source.dtype, family.at_home(config))
+    own = full_tensors(source, family, config, dtype or source.dtype, family.class_tensors(config))
     tensors = ((f"{prefix}{key}", full) for key, full in own)
     metadata = {
         "epoch": 0,

@@ -11,7 +11,7 @@ from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of, whole_spec
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap.blocks.sequence import take_whole_inputs
+from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
 from lightning_megatron.swap.build import Swaps
 from lightning_megatron.swap.decide.block_choice import SEQUENCE_KINDS
 from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
@@ -104,7 +104,7 @@ def _put_in_place(plan: SwapPlan, swaps: Swaps) -> None:
         targets[id(swap.site.module)] = swap.target
         setattr(swap.target, SWAPPED_AS, swap.kind)
         if cuts_sequence and swap.kind not in (*SEQUENCE_KINDS, WHOLE_MODEL):
-            take_whole_inputs(swap.target)
+            gather_sequence_inputs(swap.target)
     for site in plan.sites:
         if site.closed_by is None and id(site.module) in targets:
             setattr(site.parent, site.key, targets[id(site.module)])

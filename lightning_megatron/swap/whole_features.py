@@ -39,7 +39,7 @@ class CutLayer:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerInput:
     """Sampled input of a layer.
 
     Args:
@@ -50,7 +50,7 @@ class Seen:
     layer: CutLayer
     sample: Tensor
 
-    def distance(self, other: Seen) -> float | None:
+    def distance(self, other: LayerInput) -> float | None:
         """Return the relative distance of two inputs; None if they cannot be compared."""
         mine, theirs = (one.sample.double().nan_to_num(1e30, 1e30, -1e30) for one in (self, other))
         if self.layer != other.layer or mine.shape != theirs.shape:
@@ -66,7 +66,9 @@ def cut_layers(module: nn.Module) -> list[CutLayer]:
 
 
 @contextmanager
-def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> Iterator[list[Seen]]:
+def recording_inputs(
+    layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool
+) -> Iterator[list[LayerInput]]:
     """Record the inputs of sharded layers inside the block.
 
     Args:
@@ -83,7 +85,7 @@ def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> I
     Communication: with ``is_whole``, one all-gather over the axis for each call of a ``column``
     layer, and one for each parameter of a called ``features`` module.
     """
-    seen: list[Seen] = []
+    seen: list[LayerInput] = []
     with ExitStack() as stack:
         for layer in layers:
             for handle in _hooks(layer, axis, seen, is_whole):
@@ -92,7 +94,9 @@ def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> I
         yield seen
 
 
-def _hooks(layer: CutLayer, axis: MeshAxis, seen: list[Seen], is_whole: bool) -> Iterator[Any]:
+def _hooks(
+    layer: CutLayer, axis: MeshAxis, seen: list[LayerInput], is_whole: bool
+) -> Iterator[Any]:
     module = layer.module
     if layer.kind == "features":
         if is_whole:
@@ -115,7 +119,7 @@ def _note(
     *,
     layer: CutLayer,
     axis: MeshAxis,
-    seen: list[Seen],
+    seen: list[LayerInput],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Keep a sample of an input, and cut the complete input of a row layer."""
@@ -129,7 +133,7 @@ def _note(
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
-    seen.append(Seen(layer, _sample(hidden)))
+    seen.append(LayerInput(layer, _sample(hidden)))
     if not takes_part:
         return None
     return (

@@ -78,7 +78,10 @@ def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) ->
     """Return the full gradients of a replaced model's parameters, made of those of theirs by the
     family's table.
     """
-    reader, table = reader_of(gradients, model.family), model.family.at_home(model.body.config)
+    reader, table = (
+        reader_of(gradients, model.family),
+        model.family.class_tensors(model.body.config),
+    )
     return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}
 
 

@@ -215,7 +215,9 @@ def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
     output = ours(TOKENS, return_dict=False)
     assert len(output) == 1
     assert torch.allclose(output[0], twin(TOKENS)[0], atol=1e-5)
-    export_folder(full_tensors(ours).items(), family, twin.config.to_dict(), tmp_path, at_home=True)
+    export_folder(
+        full_tensors(ours).items(), family, twin.config.to_dict(), tmp_path, has_class_names=True
+    )
     again = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     assert all(
         torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()

@@ -244,7 +244,7 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
 def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> None:
     twin, family = twin_of("qwen3_moe"), family_of("qwen3_moe")
     config = twin.config.to_dict()
-    table = family.at_home(ours("qwen3_moe"))
+    table = family.class_tensors(ours("qwen3_moe"))
     own = full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32, table)
     found = {f"model.{name}": tensor for name, tensor in own}
     back = to_foreign_names(

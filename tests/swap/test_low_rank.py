@@ -75,7 +75,7 @@ def gradients_of_factors(
         for name, one in theirs.items()
     }
     wanted = (
-        model.adapter.tensors_at_home(model.family.at_home(model.body.config))
+        model.adapter.class_tensors(model.family.class_tensors(model.body.config))
         if model.adapter
         else {}
     )

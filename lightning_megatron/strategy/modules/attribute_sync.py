@@ -20,7 +20,7 @@ from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.strategy.private.user_module import is_overridden
-from lightning_megatron.swap.hugging_face.shells import Shell
+from lightning_megatron.swap.hugging_face.module_stubs import ModuleStub
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,8 @@ class AttributeSync:
         values: dict[_Location, Any] = {}
         for name, part in self._module.named_modules():
             if part is not self._module and (
-                isinstance(part, (PipelinedModule, Shell)) or any(True for _ in part.parameters())
+                isinstance(part, (PipelinedModule, ModuleStub))
+                or any(True for _ in part.parameters())
             ):
                 continue
             skipped = _MODULE_ATTRIBUTES if part is self._module else _PART_ATTRIBUTES

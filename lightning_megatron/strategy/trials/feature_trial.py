@@ -18,7 +18,12 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.trials.trial_step import Run, TrialStep, is_close, undoing_changes
 from lightning_megatron.strategy.trials.weight_writes import WeightWrites
-from lightning_megatron.swap.whole_features import CutLayer, Seen, cut_layers, watching
+from lightning_megatron.swap.whole_features import (
+    CutLayer,
+    LayerInput,
+    cut_layers,
+    recording_inputs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +77,7 @@ class _Result:
     """
 
     values: dict[str, float] = field(default_factory=dict)
-    seen: Sequence[Seen] = ()
+    seen: Sequence[LayerInput] = ()
     error: str = ""
 
 
@@ -192,7 +197,7 @@ class _FeatureTrial:
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result, writes = _Result(), WeightWrites(self._module)
-        with watching(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
+        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
             try:
                 with writes:
                     readings = self._trial_step.read([part], seed)
@@ -283,7 +288,7 @@ def _differences(
 
 
 def _first_difference(
-    cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float
+    cut: Sequence[LayerInput], whole: Sequence[LayerInput], tolerance: float
 ) -> _Difference | None:
     """Return the first module call whose input differs, or None."""
     before: list[str] = []

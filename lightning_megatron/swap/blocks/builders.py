@@ -13,7 +13,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
-from lightning_megatron.swap.blocks.between import LatentLinear, with_part_of_rows
 from lightning_megatron.swap.blocks.dropout import TensorDropout
 from lightning_megatron.swap.blocks.sequence import (
     SequenceColumnLinear,
@@ -22,6 +21,7 @@ from lightning_megatron.swap.blocks.sequence import (
     SequenceRMSNorm,
     SequenceRowLinear,
 )
+from lightning_megatron.swap.blocks.sharded_features import LatentLinear, shard_rows
 from lightning_megatron.swap.blocks.transformer_decoder import ParallelDecoderLayer
 from lightning_megatron.swap.blocks.transformer_encoder import ParallelEncoder, ParallelEncoderLayer
 from lightning_megatron.swap.blocks.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary
@@ -152,7 +152,7 @@ def features(request: BlockRequest) -> nn.Module:
     """Cut the rows of all parameters of a module; each row belongs to a feature or head."""
     for name, parameter in request.module.named_parameters(recurse=False):
         _check_divides(request, f"rows of {name}", parameter.shape[0])
-    return with_part_of_rows(request.module, request.mesh)
+    return shard_rows(request.module, request.mesh)
 
 
 def latent(request: BlockRequest) -> nn.Module:
@@ -166,20 +166,20 @@ def sequence_layer_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.LayerNorm to this rank's positions."""
     source = request.module
     assert isinstance(source, nn.LayerNorm), "the registry gives such norms only"
-    return SequenceLayerNorm(request.name, _of_features(request, source), request.mesh)
+    return SequenceLayerNorm(request.name, _check_norm(request, source), request.mesh)
 
 
 def sequence_rms_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.RMSNorm to this rank's positions."""
     source = request.module
     assert isinstance(source, nn.RMSNorm), "the registry gives such norms only"
-    return SequenceRMSNorm(request.name, _of_features(request, source), request.mesh)
+    return SequenceRMSNorm(request.name, _check_norm(request, source), request.mesh)
 
 
 _Norm = TypeVar("_Norm", nn.LayerNorm, nn.RMSNorm)
 
 
-def _of_features(request: BlockRequest, source: _Norm) -> _Norm:
+def _check_norm(request: BlockRequest, source: _Norm) -> _Norm:
     _refuse(
         request,
         "norm",

@@ -162,7 +162,7 @@ class SequenceRowLinear(RowParallelLinear):
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
 
 
-def take_whole_inputs(module: nn.Module) -> None:
+def gather_sequence_inputs(module: nn.Module) -> None:
     """Gather whole sequences for a block without sequence parallelism."""
     module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
 

@@ -100,7 +100,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
         if reason is None and _leaves_parts(block):
             reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
         if reason is None:
-            kinds |= block | _of_heads(modules[around], around, block, model.config)
+            kinds |= block | _head_parameters(modules[around], around, block, model.config)
         elif reason:
             left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
     _share_vocabularies(model, modules, kinds, left)
@@ -138,7 +138,7 @@ def _reason_to_leave(
                     f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because "
                     f"each rank holds whole heads. Use tp of {join_or(divisors(heads))}."
                 )
-    for key, owner, parameter in _strangers(module, name, block):
+    for key, owner, parameter in _unplanned_parameters(module, name, block):
         if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
             return f"has a parameter {key!r} that its plan does not name"
         if re.search(r"(^|\.)\d+(\.|$)", key):
@@ -158,7 +158,7 @@ def _reason_to_leave(
     return None
 
 
-def _strangers(
+def _unplanned_parameters(
     module: nn.Module, name: str, block: Mapping[str, str]
 ) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """List a block's parameters outside its plan: name in the block, owner, parameter."""
@@ -169,7 +169,7 @@ def _strangers(
                 yield (f"{path}.{key}" if path else key), owner, parameter
 
 
-def _of_heads(
+def _head_parameters(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any
 ) -> dict[str, str]:
     """Shard parameters with one row per head, such as norms of queries and keys."""
@@ -179,7 +179,7 @@ def _of_heads(
     }
     owners = {
         id(owner): (key.rpartition(".")[0], owner)
-        for key, owner, _ in _strangers(module, name, block)
+        for key, owner, _ in _unplanned_parameters(module, name, block)
     }
     return {
         f"{name}.{key}": "features"
@@ -223,14 +223,14 @@ def _holds(module: nn.Module, weight: Any) -> bool:
 def whole_parts(model: nn.Module) -> str:
     """Describe the modules that are not sharded over tp, the largest first."""
     sizes: dict[str, int] = {}
-    for name, size in _whole(model):
+    for name, size in _whole_modules(model):
         sizes[name] = sizes.get(name, 0) + size
     ordered = sorted(sizes, key=lambda name: -sizes[name])
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return f"Whole on every rank: {', '.join(ordered[:_SHOWN])}{more}." if ordered else ""
 
 
-def _whole(model: nn.Module) -> Iterator[tuple[str, int]]:
+def _whole_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
     for name, module in model.named_modules():
         parameters = [p for p in module.parameters(recurse=False) if shard_spec_of(p).is_whole]
         if parameters:

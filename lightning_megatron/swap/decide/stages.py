@@ -42,12 +42,12 @@ class End:
     Args:
         site: Module with its position.
         is_before: Whether it runs before the blocks.
-        is_said: Whether the plan assigns the stage; otherwise the order of definition does.
+        is_explicit: Whether the plan assigns the stage; otherwise the order of definition does.
     """
 
     site: ModuleSite
     is_before: bool
-    is_said: bool = False
+    is_explicit: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class Stages:
         staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
-            end.site.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
+            end.site.name: "first" if end.is_before else "last"
+            for end in self.ends
+            if end.is_explicit
         }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
             remote = RemoteModule(end.site.name, twin, staged, end.is_before)
@@ -167,7 +169,7 @@ def plan_stages(
             stages.
         UnsupportedError: If stages share a parameter that is not a tied embedding.
     """
-    blocks = _the_blocks(sites, plan)
+    blocks = _find_blocks(sites, plan)
     layout = mesh.layout
     layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
     around = _around(root, blocks.name)
@@ -218,10 +220,10 @@ def check_pipeline_plan(sites: Sequence[ModuleSite], plan: Mapping[str, str]) ->
     Raises:
         ParallelPlanError: If the plan does not fit the module.
     """
-    _the_blocks(sites, plan)
+    _find_blocks(sites, plan)
 
 
-def _the_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
+def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
     names = [site.name for site in sites]
     found: list[ModuleSite] = []
     for pattern, kind in plan.items():
@@ -270,11 +272,11 @@ def _ends(
             if blocks.name == name or blocks.name.startswith(f"{name}."):
                 is_before = False
             elif next(child.parameters(), None) is not None:
-                said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
+                explicit = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
                 yield End(
                     ModuleSite(name, module, key, child),
-                    said[-1] == "first" if said else is_before,
-                    bool(said),
+                    explicit[-1] == "first" if explicit else is_before,
+                    bool(explicit),
                 )
 
 

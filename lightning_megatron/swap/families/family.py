@@ -12,7 +12,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.swap.families.expert_names import ExpertNames
-from lightning_megatron.swap.tensors.homes import home_table
+from lightning_megatron.swap.tensors.class_parameters import class_table
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 from lightning_megatron.swap.tensors.packed import Packed
 
@@ -81,13 +81,13 @@ class Family:
         """Return whether a tensor of this name belongs to a head."""
         return any(re.fullmatch(pattern, name) for pattern in self.heads)
 
-    def at_home(self, config: ModelConfig) -> tuple[TensorMap, ...]:
+    def class_tensors(self, config: ModelConfig) -> tuple[TensorMap, ...]:
         """List the sources of a model's parameters in its class's tree.
 
         The list equals :attr:`tensors` with the names of the class as targets; a joined layer has
         several entries.
         """
-        return home_table(self.tensors(config), self.packed)
+        return class_table(self.tensors(config), self.packed)
 
     def is_alias(self, name: str, config: ModelConfig) -> bool:
         """Return whether a name of the class is another name of a parameter."""

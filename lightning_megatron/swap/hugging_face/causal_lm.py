@@ -18,7 +18,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
-from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, lengthened
+from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 T = TypeVar("T")
 
@@ -130,8 +130,8 @@ class HuggingFaceLM(ReplacedModel):
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
             # Attention is causal, so appended positions change no earlier one; drop their results.
-            input_ids = lengthened(input_ids, extra, 0, rows)
-            shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
+            input_ids = pad_batch(input_ids, extra, 0, rows)
+            shift_labels = pad_batch(shift_labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             if span is not None:
@@ -255,8 +255,10 @@ def span_of(
             unseen = unseen & (mask | (labels == IGNORED)).all()
         valid = None if bool(unseen) else mask
     if borders is not None:
-        places = torch.arange(shape[1], device=borders.device)
-        documents = torch.searchsorted(borders[1:].contiguous(), places, right=True).expand(shape)
+        positions = torch.arange(shape[1], device=borders.device)
+        documents = torch.searchsorted(borders[1:].contiguous(), positions, right=True).expand(
+            shape
+        )
     elif position_ids is not None and attention_mask is None:
         begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
         documents = begins.cumsum(-1) if bool(begins.any()) else None
@@ -295,7 +297,7 @@ def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor
 
 def _padded_span(span: AttentionSpan, extra: int, num_rows: int) -> AttentionSpan:
     return AttentionSpan(
-        valid=lengthened(span.valid, extra, False, num_rows),
-        positions=lengthened(span.positions, extra, 0, num_rows),
-        documents=lengthened(span.documents, extra, -1, num_rows),
+        valid=pad_batch(span.valid, extra, False, num_rows),
+        positions=pad_batch(span.positions, extra, 0, num_rows),
+        documents=pad_batch(span.documents, extra, -1, num_rows),
     )

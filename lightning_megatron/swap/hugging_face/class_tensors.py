@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
-from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
-from lightning_megatron.swap.tensors.packed import pack, places
+from lightning_megatron.swap.tensors.packed import pack, packed_rows
 from lightning_megatron.swap.weights.load import RenamedTensors
 
 
@@ -117,7 +117,7 @@ class ClassTensors:
         tensor = self._maps[self._key(name)]
         key = self._class_tensor(tensor)
         reader = TensorsInMemory({key: whole})
-        own = dict(places(key, key, reader, self.family.packed))
+        own = dict(packed_rows(key, key, reader, self.family.packed))
         return tensor.full(RenamedTensors(reader, own), whole.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -126,9 +126,9 @@ class ClassTensors:
 
     @cached_property
     def _maps(self) -> dict[str, TensorMap]:
-        table = self.family.at_home(self.config)
+        table = self.family.class_tensors(self.config)
         maps = {tensor.target: tensor for tensor in table}
-        for one in () if self.adapter is None else self.adapter.maps_at_home(table):
+        for one in () if self.adapter is None else self.adapter.class_maps(table):
             maps |= {one.a.target: one.a, one.b.target: one.b}
         return maps
 
@@ -149,12 +149,18 @@ class ClassTensors:
 
     def _is_of_stack(self, name: str) -> bool:
         source = self._maps[self._key(name)].sources[0].name
-        return any(rule.is_stack and rule.place(source) is not None for rule in self.family.packed)
+        return any(
+            rule.is_stack and rule.position_of(source) is not None for rule in self.family.packed
+        )
 
     def _class_tensor(self, tensor: TensorMap) -> str:
         """Return the class's tensor that contains a tensor, by its name in the table."""
         source = tensor.sources[0].name
-        found = (place for rule in self.family.packed if (place := rule.place(source)) is not None)
+        found = (
+            position
+            for rule in self.family.packed
+            if (position := rule.position_of(source)) is not None
+        )
         return next((whole for whole, _, _ in found), source)
 
 

@@ -14,7 +14,7 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput
-from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, lengthened
+from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 #: Arguments of Hugging Face's call that do not change the result.
 _IRRELEVANT = frozenset({"use_cache", "return_dict"})
@@ -109,11 +109,11 @@ class HuggingFaceEncoder(ReplacedModel):
                 given.shape[:2]
             )
         return EncoderInput(
-            lengthened(rows.tokens, extra, config.padding_id or 0),
+            pad_batch(rows.tokens, extra, config.padding_id or 0),
             None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
             F.pad(valid, (0, extra), value=False),
-            lengthened(positions, extra, 0),
-            lengthened(rows.token_types, extra, 0),
+            pad_batch(positions, extra, 0),
+            pad_batch(rows.token_types, extra, 0),
         )
 
     def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:

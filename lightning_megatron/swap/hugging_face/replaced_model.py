@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.save_pretrained import check_arguments, save_folder
-from lightning_megatron.swap.tensors.homes import home_table
+from lightning_megatron.swap.tensors.class_parameters import class_table
 from lightning_megatron.swap.tensors.low_rank import Adapter, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
 
@@ -88,7 +88,7 @@ class ReplacedModel(nn.Module):
                 "training in one process, or use pp=1."
             )
         table = {
-            one.target: prod(one.shape) for one in home_table(self._table(), self.family.packed)
+            one.target: prod(one.shape) for one in class_table(self._table(), self.family.packed)
         }
         left = set(table)
         if exclude_embeddings:
@@ -182,7 +182,14 @@ for _name in (
     setattr(ReplacedModel, _name, _refusal(_name))
 
 
-def lengthened(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
+def replaced_models(module: nn.Module) -> Iterator[tuple[str, ReplacedModel]]:
+    """List the Hugging Face models that compute with this package's layers, by name."""
+    for name, part in module.named_modules():
+        if isinstance(part, ReplacedModel):
+            yield name, part
+
+
+def pad_batch(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
     """Pad rows with further positions, and append padding rows.
 
     Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.

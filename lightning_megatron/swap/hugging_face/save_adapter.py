@@ -66,7 +66,7 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
     config = model.config.to_dict()  # type: ignore[operator,union-attr]
     assert adapter is not None, "peft has put an adapter into the model"
     model.body.wait_for_parameters()
-    wanted = adapter.tensors_at_home(family.at_home(family.config(config)))
+    wanted = adapter.class_tensors(family.class_tensors(family.config(config)))
     held = {
         n if is_factor(n) else family.present_name(plain_name(n)): one
         for n, one in model.named_parameters()
@@ -106,13 +106,13 @@ def _write(
     out = _folder_of(name, folder)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter.", dir=out) as unfinished:
-        place = _folder_of(name, Path(unfinished))
+        written = _folder_of(name, Path(unfinished))
         # If a state dict is given, peft does not request the whole model's.
         settings = {"selected_adapters": [name], "state_dict": wrapper.state_dict()}
         type(wrapper).save_pretrained(wrapper, unfinished, **settings)
-        (place / ADAPTER_WEIGHTS).unlink()
-        write_file(place, full, shapes, ADAPTER_WEIGHTS)
-        for file in place.iterdir():
+        (written / ADAPTER_WEIGHTS).unlink()
+        write_file(written, full, shapes, ADAPTER_WEIGHTS)
+        for file in written.iterdir():
             shutil.move(file, out / file.name)
 
 

@@ -69,7 +69,9 @@ def save_folder(
     limit = _limit(max_shard_size)
 
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        export_folder(full, model.family, model.config.to_dict(), folder, limit, at_home=True)
+        export_folder(
+            full, model.family, model.config.to_dict(), folder, limit, has_class_names=True
+        )
         _write_generation(model, folder)
 
     write_together(tensors, model.mesh, write)

@@ -11,7 +11,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.expert_names import is_of_training
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, owner_of
-from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, without_adapters
 from lightning_megatron.swap.weights.load import full_tensors
 
@@ -38,7 +38,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         if not foreign:
             continue
         dtype = next(iter(foreign.values())).dtype
-        table = part.family.at_home(config)
+        table = part.family.class_tensors(config)
         adapter = part.adapter
         for target, tensor in full_tensors(
             without_adapters(foreign), part.family, config, dtype, table

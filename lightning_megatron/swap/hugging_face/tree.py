@@ -17,15 +17,15 @@ from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.expert_names import is_of_training
-from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
-from lightning_megatron.swap.hugging_face.shells import (
-    become_shell,
+from lightning_megatron.swap.hugging_face.module_stubs import (
+    become_stub,
     new_container,
     set_counterparts,
     share_buffer,
-    shell_class,
+    stub_class,
 )
-from lightning_megatron.swap.tensors.homes import Home, homes_of
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.tensors.class_parameters import ClassParameter, class_parameters_of
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
 
 
@@ -44,7 +44,7 @@ class _Named:
     parameter: nn.Parameter
 
 
-def take_over(
+def install_layers(
     name: str,
     source: Any,
     model: GPT | Encoder,
@@ -74,8 +74,8 @@ def take_over(
     named = list(_parameters(name, model, family, adapter, paths))
     own_class = type(source)
     for path, module in list(source.named_modules()):
-        become_shell(module, path)
-    source.__class__ = shell_class(own_class, kind)
+        become_stub(module, path)
+    source.__class__ = stub_class(own_class, kind)
     for one in named:
         _place(source, one.path, one.parameter)
         if not is_factor(one.path):
@@ -112,33 +112,36 @@ def _parameters(
     paths: Mapping[str, str],
 ) -> Iterator[_Named]:
     """List this rank's parameters by their names in the tree; joined layers are split."""
-    homes = {
-        tensor.target: homes_of(tensor, family.packed) for tensor in family.tensors(model.config)
+    parameters = {
+        tensor.target: class_parameters_of(tensor, family.packed)
+        for tensor in family.tensors(model.config)
     }
     if adapter is not None:
         for factor in adapter.factors(family.tensors(model.config)):
-            homes[factor.target] = (Home(adapter.own_name(factor.sources[0].name), factor.sources),)
+            parameters[factor.target] = (
+                ClassParameter(adapter.own_name(factor.sources[0].name), factor.sources),
+            )
     own = dict(model.named_parameters())
     for name in own:
-        if len(homes.get(name, ())) > 1 and name.endswith(".weight"):
+        if len(parameters.get(name, ())) > 1 and name.endswith(".weight"):
             joint = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(joint, ColumnParallelLinear), (
                 "layers that join others are cut by their outputs"
             )
-            joint.split([home.num_rows for home in homes[name]])
+            joint.split([target.num_rows for target in parameters[name]])
     for name, parameter in own.items():
         owner = name.rpartition(".")[0]
         spec = shard_spec_of(parameter)
         if spec.tied_to is not None:
-            first = _path_of(homes[spec.tied_to][0].name, paths)
+            first = _path_of(parameters[spec.tied_to][0].name, paths)
             set_shard_spec(parameter, replace(spec, tied_to=f"{root}.{first}"))
             yield _Named(owner, paths.get(family.head, family.head), parameter)
             continue
-        found = homes[name]
-        for home, part in zip(found, _parts(model, name, parameter, len(found)), strict=True):
-            yield _Named(owner, _path_of(home.name, paths), part)
+        found = parameters[name]
+        for target, part in zip(found, _parts(model, name, parameter, len(found)), strict=True):
+            yield _Named(owner, _path_of(target.name, paths), part)
             for copy, original in family.copies:
-                if original == home.name and copy in paths:
+                if original == target.name and copy in paths:
                     yield _Named(owner, paths[copy], part)
         is_head = name == WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
         if is_head and family.head in paths:
@@ -182,16 +185,17 @@ def _buffers(
     model: GPT | Encoder, family: Family, paths: Mapping[str, str], named: Sequence[_Named]
 ) -> Iterator[tuple[nn.Module, str, str]]:
     """List the layers' buffers: layer, name in the layer, and name in the tree."""
-    homes = {
-        tensor.target: homes_of(tensor, family.packed)[0] for tensor in family.tensors(model.config)
+    parameters = {
+        tensor.target: class_parameters_of(tensor, family.packed)[0]
+        for tensor in family.tensors(model.config)
     }
-    beside = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
+    module_paths = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
     for name, _ in model.named_buffers():
         owner, _, key = name.rpartition(".")
         if is_of_training(name):
-            yield model.get_submodule(owner), key, f"{beside[owner]}.{key}"
+            yield model.get_submodule(owner), key, f"{module_paths[owner]}.{key}"
         else:
-            yield model.get_submodule(owner), key, _path_of(homes[name].name, paths)
+            yield model.get_submodule(owner), key, _path_of(parameters[name].name, paths)
 
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:

@@ -16,7 +16,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.pretrained.untouched import Part
+from lightning_megatron.swap.pretrained.untouched import ModuleDescription
 from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
 from lightning_megatron.swap.tensors.packed import pack
 from lightning_megatron.swap.weights.load import reader_of
@@ -120,7 +120,7 @@ class Origin:
     family: Family
     config: Mapping[str, Any]
     folder: str | None
-    parts: Mapping[str, Part] = field(repr=False)
+    parts: Mapping[str, ModuleDescription] = field(repr=False)
     layers: Callable[[], GPT | Encoder] = field(repr=False)
 
     def value_of(self, name: str) -> Tensor:
@@ -184,7 +184,9 @@ def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
         part
         for part in names
         for rule in family.packed
-        if rule.is_name(name) and (place := rule.place(part)) is not None and place[0] == name
+        if rule.is_name(name)
+        and (position := rule.position_of(part)) is not None
+        and position[0] == name
     }
 
 
@@ -228,7 +230,7 @@ def origin_of(model: nn.Module) -> Origin | None:
     return None
 
 
-def is_taken_out(model: nn.Module) -> bool:
+def is_part_of_deferred(model: nn.Module) -> bool:
     """Return whether a model is a part of a deferred model, such as its body alone."""
     found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
     return any(mark is not None and mark[1] != name for name, mark in found)
@@ -349,7 +351,7 @@ def _give_value(parameter: Tensor, value: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Overlaid:
+class OverlayReader:
     """Reader that takes some tensors from one reader and the rest from another.
 
     Args:
@@ -366,13 +368,13 @@ class Overlaid:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor (elements)."""
-        return self._place(name).shape(name)
+        return self._reader_of(name).shape(name)
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
-        return self._place(name).read(name, slices)
+        return self._reader_of(name).read(name, slices)
 
-    def _place(self, name: str) -> TensorReader:
+    def _reader_of(self, name: str) -> TensorReader:
         return self.over if name in set(self.over.names()) else self.under
 
 

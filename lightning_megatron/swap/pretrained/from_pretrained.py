@@ -19,11 +19,11 @@ from lightning_megatron.swap.pretrained.deferred import (
     GivingValues,
     Origin,
     defer,
-    is_taken_out,
+    is_part_of_deferred,
     read_deferred,
 )
 from lightning_megatron.swap.pretrained.late_import import when_imported
-from lightning_megatron.swap.pretrained.untouched import parts_of
+from lightning_megatron.swap.pretrained.untouched import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -167,7 +167,7 @@ def read_missing_values(model: Any) -> Callable[[], None]:
         return lambda: None
     folder = folder_of(model)
     cls = type(model)
-    if folder is None and is_taken_out(model):
+    if folder is None and is_part_of_deferred(model):
         # Its class alone would read or draw other tensors than the larger model in which it was
         # built.
         return read_deferred(model)
@@ -228,7 +228,11 @@ def _deferred(model: Any, folder: str | None) -> Any:
     defer(
         model,
         Origin(
-            family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)
+            family,
+            config,
+            folder,
+            describe_modules(model),
+            lambda: build_layers(config, family, dtype),
         ),
     )
     return model

@@ -26,15 +26,20 @@ from lightning_megatron.swap.hugging_face.peft_layers import (
     updates_of,
 )
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
-from lightning_megatron.swap.hugging_face.tree import take_over
-from lightning_megatron.swap.pretrained.deferred import DrawnTensors, Origin, Overlaid, origin_of
+from lightning_megatron.swap.hugging_face.tree import install_layers
+from lightning_megatron.swap.pretrained.deferred import (
+    DrawnTensors,
+    Origin,
+    OverlayReader,
+    origin_of,
+)
 from lightning_megatron.swap.pretrained.from_pretrained import folder_of
 from lightning_megatron.swap.pretrained.untouched import (
-    built_parts,
     built_settings,
     check_settings,
     check_tie,
     check_untouched,
+    describe_built,
 )
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
@@ -95,7 +100,7 @@ def build_swapped_model(
     adapter = adapter_of(name, source, family)
     tensors = without_adapters(source.state_dict())
     origin = origin_of(source)
-    check_untouched(name, source, built_parts(source) if origin is None else origin.parts)
+    check_untouched(name, source, describe_built(source) if origin is None else origin.parts)
     settings = built_settings(source)
     if origin is not None:
         check_settings(name, family, origin.config, settings)
@@ -132,7 +137,7 @@ def build_swapped_model(
         kind: type[ReplacedModel] = (
             HuggingFaceEncoder if isinstance(model, Encoder) else GeneratingLM
         )
-        take_over(name, source, model, family, adapter, kind)
+        install_layers(name, source, model, family, adapter, kind)
 
     return SwappedModel(model, fill, install)
 
@@ -149,7 +154,7 @@ def _reading(
     """Return a function that fills a model with values of a folder and of user code."""
     files = reader_of(SafetensorsFolder(folder), family)
     loading = plan_loading(
-        model, Overlaid(given, files) if given.own else files, family, may_lack=True
+        model, OverlayReader(given, files) if given.own else files, family, may_lack=True
     )
 
     def fill() -> str:
@@ -183,7 +188,7 @@ def _draw(
         fill_from(
             model,
             {tensor.target: tensor for tensor in table},
-            Overlaid(given, DrawnTensors(origin, shapes)),
+            OverlayReader(given, DrawnTensors(origin, shapes)),
             family,
         )
     return _with_given("", given)

@@ -40,7 +40,7 @@ _OF_SHAPES = frozenset({"vocab_size", "num_labels"})
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleDescription:
     """Class, settings and computed tables of a module.
 
     Args:
@@ -54,14 +54,14 @@ class Part:
     tables: Mapping[str, Tensor]
 
 
-def parts_of(model: nn.Module) -> dict[str, Part]:
+def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
     """Describe every module of a model, by name.
 
     Args:
         model: Model, as built by its class.
     """
     return {
-        name: Part(
+        name: ModuleDescription(
             type(module),
             dict(_settings(module)),
             {key: one.clone() for key, one in _tables(module)},
@@ -70,7 +70,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     }
 
 
-def built_parts(model: Any) -> dict[str, Part]:
+def describe_built(model: Any) -> dict[str, ModuleDescription]:
     """Describe every module that a model's class builds from its configuration.
 
     Args:
@@ -78,7 +78,7 @@ def built_parts(model: Any) -> dict[str, Part]:
     """
     config = deepcopy(model.config)
     config.pad_token_id = built_settings(model)["pad_token_id"]
-    return parts_of(without_weights(lambda: type(model)(config)))
+    return describe_modules(without_weights(lambda: type(model)(config)))
 
 
 def built_settings(model: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
         )
 
 
-def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
+def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescription]) -> None:
     """Refuse a model with changed modules or settings, which the replacement would ignore.
 
     Args:
@@ -188,7 +188,7 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
                 _refuse(what, "Give from_pretrained or the configuration settings that say so")
 
 
-def _check_shared(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
+def _check_shared(name: str, model: nn.Module, parts: Mapping[str, ModuleDescription]) -> None:
     first: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if path in parts and first.setdefault(id(module), path) != path:

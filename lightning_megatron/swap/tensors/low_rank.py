@@ -60,7 +60,7 @@ class Adapter:
         """
         return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
 
-    def maps_at_home(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
+    def class_maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
         """List the sources of the factors in a model's own tree, under peft's names.
 
         Args:
@@ -75,7 +75,7 @@ class Adapter:
             for one in self.maps(table)
         )
 
-    def tensors_at_home(
+    def class_tensors(
         self, table: Iterable[TensorMap]
     ) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
         """List all trained tensors of the adapter's folder by their names in the tree.
@@ -84,7 +84,7 @@ class Adapter:
             table: Sources of the model's parameters.
         """
         table = tuple(table)
-        factors = (factor for one in self.maps_at_home(table) for factor in (one.a, one.b))
+        factors = (factor for one in self.class_maps(table) for factor in (one.a, one.b))
         found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
         for tensor in table:
             names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
@@ -211,7 +211,7 @@ def full_factors(
     Raises:
         CheckpointMismatchError: If the factors do not match the adapter.
     """
-    maps = () if adapter is None else adapter.maps_at_home(table)
+    maps = () if adapter is None else adapter.class_maps(table)
     factors = tuple(factor for one in maps for factor in (one.a, one.b))
     shapes = (
         {}

@@ -15,7 +15,7 @@ from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
 
 
 @dataclass(frozen=True)
-class Place:
+class PackedRows:
     """Position of a tensor: another tensor, rows of it, or rows of an element of a stack.
 
     Args:
@@ -74,7 +74,9 @@ class Packed:
         """Return whether a name is the tensor's name in some layer."""
         return self._patterns[0].fullmatch(name) is not None
 
-    def unpacked(self, name: str, key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
+    def unpacked(
+        self, name: str, key: str, shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, PackedRows]]:
         """List the parts of a tensor with their positions.
 
         Args:
@@ -100,9 +102,9 @@ class Packed:
         for index in range(counts[0]) if self.is_stack else (None,):
             numbers = match.groups() if index is None else (*match.groups(), index)
             for number, part in enumerate(self.parts):
-                yield part.format(*numbers), Place(key, index, number * size, size)
+                yield part.format(*numbers), PackedRows(key, index, number * size, size)
 
-    def place(self, part: str) -> tuple[str, int, int] | None:
+    def position_of(self, part: str) -> tuple[str, int, int] | None:
         """Return the tensor, index and number of a part; None if the name is no part."""
         for number, pattern in enumerate(self._patterns[1:]):
             match = pattern.fullmatch(part)
@@ -112,9 +114,9 @@ class Packed:
         return None
 
 
-def places(
+def packed_rows(
     name: str, key: str, reader: TensorReader, rules: Iterable[Packed]
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, PackedRows]]:
     """List the files' tensors that make up a tensor, with their positions.
 
     Args:
@@ -128,7 +130,7 @@ def places(
     """
     rule = next((one for one in rules if one.is_name(name)), None)
     if rule is None:
-        yield name, Place(key)
+        yield name, PackedRows(key)
     else:
         yield from rule.unpacked(name, key, reader.shape(key))
 
@@ -139,7 +141,12 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     parts: dict[tuple[str, bool], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
         hit = next(
-            ((rule, place) for rule in rules if (place := rule.place(name)) is not None), None
+            (
+                (rule, position)
+                for rule in rules
+                if (position := rule.position_of(name)) is not None
+            ),
+            None,
         )
         if hit is None:
             found[name] = tensor

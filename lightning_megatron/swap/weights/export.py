@@ -101,7 +101,7 @@ def export_folder(
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
     *,
-    at_home: bool = False,
+    has_class_names: bool = False,
 ) -> None:
     """Write a model's configuration and weights as a folder for ``from_pretrained``.
 
@@ -117,7 +117,8 @@ def export_folder(
         max_file_bytes: Size limit of a file (bytes).
         dtype: Dtype of the floating-point weights, except those with a fixed one; None keeps the
             given dtypes.
-        at_home: Whether the tensors are named as in a model that keeps its class's module tree.
+        has_class_names: Whether the tensors are named as in a model that keeps its class's module
+            tree.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -126,7 +127,7 @@ def export_folder(
     """
     config = family.config(hf_config)
     target = _new_folder(folder)
-    table = family.at_home(config) if at_home else family.tensors(config)
+    table = family.class_tensors(config) if has_class_names else family.tensors(config)
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     kept = {
         source.name: tensor.dtype
@@ -187,8 +188,8 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
     )
     if present:
         raise UnsupportedError(
-            f"a model is exported to a folder without weights: {place} has {named(present)}. Files "
-            "of two models would be mixed. Give another folder, or remove them."
+            f"a model is exported to a folder without weights: {target} has {named(present)}. "
+            "Files of two models would be mixed. Give another folder, or remove them."
         )
     target.mkdir(parents=True, exist_ok=True)
     return target
@@ -216,7 +217,7 @@ def export_adapter(
     Raises:
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
-    wanted = adapter.tensors_at_home(family.at_home(family.config(hf_config)))
+    wanted = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
     found = dict(full_tensors)
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(

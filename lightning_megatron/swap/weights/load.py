@@ -23,7 +23,7 @@ from lightning_megatron.swap.tensors.mapping import (
     TensorsInMemory,
     named,
 )
-from lightning_megatron.swap.tensors.packed import Place, places
+from lightning_megatron.swap.tensors.packed import PackedRows, packed_rows
 from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
@@ -204,13 +204,13 @@ class RenamedTensors:
     """
 
     reader: TensorReader
-    own: Mapping[str, Place]
+    own: Mapping[str, PackedRows]
 
     def only(self, keys: Iterable[str]) -> RenamedTensors:
         """Return a reader limited to the tensors with the given own names."""
         kept = set(keys)
         return RenamedTensors(
-            self.reader, {name: place for name, place in self.own.items() if place.name in kept}
+            self.reader, {name: rows for name, rows in self.own.items() if rows.name in kept}
         )
 
     def names(self) -> Iterable[str]:
@@ -223,9 +223,9 @@ class RenamedTensors:
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
-        place = self.own[name]
-        found = self.reader.read(place.name, place.slices(slices))
-        return found if place.index is None else found[0]
+        rows = self.own[name]
+        found = self.reader.read(rows.name, rows.slices(slices))
+        return found if rows.index is None else found[0]
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
@@ -248,12 +248,12 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
             key: name if name == family.head else f"{family.base}{name}"
             for key, name in names.items()
         }
-    own: dict[str, Place] = {}
+    own: dict[str, PackedRows] = {}
     for key, name in names.items():
         if family.ignores(name):
             continue
-        for part, place in places(name, key, reader, family.packed):
-            if own.setdefault(part, place) != place:
+        for part, rows in packed_rows(name, key, reader, family.packed):
+            if own.setdefault(part, rows) != rows:
                 raise CheckpointMismatchError(
                     f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of "
                     f"a {family.architecture}, under two names. One would be lost. Remove one of "
@@ -286,7 +286,7 @@ def check_tensors(
         CorruptDataError: If the files mix element types that one model cannot have.
     """
     if isinstance(reader.reader, SafetensorsFolder):
-        reader.reader.check_types(place.name for place in reader.own.values())
+        reader.reader.check_types(rows.name for rows in reader.own.values())
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]

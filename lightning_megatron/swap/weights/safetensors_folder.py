@@ -169,20 +169,20 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / INDEX).is_file():
         _refuse(folder)
     content = read_regular_file(folder / INDEX, _REMEDY, _LARGEST_INDEX)
-    places = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
+    weight_map = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
     if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(file, str) for file in places.values())
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise CorruptDataError(
             f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It "
             "is damaged or of another format. Copy the folder again."
         )
-    files = sorted(set(places.values()))
+    files = sorted(set(weight_map.values()))
     _check_files(folder, files)
     found = {file: read_header(folder / file) for file in files}
-    lacking = [name for name, file in places.items() if name not in found[file]]
+    lacking = [name for name, file in weight_map.items() if name not in found[file]]
     if lacking:
         raise CheckpointMismatchError(
             f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are "
@@ -192,14 +192,14 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         f"{name} in {file}"
         for file, tensors in found.items()
         for name in tensors
-        if places.get(name) != file
+        if weight_map.get(name) != file
     ]
     if hidden:
         raise CheckpointMismatchError(
             f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of "
             f"{folder} are not. Index and files are of different saves. Copy the folder again."
         )
-    return {name: found[file][name] for name, file in places.items()}
+    return {name: found[file][name] for name, file in weight_map.items()}
 
 
 def _check_files(folder: Path, files: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
-#: Keys of a shell's ``__dict__``, which keep the layers out of its tree of modules.
+#: Keys of a stub's ``__dict__``, which keep the layers out of its tree of modules.
 _COUNTERPARTS = "counterparts"
 _BUFFER_OWNERS = "buffer_owners"
 _PATH = "path_in_model"
@@ -21,10 +21,10 @@ _PATH = "path_in_model"
 _KEYS = "parameter_keys"
 
 
-class Shell(nn.Module):
+class ModuleStub(nn.Module):
     """Module that keeps a class's names and parameters while other layers compute.
 
-    A shell is still an instance of its former class, with its attributes, children and this rank's
+    A stub is still an instance of its former class, with its attributes, children and this rank's
     parts of its parameters. Uses that would have no effect raise an error: calls, hooks, and the
     replacement of parameters or children.
     """
@@ -174,8 +174,8 @@ class Shell(nn.Module):
         )
 
 
-def become_shell(module: nn.Module, path: str) -> None:
-    """Convert a module to a shell in place; it stays an instance of its class.
+def become_stub(module: nn.Module, path: str) -> None:
+    """Convert a module to a stub in place; it stays an instance of its class.
 
     Its parameters and buffers are dropped. The caller must have checked it for hooks before.
 
@@ -193,40 +193,40 @@ def become_shell(module: nn.Module, path: str) -> None:
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()
     vars(module)[_PATH] = path
-    module.__class__ = shell_class(type(module))
+    module.__class__ = stub_class(type(module))
 
 
-def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a class, with the same name, whose instances are shells.
+def stub_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a class, with the same name, whose instances are stubs.
 
     Args:
         kind: Class of the model.
-        before: Base classes that precede ``Shell`` in the order of method resolution.
+        before: Base classes that precede ``ModuleStub`` in the order of method resolution.
     """
-    return _class_of((*before, Shell, kind))
+    return _class_of((*before, ModuleStub, kind))
 
 
 @cache
 def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
     kind = bases[-1]
     # ``__module__`` names this package, so that no check for classes of the foreign package matches
-    # a shell, which does not compute.
+    # a stub, which does not compute.
     return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
 
 
-def new_container() -> Shell:
-    """Return an empty shell for parameter names that belong to no module of the class."""
-    return Shell()
+def new_container() -> ModuleStub:
+    """Return an empty stub for parameter names that belong to no module of the class."""
+    return ModuleStub()
 
 
-def set_counterparts(shell: nn.Module, parts: tuple[nn.Module, ...]) -> None:
-    """Set the layers that compute a shell's part, the outermost first."""
-    vars(shell)[_COUNTERPARTS] = parts
+def set_counterparts(stub: nn.Module, parts: tuple[nn.Module, ...]) -> None:
+    """Set the layers that compute a stub's part, the outermost first."""
+    vars(stub)[_COUNTERPARTS] = parts
     for part in parts:
-        part.training = shell.training
+        part.training = stub.training
 
 
-def share_buffer(shell: nn.Module, key: str, owner: nn.Module, own_key: str) -> None:
-    """Register a layer's buffer in a shell under another name."""
-    shell.register_buffer(key, owner._buffers[own_key])
-    vars(shell).setdefault(_BUFFER_OWNERS, {})[key, own_key] = owner
+def share_buffer(stub: nn.Module, key: str, owner: nn.Module, own_key: str) -> None:
+    """Register a layer's buffer in a stub under another name."""
+    stub.register_buffer(key, owner._buffers[own_key])
+    vars(stub).setdefault(_BUFFER_OWNERS, {})[key, own_key] = owner

@@ -16,7 +16,7 @@ from lightning_megatron.layers.init import ZEROS, sharded_parameter
 from lightning_megatron.plan.shards import even_range
 
 
-def with_part_of_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
+def shard_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
     """Return a module like ``source`` with this rank's rows of every parameter, unfilled.
 
     The result equals ``source`` on this rank's part of the features or heads. Each feature or head

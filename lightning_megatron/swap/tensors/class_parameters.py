@@ -11,7 +11,7 @@ from lightning_megatron.swap.tensors.packed import Packed
 
 
 @dataclass(frozen=True)
-class Home:
+class ClassParameter:
     """Parameter of a foreign class that contains rows of a full tensor.
 
     Args:
@@ -29,11 +29,13 @@ class Home:
         return sum(source.num_rows for source in self.sources)
 
 
-def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ...]:
+def class_parameters_of(
+    tensor: TensorMap, packed: Iterable[Packed] = ()
+) -> tuple[ClassParameter, ...]:
     """List the foreign parameters that make up a full tensor, from the first row to the last.
 
-    A joined layer has one home for each of its layers. A tensor that the class has packed or
-    reordered has a single home.
+    A joined layer has one parameter for each of its layers. A tensor that the class has packed or
+    reordered has a single parameter.
 
     Args:
         tensor: Full tensor with its sources.
@@ -42,12 +44,12 @@ def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ..
     rules = tuple(packed)
     named = [(_class_name(source.name, rules), source) for source in tensor.sources]
     return tuple(
-        Home(name, tuple(source for _, source in group))
+        ClassParameter(name, tuple(source for _, source in group))
         for name, group in groupby(named, key=lambda one: one[0])
     )
 
 
-def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
+def class_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
     """Return a table with the same sources and the foreign class's parameters as targets.
 
     Args:
@@ -57,17 +59,20 @@ def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tup
     rules = tuple(packed)
     return tuple(
         replace(
-            tensor, target=home.name, shape=(home.num_rows, *tensor.shape[1:]), sources=home.sources
+            tensor,
+            target=parameter.name,
+            shape=(parameter.num_rows, *tensor.shape[1:]),
+            sources=parameter.sources,
         )
         for tensor in table
-        for home in homes_of(tensor, rules)
+        for parameter in class_parameters_of(tensor, rules)
     )
 
 
 def _class_name(source: str, rules: tuple[Packed, ...]) -> str:
     for rule in rules:
-        place = rule.place(source)
-        if place is not None:
-            whole, index, _ = place
+        position = rule.position_of(source)
+        if position is not None:
+            whole, index, _ = position
             return f"{whole}.{index}" if rule.is_stack else whole
     return source
