@@ -318,3 +318,8 @@ def _region(full: Tensor, box: Box) -> Tensor:
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         full = full.narrow(dim, offset, size)
     return full
+
+
+def num_elements(module: nn.Module) -> int:
+    """Count a module's parameters on this rank, without the padding of vocabularies (elements)."""
+    return sum(prod(box.sizes) for p in module.parameters() for box in shard_spec_of(p).boxes())

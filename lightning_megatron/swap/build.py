@@ -48,7 +48,7 @@ def build(plan: SwapPlan) -> Swaps:
         for source, name in swap.sources.items()
     }
     models = [swap.site.name for swap in swaps if swap.kind == WHOLE_MODEL]
-    share_weights(plan.root, targets, models, plan.stages)
+    share_weights(plan.root, targets, models, plan.here)
     for swap in swaps:
         check_nothing_is_lost(swap.site, swap.target, stays=swap.install is not None)
     return Swaps(swaps, missing)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of, whole_spec
+from lightning_megatron.groups.shard_spec import (
+    num_elements,
+    set_shard_spec,
+    shard_spec_of,
+    whole_spec,
+)
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
 from lightning_megatron.swap.build import Swaps
@@ -46,8 +49,21 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
     broadcast_values(plan.root, plan.built_here, plan.mesh)
     records = [_kept_record(model) for model in plan.own_code if model.reason]
     records += [_record(swap, swap.fill()) for swap in swaps.replacements]
-    sizes_before = [_num_elements(model.site.module) for model in plan.own_code]
-    _put_in_place(plan, swaps)
+    sizes_before = [num_elements(model.site.module) for model in plan.own_code]
+    targets: dict[int, nn.Module] = {}
+    cuts_sequence = any(swap.kind == "sequence" for swap in swaps.replacements)
+    for swap in swaps.replacements:
+        if swap.install is not None:
+            swap.install()
+            continue
+        targets[id(swap.site.module)] = swap.target
+        setattr(swap.target, SWAPPED_AS, swap.kind)
+        if cuts_sequence and swap.kind not in (*SEQUENCE_KINDS, WHOLE_MODEL):
+            gather_sequence_inputs(swap.target)
+    for site in plan.sites:
+        # A module with several names is replaced at each of them.
+        if site.closed_by is None and id(site.module) in targets:
+            setattr(site.parent, site.key, targets[id(site.module)])
     for name in plan.partial:
         for parameter in plan.root.get_submodule(name).parameters():
             set_shard_spec(parameter, whole_spec(parameter, plan.mesh.tp.rank, partial=True))
@@ -94,22 +110,6 @@ def _broadcast(tensor: Tensor, mesh: ParallelMesh) -> None:
         tensor.copy_(values)
 
 
-def _put_in_place(plan: SwapPlan, swaps: Swaps) -> None:
-    targets: dict[int, nn.Module] = {}
-    cuts_sequence = any(swap.kind == "sequence" for swap in swaps.replacements)
-    for swap in swaps.replacements:
-        if swap.install is not None:
-            swap.install()
-            continue
-        targets[id(swap.site.module)] = swap.target
-        setattr(swap.target, SWAPPED_AS, swap.kind)
-        if cuts_sequence and swap.kind not in (*SEQUENCE_KINDS, WHOLE_MODEL):
-            gather_sequence_inputs(swap.target)
-    for site in plan.sites:
-        if site.closed_by is None and id(site.module) in targets:
-            setattr(site.parent, site.key, targets[id(site.module)])
-
-
 def _record(swap: Swap, note: str) -> SwapRecord:
     source = swap.site.module
     kind = type(swap.target)
@@ -121,15 +121,15 @@ def _record(swap: Swap, note: str) -> SwapRecord:
         swap.kind,
         type(source).__name__,
         kind.__name__,
-        _num_elements(source),
-        _num_elements(swap.target),
+        num_elements(source),
+        num_elements(swap.target),
         note,
     )
 
 
 def _kept_record(model: OwnCodeModel) -> SwapRecord:
     kind = type(model.site.module).__name__
-    size = _num_elements(model.site.module)
+    size = num_elements(model.site.module)
     note = f"It is kept, because {model.reason}"
     return SwapRecord(model.site.name, "Hugging Face's own module", kind, kind, size, size, note)
 
@@ -143,11 +143,6 @@ def _planned_record(model: OwnCodeModel, size_before: int) -> SwapRecord:
         kind,
         kind,
         size_before,
-        _num_elements(module),
+        num_elements(module),
         whole_parts(module),
     )
-
-
-def _num_elements(module: nn.Module) -> int:
-    """Count elements, excluding the padding of vocabularies."""
-    return sum(prod(box.sizes) for p in module.parameters() for box in shard_spec_of(p).boxes())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.swap.decide.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class TargetParameter:
 def share_weights(
     root: nn.Module,
     targets: Mapping[str, TargetParameter],
-    models: Sequence[str] = (),
-    stages: Stages | None = None,
+    models: Sequence[str],
+    here: Set[str],
 ) -> None:
     """Share parameters of the targets in the same way as their sources; do not change ``root``.
 
@@ -50,7 +49,7 @@ def share_weights(
         targets: Target of each swapped parameter, by its full name in ``root``.
         models: Names of whole models that are replaced, which may share weights within themselves
             only.
-        stages: Parts of a staged model that this rank keeps.
+        here: Names of the modules of this rank's stage.
 
     Raises:
         ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.
@@ -58,7 +57,7 @@ def share_weights(
     names: dict[int, list[str]] = {}
     for path, owner in root.named_modules():
         for key, parameter in owner._parameters.items():
-            if parameter is not None and (stages is None or stages.is_here(f"{path}.{key}")):
+            if parameter is not None and (not path or path in here):
                 names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
     for shared in names.values():
         if len(shared) > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,6 @@ from lightning_megatron.swap.blocks.builders import BlockRequest
 from lightning_megatron.swap.blocks.rules import BlockRule
 from lightning_megatron.swap.decide.kinds import ModuleSite
 from lightning_megatron.swap.decide.replacements import BlockReplacement
-from lightning_megatron.swap.decide.stages import Stages
 
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
@@ -28,23 +27,26 @@ _RuledSite = tuple[ModuleSite, str, BlockRule]
 def choose_blocks(
     sites: Sequence[ModuleSite],
     kinds: Mapping[str, str],
-    stages: Stages | None,
+    here: Set[str],
     mesh: ParallelMesh,
-    deferred: Sequence[str] = (),
+    *,
+    has_stages: bool,
+    deferred: Sequence[str],
 ) -> list[BlockReplacement]:
     """Decide which torch.nn blocks of this rank's stage are replaced.
 
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of all plans, by module name.
-        stages: Parts of the module that this rank keeps; None for a single stage.
+        here: Names of the modules of this rank's stage.
         mesh: Process groups of this rank.
+        has_stages: Whether the module's parts are assigned to pipeline stages.
         deferred: Names of models whose missing values are read before blocks are filled.
 
     Raises:
         UnsupportedError: If the layout does not fit a block.
     """
-    chosen = _choose(sites, kinds, mesh, has_stages=stages is not None)
+    chosen = _choose(sites, kinds, mesh, has_stages=has_stages)
     cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
     # Every block is numbered, so that its number does not depend on its stage.
     return [
@@ -65,7 +67,7 @@ def choose_blocks(
             ),
         )
         for number, (site, kind, rule) in enumerate(chosen)
-        if stages is None or stages.is_here(site.name)
+        if site.name in here
     ]
 
 

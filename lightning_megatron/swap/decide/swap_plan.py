@@ -59,6 +59,7 @@ class SwapPlan:
         replacements: Modules of this rank that are replaced, in the order of definition.
         own_code: Hugging Face models that keep their own code, nested ones included.
         stages: Parts of the module that this rank keeps; None for a single stage.
+        here: Names of the modules of this rank's stage.
         partial: Names of modules on this rank whose gradients are parts of sums.
         built_here: Names of models that were built on ``mesh``, whose ranks have different layers.
     """
@@ -69,6 +70,7 @@ class SwapPlan:
     replacements: tuple[Replacement, ...]
     own_code: tuple[OwnCodeModel, ...]
     stages: Stages | None
+    here: frozenset[str]
     partial: tuple[str, ...]
     built_here: tuple[str, ...]
 
@@ -97,6 +99,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     )
     kinds |= models.kinds
     stages = find_stages(module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names)
+    here = frozenset(site.name for site in sites if stages is None or stages.is_here(site.name))
     own_code = [model.site.name for model in models.own_code]
     replacements: list[Replacement] = [
         *(WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)),
@@ -104,7 +107,9 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
             FamilyReplacement(site, family, mesh, options.shows_progress)
             for site, family in models.replaced
         ),
-        *choose_blocks(swappable, kinds, stages, mesh, own_code),
+        *choose_blocks(
+            swappable, kinds, here, mesh, has_stages=stages is not None, deferred=own_code
+        ),
     ]
     order = {site.name: number for number, site in enumerate(sites)}
     partial = [name for name, kind in kinds.items() if kind == "partial" and mesh.tp.size > 1]
@@ -115,7 +120,8 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
         tuple(sorted(replacements, key=lambda one: order[one.site.name])),
         models.own_code,
         stages,
-        tuple(name for name in partial if stages is None or stages.is_here(name)),
+        here,
+        tuple(name for name in partial if name in here),
         tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
     )
 
