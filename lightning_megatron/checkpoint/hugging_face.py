@@ -29,7 +29,11 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.hugging_face.own_code import OWN_CODE, described, own_code_models
+from lightning_megatron.swap.hugging_face.own_code import (
+    OWN_CODE,
+    checkpoint_record,
+    own_code_models,
+)
 from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merged, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
@@ -55,7 +59,7 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
         if part.adapter is not None:
             found[name]["adapter"] = asdict(part.adapter)
     for name, model in own_code_models(module):
-        found[name] = described(name, model, one_process["order"], one_process["aliases"])
+        found[name] = checkpoint_record(name, model, one_process["order"], one_process["aliases"])
     return found
 
 

@@ -33,7 +33,7 @@ TWINS |= dict.fromkeys(expert_models.WHOLE, expert_models.twin_of) | dict.fromke
 def swapped(twin: nn.Module) -> tuple[nn.Module, list[ClassTensors]]:
     root = nn.ModuleDict({"model": deepcopy(twin)})
     parallelize(root, ParallelMesh.single())
-    return root, ClassTensors.all_of(root)
+    return root, ClassTensors.of_module(root)
 
 
 def unpadded(root: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory
 from lightning_megatron.swap.weights import copying
-from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all, in_turns
+from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all, interleave
 from tests.swap.test_mapping import full_of, maps, values_of
 
 
@@ -35,7 +35,7 @@ def test_pieces_make_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_neighbours_are_far_apart_and_nothing_is_left_out() -> None:
     for number in range(40):
-        order = in_turns(range(number), 4)
+        order = interleave(range(number), 4)
         assert sorted(order) == list(range(number))
         assert all(abs(one - other) >= number // 4 - 1 for one, other in pairwise(order[:4]))
 

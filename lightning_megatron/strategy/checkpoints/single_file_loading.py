@@ -145,7 +145,7 @@ def load_full_optimizer(
     Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
     of failures over the world.
     """
-    models = ClassTensors.all_of(module)
+    models = ClassTensors.of_module(module)
     untied = [
         [name for name in names if main.spec(name).tied_to is None]
         for names in main.names_of(optimizer)

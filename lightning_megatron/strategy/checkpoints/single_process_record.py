@@ -82,7 +82,7 @@ def single_process_record(
     ]
     stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
     order = in_class_order(
-        ClassTensors.all_of(module), merge_orders([stage[0] for stage in stages])
+        ClassTensors.of_module(module), merge_orders([stage[0] for stage in stages])
     )
     return {
         "order": order,

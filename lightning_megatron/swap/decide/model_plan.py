@@ -14,7 +14,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.swap.blocks.rules import rules_of
-from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 
 #: Kinds for the styles of Hugging Face's plans.
 _KINDS: Mapping[str, str] = {
@@ -76,7 +76,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles:
         return OwnPlan({}, ("it brings none",))
-    if any(is_of_peft(module) for module in model.modules()):
+    if any(is_peft_module(module) for module in model.modules()):
         return OwnPlan({}, ("peft has wrapped its layers",))
     modules = dict(model.named_modules())
     blocks: dict[str, dict[str, str]] = {}

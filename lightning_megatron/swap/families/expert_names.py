@@ -79,7 +79,7 @@ class ExpertNames:
         return found
 
 
-def is_of_training(name: str) -> bool:
+def is_training_only(name: str) -> bool:
     """Return whether a tensor is a router's token statistics instead of a weight."""
     return name.endswith(".step_shares")
 

@@ -13,7 +13,11 @@ from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.expert_names import SETTINGS
 from lightning_megatron.swap.families.family import ModelConfig
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
-from lightning_megatron.swap.families.unknown_fields import HARMLESS, passed_over, warn_of
+from lightning_megatron.swap.families.unknown_fields import (
+    HARMLESS,
+    unknown_fields,
+    warn_about_fields,
+)
 
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a foreign configuration by name, with the family's defaults where none are given."""
@@ -277,7 +281,7 @@ class ConfigTable:
             name for name in unknown if config[name] is not None and config[name] is not False
         )
         # Settings of ours are meant, though Hugging Face passes over them.
-        overlooked = passed_over(on, config.get("model_type")) - {SETTINGS}
+        overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:
                 raise refusal(
@@ -287,7 +291,7 @@ class ConfigTable:
                     "nothing is known of this field, which may change the model",
                 )
         if overlooked - HARMLESS:
-            warn_of(self.family, tuple(sorted(overlooked - HARMLESS)))
+            warn_about_fields(self.family, tuple(sorted(overlooked - HARMLESS)))
 
 
 def refusal(

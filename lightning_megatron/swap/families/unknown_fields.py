@@ -44,7 +44,7 @@ _SHARED = (
 )
 
 
-def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
+def unknown_fields(names: Iterable[str], model_type: object) -> frozenset[str]:
     """Return the fields that change nothing in a Hugging Face model.
 
     transformers keeps unknown fields as attributes of the configuration. A field that the type's
@@ -69,7 +69,7 @@ def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
 
 
 @cache
-def warn_of(family: str, names: tuple[str, ...]) -> None:
+def warn_about_fields(family: str, names: tuple[str, ...]) -> None:
     """Log once, on the first rank, the fields of a configuration that are ignored."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         logger.warning(

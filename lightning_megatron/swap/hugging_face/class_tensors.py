@@ -42,7 +42,7 @@ class ClassTensors:
     order: tuple[str, ...] = ()
 
     @classmethod
-    def all_of(cls, module: nn.Module) -> list[ClassTensors]:
+    def of_module(cls, module: nn.Module) -> list[ClassTensors]:
         """Return the conversions of all replaced models inside a module."""
         return [
             cls(_prefix(name), part.family, part.body.config, part.adapter, part.class_order)

@@ -57,7 +57,7 @@ def plain_config(model: Any) -> dict[str, Any]:
     return found
 
 
-def described(
+def checkpoint_record(
     name: str, model: Any, order: Sequence[str], aliases: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a checkpoint's record of a model that runs its own code.

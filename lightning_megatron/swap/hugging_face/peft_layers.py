@@ -43,7 +43,7 @@ _NO_EXPERTS = (
 _OTHERS = "Choose target_modules among the linear layers of its blocks"
 
 
-def is_of_peft(module: Any) -> bool:
+def is_peft_module(module: Any) -> bool:
     """Return whether a module belongs to peft."""
     return type(module).__module__.partition(".")[0] == "peft"
 
@@ -208,7 +208,7 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
     saved = dict[str, Any]()
     inside = ""
     for path, module in source.named_modules():
-        if is_of_peft(module) and not (inside and path.startswith(inside)):
+        if is_peft_module(module) and not (inside and path.startswith(inside)):
             inside = f"{path}."
             is_saved = type(module).__name__ == "ModulesToSaveWrapper"
             found = saved if is_saved else layers

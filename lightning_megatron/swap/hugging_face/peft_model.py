@@ -12,7 +12,7 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.low_rank import LowRankUpdates
 from lightning_megatron.models.stage import named_layers
-from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.save_adapter import save_adapter
 
@@ -42,7 +42,7 @@ def keep_wrappers(root: nn.Module) -> None:
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
-        if is_of_peft(wrapper) and hasattr(wrapper, "get_base_model"):
+        if is_peft_module(wrapper) and hasattr(wrapper, "get_base_model"):
             model = wrapper.get_base_model()
             vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
             if isinstance(model, ReplacedModel):

@@ -20,13 +20,13 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, computed_by
-from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.families.expert_names import is_training_only
 from lightning_megatron.swap.hugging_face.own_code import (
     holds_replaced,
     names_in_files,
     plain_config,
 )
-from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_as_it_is, export_folder
@@ -64,7 +64,9 @@ def save_folder(
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     named = {plain_name(path): tensor for path, tensor in held.items()}
     tensors = {
-        model.family.present_name(n): tensor for n, tensor in named.items() if not is_of_training(n)
+        model.family.present_name(n): tensor
+        for n, tensor in named.items()
+        if not is_training_only(n)
     }
     limit = _limit(max_shard_size)
 
@@ -115,7 +117,7 @@ def save_as_it_is(
             "stored as the class around them has them. Call save_pretrained of each, or write a "
             "file for one process with `lightning-megatron checkpoint consolidate`."
         )
-    if any(is_of_peft(part) for part in model.modules()):
+    if any(is_peft_module(part) for part in model.modules()):
         raise UnsupportedError(
             "save_pretrained writes models without adapters: peft has wrapped layers of this "
             f"{type(model).__name__}, and ranks hold parts of it. Call save_pretrained of the "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.families.expert_names import is_training_only
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, owner_of
 from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, without_adapters
@@ -48,7 +48,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
             found[f"{prefix}{target}"] = tensor
         own = dict(part.named_buffers())
         # Tensors that other strategies do not save keep their values.
-        found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_of_training(key)}
+        found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)}
         _add_aliases(found, prefix, part.family, config, adapter)
     return found
 
@@ -68,7 +68,7 @@ def to_foreign_names(
     """
     parts: dict[str, list[str]] = {}
     for name in state:
-        if not any(name.startswith(model.prefix) and is_of_training(name) for model in models):
+        if not any(name.startswith(model.prefix) and is_training_only(name) for model in models):
             parts.setdefault(class_name_in(models, name), []).append(name)
     found: dict[str, Tensor] = {}
     for name, members in parts.items():

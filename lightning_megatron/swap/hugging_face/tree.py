@@ -16,7 +16,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.families.expert_names import is_training_only
 from lightning_megatron.swap.hugging_face.module_stubs import (
     become_stub,
     new_container,
@@ -192,7 +192,7 @@ def _buffers(
     module_paths = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
     for name, _ in model.named_buffers():
         owner, _, key = name.rpartition(".")
-        if is_of_training(name):
+        if is_training_only(name):
             yield model.get_submodule(owner), key, f"{module_paths[owner]}.{key}"
         else:
             yield model.get_submodule(owner), key, _path_of(parameters[name].name, paths)

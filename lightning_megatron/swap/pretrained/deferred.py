@@ -255,7 +255,7 @@ def read_deferred(model: nn.Module) -> Callable[[], None]:
     return give
 
 
-class GivingValues(TorchFunctionMode):
+class ReadOnFirstUse(TorchFunctionMode):
     """Torch function mode that gives deferred parameters their values on first use.
 
     Inside the block such a parameter reports the CPU as its device. An operation that asks only for

@@ -16,8 +16,8 @@ from lightning_megatron.models.hugging_face_folder import naming_folder
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.pretrained.deferred import (
-    GivingValues,
     Origin,
+    ReadOnFirstUse,
     defer,
     is_part_of_deferred,
     read_deferred,
@@ -70,7 +70,7 @@ def building_on_meta() -> Iterator[None]:
             when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack))
         )
         stack.enter_context(_giving_adapters_values())
-        stack.enter_context(GivingValues())
+        stack.enter_context(ReadOnFirstUse())
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 
@@ -139,7 +139,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    if head is None or is_of_peft(head) or is_of_peft(embedding):
+    if head is None or is_peft_module(head) or is_peft_module(embedding):
         return
     if (head.weight is embedding.weight) != is_tied:
         is_or_not = "is not" if is_tied else "is"
@@ -164,7 +164,7 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescr
     _check_shared(name, model, parts)
     for path, module in model.named_modules():
         part = parts.get(plain_name(f"{path}.weight").removesuffix(".weight"))
-        if is_of_peft(module) or part is None:
+        if is_peft_module(module) or part is None:
             continue
         where = f"{name}.{path}" if path else name
         if "forward" in vars(module):

@@ -100,11 +100,11 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
     ):
         # Parts that are far apart in a large model are in different files, which are read in
         # parallel.
-        for num_bytes in pool.map(lambda copy: copy.run(reader), in_turns(copies, _NUM_AT_ONCE)):
+        for num_bytes in pool.map(lambda copy: copy.run(reader), interleave(copies, _NUM_AT_ONCE)):
             bar.update(num_bytes)
 
 
-def in_turns(items: Sequence[T], num_runs: int) -> list[T]:
+def interleave(items: Sequence[T], num_runs: int) -> list[T]:
     """Interleave a sequence: cut it into equal runs and take one item of each in turn."""
     length = max(-(-len(items) // num_runs), 1)
     return [item for first in range(length) for item in items[first::length]]

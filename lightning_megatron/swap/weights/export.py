@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.swap.families.expert_names import SETTINGS, is_of_training
+from lightning_megatron.swap.families.expert_names import SETTINGS, is_training_only
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
@@ -58,7 +58,7 @@ def foreign_tensors(
         is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(
             name, config
         )
-        if is_alias or is_of_training(name):
+        if is_alias or is_training_only(name):
             continue
         if name not in left:
             problem = "given twice" if name in known else "unknown"
