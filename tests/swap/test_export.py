@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.families import family_of
-from lightning_megatron.swap.weights import export
+from lightning_megatron.swap.weights import safetensors_writer
 from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
@@ -74,8 +74,8 @@ def test_a_tensor_that_is_larger_than_a_file_has_one_for_itself(tmp_path: Path) 
 
 def test_a_file_whose_header_is_full_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "one")
-    monkeypatch.setattr(export, "_LARGEST_ROOM", 500)
-    monkeypatch.setattr(export, "_BLOCK", 300)
+    monkeypatch.setattr(safetensors_writer, "_LARGEST_HEADER", 500)
+    monkeypatch.setattr(safetensors_writer, "_BLOCK", 300)
     export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "several")
     one, several = SafetensorsFolder(tmp_path / "one"), SafetensorsFolder(tmp_path / "several")
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 5
