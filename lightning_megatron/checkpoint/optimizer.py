@@ -13,18 +13,18 @@ from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.metadata_checks import check_states
+from lightning_megatron.checkpoint.parameter_groups import (
+    check_same_groups,
+    check_saved_groups,
+    hyperparameters_of,
+)
 from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, whole_spec
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.shared_gradients import original_name
-
-# Hyperparameters that select the implementation are not restored: they depend on the device and do
-# not change results.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
 def optimizer_tensors(
@@ -97,7 +97,7 @@ def optimizer_metadata(
                 values[name] = plain
     _join_stage(groups, values, mesh)
     stages = all_gather_objects((groups, values), mesh.pp_cpu)
-    _check_same_groups(
+    check_same_groups(
         [[group["hyperparameters"] for group in stage_groups] for stage_groups, _ in stages]
     )
     merged = [
@@ -146,7 +146,7 @@ def load_optimizer(
     """
     names_of_groups = main.names_of(optimizer)
     original = _originals(names_of_groups, metadata["groups"], main)
-    _check_groups(names_of_groups, metadata["groups"], original, mesh)
+    check_saved_groups(names_of_groups, metadata["groups"], original, mesh)
     check_hyperparameters(
         optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index
     )
@@ -277,87 +277,6 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
                     group[key] = list(dict.fromkeys([*group[key], *more[key]]))
 
 
-def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of an optimizer's group that are saved, tensors on the CPU."""
-    return {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
-
-
-def different_hyperparameters(
-    stages: Sequence[Sequence[Mapping[str, Any]]],
-) -> tuple[int, str, list[Any]] | None:
-    """Return the first hyperparameter that differs between the pipeline stages.
-
-    Args:
-        stages: Hyperparameters of every group, by stage. All stages have equally many groups.
-
-    Returns:
-        Number of the group, name, and values by stage (None where it is missing); None if all are
-        equal.
-    """
-    for number, groups in enumerate(zip(*stages, strict=True)):
-        for key in sorted({key for group in groups for key in group}):
-            values = [_plain(group.get(key)) for group in groups]
-            if any(value != values[0] for value in values):
-                return number, key, values
-    return None
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    counts = [len(groups) for groups in stages]
-    if len(set(counts)) > 1:
-        raise CheckpointMismatchError(
-            "the optimizers of all pipeline stages must have equally many parameter groups: "
-            f"{counts}. A checkpoint merges them by number. Build the same groups on every "
-            "stage in configure_optimizers, empty ones included."
-        )
-    different = different_hyperparameters(stages)
-    if different is not None:
-        number, key, values = different
-        raise CheckpointMismatchError(
-            "a parameter group must have the same hyperparameters on all pipeline stages: "
-            f"{key!r} of group {number} is {values} by stage. A checkpoint merges groups by number "
-            "and keeps one value. Build the same groups on every stage in configure_optimizers, "
-            "empty ones included."
-        )
-
-
-def _check_groups(
-    names_of_groups: Sequence[Sequence[str]],
-    groups: Sequence[Mapping[str, Any]],
-    original: Mapping[str, str],
-    mesh: ParallelMesh,
-) -> None:
-    """Compare the groups of all ranks with the saved ones; raise on all ranks if any differs."""
-    saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
-    moved = [
-        f"{name} is in group {number}, saved in {saved.get(original[name], 'none')}"
-        for number, names in enumerate(names_of_groups)
-        for name in names
-        if saved.get(original[name]) != number
-    ]
-    everyone = all_gather_objects(
-        (len(names_of_groups), moved, set(original.values())), mesh.whole_cpu
-    )
-    complaints = [
-        f"{len(groups)} groups were saved, the optimizer has {n}"
-        for n in {e[0] for e in everyone} - {len(groups)}
-    ]
-    complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
-    present = set().union(*(one[2] for one in everyone))
-    dropped = [name for name in saved if name not in present]
-    complaints += [f"saved but in no group: {', '.join(dropped[:10])}"] if dropped else []
-    if complaints:
-        raise CheckpointMismatchError(
-            "an optimizer must have the parameter groups that were saved: "
-            f"{'; '.join(complaints)}. Its state would go to other parameters. Restore "
-            "configure_optimizers as it was, or load the weights alone."
-        )
-
-
 def _saved_state(stored: Stored, index: int) -> dict[str, dict[str, SavedTensor]]:
     """Return shape and dtype of the saved states, by parameter and key."""
     found: dict[str, dict[str, SavedTensor]] = {}
@@ -424,7 +343,3 @@ def _create_state(
     if everywhere:
         raise UnsupportedError(everywhere[0])
     return entries
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

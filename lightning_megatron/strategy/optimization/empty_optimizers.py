@@ -8,7 +8,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.optimizer import different_hyperparameters, hyperparameters_of
+from lightning_megatron.checkpoint.parameter_groups import (
+    different_hyperparameters,
+    hyperparameters_of,
+)
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -1,0 +1,122 @@
+"""Checks of an optimizer's parameter groups, over pipeline stages and against a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+
+# Hyperparameters that select the implementation are not restored: they depend on the device and do
+# not change results.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
+
+
+def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of an optimizer's group that are saved, tensors on the CPU."""
+    return {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
+
+
+def different_hyperparameters(
+    stages: Sequence[Sequence[Mapping[str, Any]]],
+) -> tuple[int, str, list[Any]] | None:
+    """Return the first hyperparameter that differs between the pipeline stages.
+
+    Args:
+        stages: Hyperparameters of every group, by stage. All stages have equally many groups.
+
+    Returns:
+        Number of the group, name, and values by stage (None where it is missing); None if all are
+        equal.
+    """
+    for number, groups in enumerate(zip(*stages, strict=True)):
+        for key in sorted({key for group in groups for key in group}):
+            values = [_plain(group.get(key)) for group in groups]
+            if any(value != values[0] for value in values):
+                return number, key, values
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Check that the optimizers of all pipeline stages have the same parameter groups.
+
+    Args:
+        stages: Parameter groups of each stage.
+
+    Raises:
+        CheckpointMismatchError: If numbers of groups or their hyperparameters differ.
+    """
+    counts = [len(groups) for groups in stages]
+    if len(set(counts)) > 1:
+        raise CheckpointMismatchError(
+            "the optimizers of all pipeline stages must have equally many parameter groups: "
+            f"{counts}. A checkpoint merges them by number. Build the same groups on every "
+            "stage in configure_optimizers, empty ones included."
+        )
+    different = different_hyperparameters(stages)
+    if different is not None:
+        number, key, values = different
+        raise CheckpointMismatchError(
+            "a parameter group must have the same hyperparameters on all pipeline stages: "
+            f"{key!r} of group {number} is {values} by stage. A checkpoint merges groups by number "
+            "and keeps one value. Build the same groups on every stage in configure_optimizers, "
+            "empty ones included."
+        )
+
+
+def check_saved_groups(
+    names_of_groups: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+    original: Mapping[str, str],
+    mesh: ParallelMesh,
+) -> None:
+    """Compare the parameter groups of all ranks with the saved ones.
+
+    Args:
+        names_of_groups: Names of this rank's parameters, by group.
+        groups: Saved groups.
+        original: Name of the saved parameter for each name of this rank.
+        mesh: Mesh of this rank.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, if a group of any rank differs.
+
+    Communication: a gather of names over all ranks.
+    """
+    saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
+    moved = [
+        f"{name} is in group {number}, saved in {saved.get(original[name], 'none')}"
+        for number, names in enumerate(names_of_groups)
+        for name in names
+        if saved.get(original[name]) != number
+    ]
+    everyone = all_gather_objects(
+        (len(names_of_groups), moved, set(original.values())), mesh.whole_cpu
+    )
+    complaints = [
+        f"{len(groups)} groups were saved, the optimizer has {n}"
+        for n in {e[0] for e in everyone} - {len(groups)}
+    ]
+    complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
+    present = set().union(*(one[2] for one in everyone))
+    dropped = [name for name in saved if name not in present]
+    complaints += [f"saved but in no group: {', '.join(dropped[:10])}"] if dropped else []
+    if complaints:
+        raise CheckpointMismatchError(
+            "an optimizer must have the parameter groups that were saved: "
+            f"{'; '.join(complaints)}. Its state would go to other parameters. Restore "
+            "configure_optimizers as it was, or load the weights alone."
+        )
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
