@@ -114,8 +114,7 @@ class HuggingFaceLM(ReplacedModel):
             others: Further arguments, none of which may change the result.
 
         Raises:
-            UnsupportedError: For unsupported arguments, and with pp above 1 for a call with
-                gradients outside of a step.
+            UnsupportedError: For unsupported arguments, or with pp > 1 for gradients outside steps.
             StageDone: On pipeline stages that do not compute the result, inside a step.
 
         Communication: that of the layers. Outside of a step and without gradients, the pipeline
