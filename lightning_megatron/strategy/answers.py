@@ -100,3 +100,12 @@ class TrainerAnswers(RankStrategy):
         options = self.options.as_dict().items()
         arguments = {name: value for name, value in options if name not in own}
         return {**own, **configuration_fields(arguments, trainer)}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``Trainer(strategy="megatron")`` once."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0]
+            )

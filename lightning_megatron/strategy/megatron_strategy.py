@@ -18,7 +18,10 @@ from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.strategy.answers import TrainerAnswers
-from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.checkpoints.run_checkpoints import (
+    RunCheckpoints,
+    refuse_storage_options,
+)
 from lightning_megatron.strategy.checkpoints.single_file_loading import (
     load_full_optimizer,
     load_full_weights,
@@ -346,11 +349,7 @@ class MegatronStrategy(TrainerAnswers):
         storage_options: Any | None = None,
     ) -> None:
         """Write a directory that any layout can load; a collective over all ranks."""
-        if storage_options is not None:
-            raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because "
-                "every rank writes its own files. Leave it out."
-            )
+        refuse_storage_options(storage_options)
         is_in_run = self._mesh is not None
         self._synchronise_buffers()
         with self.temporary_mesh() as mesh:
@@ -393,15 +392,6 @@ class MegatronStrategy(TrainerAnswers):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self._membership.watch.cleanup_done()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``Trainer(strategy="megatron")`` once."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(
-                cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0]
-            )
 
 
 MegatronStrategy.register_strategies(StrategyRegistry)

@@ -74,7 +74,8 @@ class ExpertLoad(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last, self._busiest = {}, {}
+        self._last = {}
+        self._busiest = {}
 
     @override
     def on_train_batch_end(

@@ -74,7 +74,8 @@ class StageReport:
 
     def table(self) -> str:
         """Format estimate and measurement as a table, in GiB or MiB."""
-        estimate, whole = self.estimate, self.estimate.activations > 0
+        estimate = self.estimate
+        whole = self.estimate.activations > 0
         unit = "GiB" if max(estimate.peak, self.peak or 0) >= GIB else "MiB"
         scale = GIB if unit == "GiB" else 2**20
 
@@ -180,12 +181,14 @@ def estimate_of(
         optimizers: Optimizers of the run.
         batch: A batch of this data-parallel rank.
     """
-    layout, stage = strategy.layout, strategy.mesh.pp.rank
+    layout = strategy.layout
+    stage = strategy.mesh.pp.rank
     training = training_shape(strategy, module, optimizers)
     models = [part for _, part in pipelined_modules(module) if isinstance(part, GPT)]
     tokens = tokens_shape(batch)
     if len(models) == 1 and tokens is not None:
-        model, (num_samples, seq_length) = models[0], tokens
+        model = models[0]
+        (num_samples, seq_length) = tokens
         rule = strategy.options.microbatches(layout)
         training = replace(
             training,
@@ -195,7 +198,8 @@ def estimate_of(
             recompute=model.recompute,
         )
         layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]
-        shape, table = model.config.memory_shape(), kept_by(model)
+        shape = model.config.memory_shape()
+        table = kept_by(model)
         return estimate_memory(shape, layout, training, table=table, stage_layers=layers)[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
@@ -213,7 +217,8 @@ def training_shape(
     strategy: MegatronStrategy, module: LightningModule, optimizers: Sequence[Optimizer]
 ) -> TrainingShape:
     """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
-    options, dtypes = strategy.options, strategy.precision_plugin.dtypes
+    options = strategy.options
+    dtypes = strategy.precision_plugin.dtypes
     main_parameters = dtypes.main_parameters or dtypes.parameters
     gradients = (
         torch.bfloat16
@@ -222,6 +227,7 @@ def training_shape(
     )
     moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else main_parameters
     device = strategy.root_device
+    main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
     return TrainingShape(
         seq_length=1,
         schedule=options.schedule_name,
@@ -231,7 +237,7 @@ def training_shape(
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
-        main_bytes=main_parameters.itemsize if dtypes.main_parameters else 0,
+        main_bytes=main_bytes,
         state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0)
         * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,

@@ -105,7 +105,8 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     for folder in known or [os.fspath(trainer.default_root_dir)]:
         siblings = []
         if "://" not in folder and _VERSION.fullmatch(Path(folder).parent.name):
-            root, inner = Path(folder).parent.parent, Path(folder).name
+            root = Path(folder).parent.parent
+            inner = Path(folder).name
             siblings = [
                 str(one / inner) for one in root.glob("version_*") if _VERSION.fullmatch(one.name)
             ]

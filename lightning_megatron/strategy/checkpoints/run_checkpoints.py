@@ -45,6 +45,22 @@ from lightning_megatron.strategy.process.random_states import random_states, res
 from lightning_megatron.training.main_parameters import MainParameters
 
 
+def refuse_storage_options(storage_options: object) -> None:
+    """Refuse options of Lightning's file writers, which this package does not use.
+
+    Args:
+        storage_options: Options given to ``Trainer.save_checkpoint``.
+
+    Raises:
+        TypeError: If options are given.
+    """
+    if storage_options is not None:
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because "
+            "every rank writes its own files. Leave it out."
+        )
+
+
 class RunCheckpoints:
     """Save, load and remove the checkpoints of one strategy.
 
@@ -176,7 +192,8 @@ class RunCheckpoints:
         Args:
             abandon: Whether to skip waiting for other ranks, because one has failed.
         """
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         self._random_states = None
         self._has_reserved = self.defers_copies = False
         if writer is not None and not abandon:

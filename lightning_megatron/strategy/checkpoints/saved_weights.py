@@ -61,7 +61,8 @@ class _ShardOwners(NamedTuple):
 
 
 def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwners]:
-    where, experts = mesh.layout.coordinates(rank), mesh.layout.expert_coordinates(rank)
+    where = mesh.layout.coordinates(rank)
+    experts = mesh.layout.expert_coordinates(rank)
     pp = where["pp"]
     return _ShardOwners(False, pp, 0, where["tp"]), _ShardOwners(
         True, pp, experts["ep"], experts["etp"]

@@ -92,7 +92,8 @@ def load_full_weights(
 
     Communication: gathers of names over pp and over tp x pp, then that of ``main.publish``.
     """
-    wanted, expected = model_tensors(module, main), model_placements(module, main)
+    wanted = model_tensors(module, main)
+    expected = model_placements(module, main)
     own = {f"{PREFIX}{name}" for name in module.state_dict()}
     given = {
         f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
@@ -170,12 +171,10 @@ def load_full_optimizer(
     check_states(names, state_of, full, is_of_torch)
     complaints = []
     for piece, on_device in _pieces_of(optimizer, main):
-        tied_to = main.spec(piece.name).tied_to
-        name = (
-            piece.name
-            if tied_to is None
-            else original_name(piece.name, tied_to, state_of.keys()) or piece.name
-        )
+        name = piece.name
+        tied_to = main.spec(name).tied_to
+        if tied_to is not None:
+            name = original_name(name, tied_to, state_of.keys()) or name
         before = optimizer.state.get(piece.main, {})
         model = owner_of(models, name)
         whole = class_name_in(models, name)

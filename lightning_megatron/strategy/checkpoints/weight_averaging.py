@@ -174,12 +174,11 @@ class _AverageSwap:
     def __call__(self, module: nn.Module, average: nn.Module) -> None:
         # The first call applies the averages and keeps the weights, the second restores the
         # weights. The averages stay in ``average``; their copy in the model is rounded.
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         current = [*module.parameters(), *module.buffers()]
         if kept is None:
-            kept, self._kept = (
-                [*average.parameters(), *average.buffers()],
-                [memory_of(one).clone() for one in current],
-            )
+            kept = [*average.parameters(), *average.buffers()]
+            self._kept = [memory_of(one).clone() for one in current]
         for one, value in zip(current, kept, strict=True):
             memory_of(one).copy_(value)

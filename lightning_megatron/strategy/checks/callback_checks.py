@@ -69,7 +69,8 @@ def hiding_example_input(module: LightningModule) -> Iterator[None]:
     Args:
         module: The user's module.
     """
-    example, module.example_input_array = module.example_input_array, None
+    example = module.example_input_array
+    module.example_input_array = None
     if example is not None:
         rank_zero_info(
             "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run "

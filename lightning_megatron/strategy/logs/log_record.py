@@ -52,7 +52,8 @@ class LogCall:
     def times(self, is_training: bool) -> tuple[bool, bool]:
         """Return whether to log by step and by epoch; the defaults depend on the hook."""
         options = dict(self.options)
-        on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
+        on_step = options.get("on_step")
+        on_epoch = options.get("on_epoch")
         if on_step is None:
             on_step = is_training
         if on_epoch is None:
@@ -127,7 +128,8 @@ class Recorder:
             microbatch_size: Size of the microbatch (samples).
             is_muted: Whether log calls of this run are dropped.
         """
-        self.microbatch_size, self.is_muted = microbatch_size, is_muted
+        self.microbatch_size = microbatch_size
+        self.is_muted = is_muted
         self.run += not is_muted
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +141,8 @@ class Recorder:
         bound = _log_signature().bind(None, *args, **kwargs)
         options = dict(bound.arguments)
         options.pop("self")
-        name, value = options.pop("name"), options.pop("value")
+        name = options.pop("name")
+        value = options.pop("value")
         if isinstance(value, Metric):
             options.pop("metric_attribute", None)
             self._keep_metric(name, value, options)
@@ -204,7 +207,8 @@ class Recorder:
         Raises:
             ValueError: If a metric is not a submodule of the module.
         """
-        calls, values = [], []
+        calls = []
+        values = []
         for name, (metric, options) in self.metrics.items():
             path = path_of(metric)
             if path is None:
@@ -213,10 +217,8 @@ class Recorder:
                     f"LightningModule holds: {type(metric).__name__} is not among its modules. Set "
                     "it as an attribute in `__init__`."
                 )
-            call, entries = (
-                MetricCall(name, path, tuple(sorted(options.items()))),
-                self.metric_values[name],
-            )
+            call = MetricCall(name, path, tuple(sorted(options.items())))
+            entries = self.metric_values[name]
             if entries:
                 call = replace(call, dtype=entries[0].value.dtype)
                 weights = [entry.weight for entry in entries]
@@ -230,7 +232,8 @@ class Recorder:
         if self.is_muted:
             return
         self.metrics[name] = (metric, options)
-        entries, value = self.metric_values.setdefault(name, []), metric._forward_cache
+        entries = self.metric_values.setdefault(name, [])
+        value = metric._forward_cache
         if isinstance(value, Tensor) and value.numel() == 1:
             entries.append(_LoggedValue(value.detach().reshape(()), self.microbatch_size, self.run))
 

@@ -128,7 +128,8 @@ class LogReplay:
         form = self._agree(
             key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more)
         )
-        num_calls, weighted = len(form.calls), form.weighted
+        num_calls = len(form.calls)
+        weighted = form.weighted
         end = num_calls + len(weighted)
         last = end + sum(call.has_value for call in form.metrics)
         vector = self._from_last_stage([*values, *weights, *steps, *extra], last + len(extra))
@@ -166,7 +167,8 @@ class LogReplay:
     ) -> None:
         """Log metrics; their states are equal on all stages when the Trainer reads the results."""
         for call in calls:
-            metric, options = module.get_submodule(call.path), dict(call.options)
+            metric = module.get_submodule(call.path)
+            options = dict(call.options)
             if call.has_value:
                 # The Trainer reads the value of this step from this attribute.
                 metric._forward_cache = next(values).to(call.dtype)
@@ -185,7 +187,8 @@ class LogReplay:
         return self._forms[key]
 
     def _from_last_stage(self, values: Sequence[Weight], count: int) -> Tensor:
-        device, axis = self._mesh.device, self._mesh.pp
+        device = self._mesh.device
+        axis = self._mesh.pp
         if axis.is_last and values:
             vector = torch.stack([scalar_on(value, device) for value in values])
         else:
@@ -206,7 +209,8 @@ class LogReplay:
         """
         by_reduction: dict[str, list[int]] = {}
         for index, call in enumerate(calls):
-            options, (on_step, on_epoch) = dict(call.options), call.times(is_training)
+            options = dict(call.options)
+            (on_step, on_epoch) = call.times(is_training)
             if (
                 not (on_step and options.get("sync_dist"))
                 or options.get("sync_dist_group") is not None

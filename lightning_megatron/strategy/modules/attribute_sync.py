@@ -102,7 +102,8 @@ class AttributeSync:
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
-        self._module, self._mesh = module, mesh
+        self._module = module
+        self._mesh = mesh
         self._is_here = mesh.pp.size > 1 and mesh.pp.is_last
         self._before: dict[_Location, bytes | ListDigest | None] | None = None
         # Digests contain object ids. A reference to each object keeps its id from being reused.
@@ -125,7 +126,8 @@ class AttributeSync:
         if axis.size == 1:
             return
         data = broadcast_object(self._packed() if self._is_here else None, axis, axis.size - 1)
-        self._before, self._alive = None, []
+        self._before = None
+        self._alive = []
         if data is not None and not self._is_here:
             self._take(unpack(data, self._module, self._mesh.device))
 
@@ -151,10 +153,8 @@ class AttributeSync:
 
         Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
         """
-        axis, hook = (
-            self._mesh.pp_cpu,
-            f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train"),
-        )
+        axis = self._mesh.pp_cpu
+        hook = f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train")
         if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
             return outputs
         data = broadcast_object(
@@ -180,7 +180,8 @@ class AttributeSync:
     def _packed(self) -> bytes | None:
         if self._before is None:
             return None
-        values, before = self._values(), self._before
+        values = self._values()
+        before = self._before
         changed = {
             location: _AttributeChange(value[kept:], kept)
             if (kept := num_kept(value, before.get(location)))

@@ -37,7 +37,8 @@ class SharedBuffers:
         self._moving: set[int] = set()
         # ``_may_differ``: a forward pass may have changed buffers since they were last sent.
         # ``_has_stepped``: the optimizer has stepped after that forward pass.
-        self._may_differ, self._has_stepped = True, True
+        self._may_differ = True
+        self._has_stepped = True
 
     def begin_batch(self, will_step: bool) -> None:
         """Send buffers before the first training batch after an optimizer step, as ``ddp`` does.
@@ -47,7 +48,8 @@ class SharedBuffers:
         """
         if self._has_stepped:
             self.share()
-        self._may_differ, self._has_stepped = True, will_step
+        self._may_differ = True
+        self._has_stepped = will_step
 
     def share(self, *, look: bool = False) -> None:
         """Send the first data rank's buffers if a forward pass may have changed them; a collective.
@@ -81,7 +83,8 @@ class SharedBuffers:
         )
 
     def _look(self) -> None:
-        seen, self._seen = self._seen, self._marks()
+        seen = self._seen
+        self._seen = self._marks()
         changed = [index for index, mark in enumerate(self._seen) if mark != seen[index]]
         for found in all_gather_objects(changed, self._mesh.data_cpu):
             self._moving.update(found)

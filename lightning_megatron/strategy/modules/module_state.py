@@ -247,7 +247,8 @@ def _alike(before: Any, now: Any, tolerance: float) -> bool:
 
 
 def _put_back(recorded: _Recorded) -> None:
-    value, copy = recorded.value, recorded.copy
+    value = recorded.value
+    copy = recorded.copy
     writer = next(
         (write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None
     )

@@ -38,7 +38,8 @@ class MetricGroups:
     def restore(self) -> None:
         """Restore the metrics' own settings."""
         for metric, available in self._before:
-            metric.process_group, metric.distributed_available_fn = None, available
+            metric.process_group = None
+            metric.distributed_available_fn = available
 
 
 def _never() -> bool:

@@ -72,7 +72,8 @@ class _Packer(pickle.Pickler):
 class _Unpacker(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, module: LightningModule, device: torch.device) -> None:
         super().__init__(file)
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Any:

@@ -96,7 +96,8 @@ def restore_finetuning(
             it is a directory. Callback states name parameters of the first stage only, optimizer
             states those of all stages.
     """
-    states, own = checkpoint.get("callbacks", {}), {name for name, _ in module.named_parameters()}
+    states = checkpoint.get("callbacks", {})
+    own = {name for name, _ in module.named_parameters()}
     named = [
         [group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()
     ]

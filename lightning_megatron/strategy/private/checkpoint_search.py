@@ -29,7 +29,8 @@ def replace_last_checkpoint_search(trainer: Trainer, find: Callable[[], str | No
         find: Function that returns the path of the newest checkpoint; None without one.
     """
     connector = trainer._checkpoint_connector
-    parse, start = type(connector)._parse_ckpt_path, type(connector).resume_start
+    parse = type(connector)._parse_ckpt_path
+    start = type(connector).resume_start
 
     def parse_later(state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
         return ckpt_path if ckpt_path == LAST else parse(connector, state_fn, ckpt_path, **options)

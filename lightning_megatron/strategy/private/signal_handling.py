@@ -47,7 +47,8 @@ def replace_signal_check(
         notify: Handler of SIGTERM.
         notify_requeue: Handler of SLURM's time-limit signal.
     """
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    loop = trainer.fit_loop.epoch_loop
+    connector = trainer._signal_connector
     advance = loop.advance
 
     def checked(data_fetcher: Any) -> None:

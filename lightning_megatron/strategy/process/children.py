@@ -98,7 +98,8 @@ class Children:
             code = process.poll()
             if code is not None and code < 0 and number not in self._said:
                 self._said.add(number)
-                name, rank = signal.Signals(-code).name, self._first_rank + number
+                name = signal.Signals(-code).name
+                rank = self._first_rank + number
                 sys.stderr.write(
                     f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n"
                 )

@@ -56,7 +56,8 @@ class FailureWatch:
     """
 
     def __init__(self, rank: int, num_local: int = 1) -> None:
-        self.rank, self._num_local = rank, num_local
+        self.rank = rank
+        self._num_local = num_local
         self._joined: JobFolder | None = None
         self._notices: Notices | None = None
         self._failed: BaseException | None = None
@@ -87,7 +88,8 @@ class FailureWatch:
         """
         if self._stop.is_set():
             return None
-        self._notices, self._joined = notices, JobFolder(job, self.rank)
+        self._notices = notices
+        self._joined = JobFolder(job, self.rank)
         return self._folder
 
     @contextmanager
@@ -117,7 +119,8 @@ class FailureWatch:
 
     def leave(self) -> None:
         """Remove the files of this rank."""
-        joined, self._joined = self._joined, None
+        joined = self._joined
+        self._joined = None
         if joined is not None:
             self._left = joined
             joined.leave()
@@ -227,7 +230,8 @@ class FailureWatch:
 
     def _replace_excepthook(self) -> None:
         """Install an excepthook that does not print a reported exception again."""
-        before, failed = sys.excepthook, self._failed
+        before = sys.excepthook
+        failed = self._failed
 
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -24,13 +24,16 @@ from lightning_megatron.strategy.process.rank_status import (
 
 #: Fractions of the timeout after which a waiting rank reads the statuses of the others, and after
 #: which it reports a hang. Both precede torch's own timeout error, which names no rank.
-_ASK_AT, _REPORT_AT = 0.8, 0.9
+_ASK_AT = 0.8
+_REPORT_AT = 0.9
 #: Number of times a rank publishes its status within the timeout, and the longest period between
 #: two publications (seconds).
-_PARTS, _LONGEST = 40, 30.0
+_PARTS = 40
+_LONGEST = 30.0
 #: Number of periods, and minimum time (seconds), without a publication after which a rank counts as
 #: silent.
-_SILENT_PERIODS, _SILENT_SECONDS = 4.0, 1.0
+_SILENT_PERIODS = 4.0
+_SILENT_SECONDS = 1.0
 _CLAIM = "hang"
 
 
@@ -71,7 +74,8 @@ class HangWatch:
         self._rank = rank
         self._num_ranks = num_ranks
         self._journal = journal
-        self._timeout, self._device_timeout = timeout, device_timeout
+        self._timeout = timeout
+        self._device_timeout = device_timeout
         self._folder = folder
         self._notices = notices
         self._activity = activity
@@ -92,7 +96,8 @@ class HangWatch:
         self._stop.set()
 
     def _watch(self) -> None:
-        since, before = time.monotonic(), None
+        since = time.monotonic()
+        before = None
         # Ranks often start to wait at the same time. The delay grows with the rank, so that the
         # lowest waiting rank usually reports.
         ask_at = _ASK_AT + (_REPORT_AT - _ASK_AT) / 2 * self._rank / self._num_ranks
@@ -102,7 +107,8 @@ class HangWatch:
             # that ``waits`` is set only for collectives on the CPU.
             timeout = self._timeout if own.waits else self._device_timeout
             if own.progress != before:
-                before, since = own.progress, time.monotonic()
+                before = own.progress
+                since = time.monotonic()
             elif timeout is not None and time.monotonic() - since >= ask_at * timeout:
                 self._ask(own, since, timeout)
 
@@ -134,7 +140,8 @@ class HangWatch:
         """
         if not self._claim():
             return
-        first, first_at = self._read(), time.monotonic()
+        first = self._read()
+        first_at = time.monotonic()
         silence = max(_SILENT_PERIODS * self._period, _SILENT_SECONDS)
         while time.monotonic() < max(since + timeout * _REPORT_AT, first_at + silence):
             if self._stop.wait(self._period):

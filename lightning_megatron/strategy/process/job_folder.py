@@ -66,7 +66,8 @@ def _remove_forgotten(parent: Path, prefix: str) -> None:
     """Remove the folders of jobs whose ranks were all killed."""
     with suppress(OSError):
         for folder in parent.glob(f"{prefix}*"):
-            age, files = time.time() - folder.stat().st_mtime, list(folder.glob("process_*"))
+            age = time.time() - folder.stat().st_mtime
+            files = list(folder.glob("process_*"))
             is_dead = age > _YOUNG_SECONDS and files and not any(map(_may_live, files))
             if is_dead or age > _OLD_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -42,7 +42,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._watch, self._check = watch, check
+        self._watch = watch
+        self._check = check
         self._children: Children | None = None
 
     @override

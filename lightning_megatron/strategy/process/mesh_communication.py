@@ -97,10 +97,8 @@ class MeshCommunication(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._mesh is None:
             return decision
-        vote, axis = (
-            torch.tensor(int(decision)),
-            self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu,
-        )
+        vote = torch.tensor(int(decision))
+        axis = self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu
         return bool(all_reduce_(vote, axis, "min" if all else "max"))
 
     @override

@@ -29,7 +29,8 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
     Args:
         environment: Environment variables of this process.
     """
-    parent, spawner = os.getppid(), multiprocessing.parent_process()
+    parent = os.getppid()
+    spawner = multiprocessing.parent_process()
     if spawner is not None:
         return lambda: not spawner.is_alive()
     pid, _, start_time = environment.get(LAUNCHER, "").partition(" ")

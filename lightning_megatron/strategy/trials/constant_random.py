@@ -67,12 +67,14 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _uniform(bound: Mapping[str, Any]) -> float:
-    low, high = bound.get("from", 0.0), bound.get("to", 1.0)
+    low = bound.get("from", 0.0)
+    high = bound.get("to", 1.0)
     return low + _DRAW * (high - low)
 
 
 def _integer(bound: Mapping[str, Any]) -> int:
-    low, high = bound.get("low") or bound.get("from") or 0, bound.get("high", bound.get("to"))
+    low = bound.get("low") or bound.get("from") or 0
+    high = bound.get("high", bound.get("to"))
     return 1 if high is None else low + int(_DRAW * (high - low))
 
 
@@ -88,7 +90,8 @@ def _permutation(bound: Mapping[str, Any]) -> Tensor:
 
 
 def _choices(bound: Mapping[str, Any]) -> Tensor:
-    chances, count = bound["self"], bound["num_samples"]
+    chances = bound["self"]
+    count = bound["num_samples"]
     if bound.get("replacement", False):
         return chances.argmax(-1, keepdim=True).expand(*chances.shape[:-1], count)
     return chances.topk(count).indices

@@ -98,7 +98,8 @@ class FeatureTrials:
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
-        self._module, self._mesh = module, mesh
+        self._module = module
+        self._mesh = mesh
         self._tried: set[str] = set()
 
     def check(self, step: str, part: Microbatch, run: Run) -> None:
@@ -151,7 +152,8 @@ class _FeatureTrial:
         self._mesh = mesh
         self._module = module
         self._step = step
-        self._state, self._layers = state, layers
+        self._state = state
+        self._layers = layers
         self._trial_step = TrialStep(mesh, step, run, state)
 
     def compare(self, part: Microbatch) -> None:
@@ -173,10 +175,8 @@ class _FeatureTrial:
                 f"({errors[0]})"
             )
             return
-        values, difference = (
-            _differences(cut, whole, tolerance),
-            _first_difference(cut.seen, whole.seen, tolerance),
-        )
+        values = _differences(cut, whole, tolerance)
+        difference = _first_difference(cut.seen, whole.seen, tolerance)
         if not self._any_rank(bool(values) or difference is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
@@ -196,7 +196,8 @@ class _FeatureTrial:
         self._judge(values, difference)
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
-        result, writes = _Result(), WeightWrites(self._module)
+        result = _Result()
+        writes = WeightWrites(self._module)
         with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
             try:
                 with writes:

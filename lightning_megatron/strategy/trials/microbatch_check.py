@@ -57,7 +57,8 @@ class MicrobatchTrials:
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
-        self._module, self._mesh = module, mesh
+        self._module = module
+        self._mesh = mesh
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
@@ -154,7 +155,8 @@ class _MicrobatchTrial:
         self._mesh = mesh
         self._module = module
         self._step = step
-        self._state, self._whole = state, whole
+        self._state = state
+        self._whole = whole
         self._tried = TrialStep(mesh, step, run, state)
 
     def compare(

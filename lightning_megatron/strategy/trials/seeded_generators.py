@@ -43,7 +43,8 @@ class SeededGenerators:
     def running(self) -> Iterator[None]:
         """Replace random orders inside the block, and record the final state of the last part."""
         before = random.shuffle, np.random.shuffle, np.random.permutation
-        random.shuffle, np.random.shuffle = _shuffle, _shuffle  # type: ignore[assignment]
+        random.shuffle = _shuffle  # type: ignore[assignment]
+        np.random.shuffle = _shuffle  # type: ignore[assignment]
         np.random.permutation = _permutation  # type: ignore[assignment]
         try:
             yield

@@ -56,7 +56,8 @@ class TrialStep:
         self._step = step
         self._run = run
         self._state = state
-        self._spacing, self._ends = 0.0, frozenset[int]()
+        self._spacing = 0.0
+        self._ends = frozenset[int]()
 
     @property
     def is_training(self) -> bool:
@@ -106,7 +107,8 @@ class TrialStep:
         seed: int,
         gradients: AbstractContextManager[Any],
     ) -> list[Any]:
-        constant_values, seeded = ConstantRandomValues(), SeededGenerators(seed)
+        constant_values = ConstantRandomValues()
+        seeded = SeededGenerators(seed)
         try:
             with gradients, constant_values, seeded.running():
                 # The same batch runs several times, so a step that removes its entries gets copies
@@ -114,10 +116,8 @@ class TrialStep:
                 tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
                 return self._run(tried, recorder, seeded.begin)
         finally:
-            self._spacing, self._ends = (
-                max(self._spacing, constant_values.spacing),
-                self._ends | seeded.ends,
-            )
+            self._spacing = max(self._spacing, constant_values.spacing)
+            self._ends = self._ends | seeded.ends
 
 
 @contextmanager
@@ -131,7 +131,8 @@ def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[Mod
     Yields:
         The snapshot of the module, for restoring it inside the block.
     """
-    state, random_before = ModuleState(module), random_states(mesh.device)
+    state = ModuleState(module)
+    random_before = random_states(mesh.device)
     position = mesh.random.position
     try:
         yield state

@@ -59,7 +59,8 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
     if found is None or name is None:
         return None
-    (part, whole, key), kind = found, type(module).__name__
+    (part, whole, key) = found
+    kind = type(module).__name__
     return (
         f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
         f"part of the features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all "

@@ -15,7 +15,8 @@ from lightning_megatron.pipeline.microbatch import Microbatch, tensors_in
 
 #: Number of first batches that are always examined, and the interval of later ones (batches). It
 #: matters where an examination communicates or lets the host wait for a device.
-_FIRST, _INTERVAL = 8, 16
+_FIRST = 8
+_INTERVAL = 16
 _IGNORED = -100
 
 
@@ -74,7 +75,8 @@ class UnevenMasks:
 
         Communication: at examined batches, one gather of names over the data axis on the CPU.
         """
-        watch, data = self._watches.setdefault(key, _Watch()), self._mesh.data_cpu
+        watch = self._watches.setdefault(key, _Watch())
+        data = self._mesh.data_cpu
         watch.num_batches += 1
         found = _uneven(batch, parts, watch.tried)
         is_free = data.size == 1 and all(flag.device.type == "cpu" for flag in found.values())
@@ -116,7 +118,8 @@ def _is_uneven(marks: Tensor, parts: Sequence[Microbatch]) -> Tensor:
 
     All microbatches but the last have the same size.
     """
-    size, last = parts[0].num_samples, parts[-1].num_samples
+    size = parts[0].num_samples
+    last = parts[-1].num_samples
     of_samples = marks.flatten(1).sum(1) if marks.dim() > 1 else marks.long()
     of_full = of_samples[: (len(parts) - 1) * size].view(-1, size).sum(1)
     is_last_other = of_samples[-last:].sum() * size != of_full[0] * last
