@@ -24,6 +24,8 @@ from lightning_megatron.swap import building_on_meta
 class TrainerAnswers(RankStrategy):
     """Answers to the Trainer's questions that do not depend on the progress of a run."""
 
+    strategy_name = "megatron"
+
     @property
     def user_module(self) -> LightningModule:
         """Return the user's LightningModule."""

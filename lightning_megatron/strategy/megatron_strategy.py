@@ -69,8 +69,6 @@ class MegatronStrategy(TrainerAnswers):
     Its arguments are the fields of :class:`StrategyOptions`, which documents them.
     """
 
-    strategy_name = "megatron"
-
     def __init__(
         self,
         tp: int = 1,
