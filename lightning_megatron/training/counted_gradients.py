@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.flat_buffer import MainSlice
 from lightning_megatron.training.same_objects import same_objects
 
@@ -28,7 +28,7 @@ class CountedGradients:
         slices: Mapping[str, MainSlice],
         is_first: dict[bool, bool],
         names: Collection[str] | None,
-    ) -> list[Float[Tensor, "..."]]:
+    ) -> list[Shaped[Tensor, "..."]]:
         """Return the counted pieces, with adjacent pieces joined into one tensor.
 
         Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.sharded_gradient import ShardedGradient
 
 
@@ -40,7 +40,7 @@ class ExposedGradients:
         self._exposed: dict[str, _ExposedGradient] = {}
         self._known: dict[str, _ExposedGradient] = {}
 
-    def expose(self, name: str, parameter: nn.Parameter, gradient: Float[Tensor, "..."]) -> None:
+    def expose(self, name: str, parameter: nn.Parameter, gradient: Shaped[Tensor, "..."]) -> None:
         """Show a gradient as ``parameter.grad``."""
         entry = self._known.get(name)
         if entry is None or entry.gradient is not gradient:
@@ -55,7 +55,7 @@ class ExposedGradients:
             parameter.grad = entry.shown
         self._exposed[name] = entry
 
-    def gradients(self, names: Collection[str] | None = None) -> list[Float[Tensor, "..."]]:
+    def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
         """List the shown gradients of the named parameters, or of all."""
         return [
             entry.gradient

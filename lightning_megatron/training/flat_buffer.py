@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
 from lightning_megatron.plan.buckets import BufferPlan, Slice
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class MainSlice:
     name: str
     placement: Placement
     main: nn.Parameter
-    gradient: Float[Tensor, "..."]
+    gradient: Shaped[Tensor, "..."]
     is_exclusive: bool
-    counted: tuple[Float[Tensor, "..."], ...] = ()
-    half: Float[Tensor, "..."] | None = None
+    counted: tuple[Shaped[Tensor, "..."], ...] = ()
+    half: Shaped[Tensor, "..."] | None = None
 
-    def counted_in(self, gradient: Float[Tensor, "..."]) -> tuple[Float[Tensor, "..."], ...]:
+    def counted_in(self, gradient: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], ...]:
         """List the pieces of a finished gradient that count in a norm: no copies, no padding."""
         if gradient.data_ptr() == self.gradient.data_ptr():
             return self.counted
@@ -47,8 +47,8 @@ class MainSlice:
 
 
 def counted_views(
-    placement: Placement, tensor: Float[Tensor, "..."]
-) -> tuple[Float[Tensor, "..."], ...]:
+    placement: Placement, tensor: Shaped[Tensor, "..."]
+) -> tuple[Shaped[Tensor, "..."], ...]:
     """List the pieces of a local tensor that count once in the full tensor."""
     if placement.tied_to is not None:
         return ()
@@ -121,12 +121,12 @@ class FlatBuffer:
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
 
-    def gradient_of(self, name: str) -> Float[Tensor, "..."]:
+    def gradient_of(self, name: str) -> Shaped[Tensor, "..."]:
         """Return the gradient of a whole local parameter, in the parameter's shape."""
         place = self.plan.place(name)
         return self.gradients[place.start : place.stop].view(self._shapes[name])
 
-    def own_part(self, flat: Float[Tensor, "_"], bucket: int) -> Float[Tensor, "_"]:
+    def own_part(self, flat: Shaped[Tensor, "_"], bucket: int) -> Shaped[Tensor, "_"]:
         """Return this rank's part of a bucket of ``parameters`` or ``gradients``."""
         start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
         return flat[start:stop]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
 
@@ -60,6 +60,6 @@ class GradientBucket:
             self.pending.wait()
 
     @property
-    def own(self) -> Float[Tensor, "_"]:
+    def own(self) -> Shaped[Tensor, "_"]:
         """Return this rank's part of the gradients."""
         return self.buffer.own_part(self.buffer.gradients, self.index)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.buffer_planner import LATE_GROUP
 from lightning_megatron.training.flat_buffer import FlatBuffer
 from lightning_megatron.training.gradient_bucket import GradientBucket
@@ -157,7 +157,7 @@ class GradientReducer:
                 self._reset([bucket])
         self._finished.difference_update(names)
 
-    def unreduced(self, names: Collection[str]) -> dict[str, Float[Tensor, "..."]]:
+    def unreduced(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
         """Return this rank's accumulated gradients that are not reduced yet, by name."""
         return {
             name: slot.gradient
@@ -192,13 +192,13 @@ class GradientReducer:
             self._slots[name].is_empty = False
         self._finished.difference_update(names)
 
-    def take_finished(self, names: Collection[str]) -> dict[str, Float[Tensor, "..."]]:
+    def take_finished(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
         """Copy reduced gradients that were not cleared, by name, and free their buffers."""
         kept = self._finished.intersection(names)
         self._finished.difference_update(names)
         return {name: self._gradient_of(name).clone() for name in kept}
 
-    def add_finished(self, sums: Mapping[str, Float[Tensor, "..."]]) -> None:
+    def add_finished(self, sums: Mapping[str, Shaped[Tensor, "..."]]) -> None:
         """Add gradients of earlier backward passes to the reduced gradients."""
         for name, gradient in sums.items():
             self._gradient_of(name).add_(gradient)

@@ -14,7 +14,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.buffer_planner import BufferPlanner, DistributedOptimizerConfig
 from lightning_megatron.training.counted_gradients import CountedGradients
 from lightning_megatron.training.exposed_gradients import ExposedGradients
@@ -126,7 +126,7 @@ class MainParameters:
             self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
         )
 
-    def gradients(self, names: Collection[str] | None = None) -> list[Float[Tensor, "..."]]:
+    def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
         """List the finished gradients of this rank's slices: of the named parameters, or of all.
 
         While gradients are shown as ``parameter.grad``, the shown gradients are listed in place of
@@ -146,7 +146,9 @@ class MainParameters:
         ]
         return self.exposed_gradients.gradients(names) + apart
 
-    def counted_gradients(self, names: Collection[str] | None = None) -> list[Float[Tensor, "..."]]:
+    def counted_gradients(
+        self, names: Collection[str] | None = None
+    ) -> list[Shaped[Tensor, "..."]]:
         """List the gradient pieces that this rank counts in a norm, adjacent pieces joined.
 
         Replicated ranges, tied copies and padding rows do not count.

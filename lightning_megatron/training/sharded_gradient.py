@@ -13,7 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 
 #: Reductions of all elements: the local function, and the operation that combines the ranks'
 #: values.
@@ -79,8 +79,8 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def of(
-        gradient: Float[Tensor, "*shape"], spec: ShardSpec, mesh: ParallelMesh
-    ) -> Float[Tensor, "*shape"]:
+        gradient: Shaped[Tensor, "*shape"], spec: ShardSpec, mesh: ParallelMesh
+    ) -> Shaped[Tensor, "*shape"]:
         """Return a view of the gradient that knows its placement in the full gradient."""
         if mesh.model.size == 1:
             return gradient

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -118,7 +119,15 @@ def checked(function: FunctionType) -> Callable[..., Any]:
 def with_jaxtyping(function: FunctionType) -> Callable[..., Any]:
     """Return a function with jaxtyping's checks of those annotations that name dimensions."""
     from beartype import BeartypeConf, beartype
+    from beartype._check.code import codemain
+    from beartype._util.kind.integer import utilintget
     from jaxtyping import jaxtyped
+
+    # beartype checks an item of a list that it draws from Python's generator, whose state belongs
+    # to the code under test.
+    own_bits = random.Random(0).getrandbits
+    codemain.getrandbits = own_bits  # type: ignore[attr-defined]
+    utilintget.getrandbits = own_bits  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
