@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Shaped
 
 
-def stacked_view(tensors: Sequence[Float[Tensor, "..."]]) -> Float[Tensor, "experts ..."] | None:
+def stacked_view(tensors: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "experts ..."] | None:
     """Return tensors as one view of their memory; None if they are not equally spaced in order.
 
     Every matrix product of experts calls this function, so it is cheap and caches nothing. Memory
