@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.models.config_checks import (
-    Activation,
     check_axes,
-    check_config,
+    check_heads,
     check_length,
+    check_padding,
+    check_rotary,
+    check_windows,
+    require,
 )
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -27,6 +30,7 @@ from lightning_megatron.plan.settings import (
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
 #: Cost of the embedding (lookup, sum of positions, dropout) relative to one layer, to balance
 #: stages.
 _EMBEDDING_COST = 0.1
@@ -128,7 +132,12 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_config(self)
+        check_padding(self.padding_id, self.vocab_size)
+        check_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_dim)
+        self._check_positions()
+        check_windows(self.window_layers, self.sliding_window, self.num_layers)
+        self._check_experts()
+        self._check_norms()
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
@@ -288,6 +297,30 @@ class GPTConfig:
             ParallelPlanError: If the length is too large or not divisible.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards)
+
+    def _check_positions(self) -> None:
+        if self.position == "rotary":
+            check_rotary(self.head_size, self.rotary_dim, self.rotary_scaling)
+            return
+        why = f"position ({self.position}) turns no angles"
+        require(self.rotary_dim is None, "rotary_dim", self.rotary_dim, "be None", why)
+        require(self.rotary_scaling is None, "rotary_scaling", self.rotary_scaling, "be None", why)
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        self.experts.check_num_layers(self.num_layers)
+        has_bias = self.has_mlp_bias
+        why = "experts have none, and layers without experts are like them"
+        require(not has_bias, "mlp_bias", has_bias, "be False with experts", why)
+
+    def _check_norms(self) -> None:
+        is_legal = not self.norm_offset or self.norm == "rmsnorm"
+        why = f"norm ({self.norm}) adds no offset to its weight, only a bias to its output"
+        require(is_legal, "norm_offset", self.norm_offset, "be 0", why)
+        is_legal = not self.parallel_residual or self.norm_position == "pre"
+        why = "norms after the residual sums have an order"
+        require(is_legal, "norm_position", self.norm_position, "be pre", why)
 
     def _head_cost(self) -> float:
         """Return the cost of the output head relative to one layer (multiplications per token)."""

@@ -1,38 +1,14 @@
-"""Validation of configurations, layouts and sequence lengths."""
+"""Validation of the sizes of models, of layouts and of sequence lengths."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.config import GPTConfig
-
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
-
-
-def check_config(config: GPTConfig) -> None:
-    """Raise if settings of a configuration are inconsistent.
-
-    Raises:
-        ParallelPlanError: If two settings contradict each other.
-    """
-    padding = config.padding_id
-    rule = f"lie in [0, {config.vocab_size}) or be None"
-    _require(
-        padding is None or 0 <= padding < config.vocab_size,
-        "padding_id",
-        padding,
-        rule,
-        "it is a token",
-    )
-    _check_heads(config)
-    _check_rotary(config)
-    _check_combinations(config)
 
 
 def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None = None) -> None:
@@ -111,84 +87,104 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> 
         )
 
 
-def _check_heads(config: GPTConfig) -> None:
-    if config.head_dim is None and config.hidden_size % config.num_heads:
-        raise ParallelPlanError(
-            f"hidden_size ({config.hidden_size}) must be a multiple of num_heads "
-            f"({config.num_heads}), because each head takes an equal part. Use a hidden_size of "
-            f"{-(-config.hidden_size // config.num_heads) * config.num_heads}, or give head_dim."
-        )
-    attention_ranges(config.num_heads, config.kv_heads, config.head_size, 1, 0)
+def check_padding(padding_id: int | None, vocab_size: int) -> None:
+    """Raise if the padding token is none of the vocabulary.
+
+    Args:
+        padding_id: Padding token; None means no such token.
+        vocab_size: Size of the vocabulary (tokens).
+
+    Raises:
+        ParallelPlanError: If the token lies outside of the vocabulary.
+    """
+    is_legal = padding_id is None or 0 <= padding_id < vocab_size
+    rule = f"lie in [0, {vocab_size}) or be None"
+    require(is_legal, "padding_id", padding_id, rule, "it is a token")
 
 
-def _check_rotary(config: GPTConfig) -> None:
-    if config.position != "rotary":
-        for name in ("rotary_dim", "rotary_scaling"):
-            value = getattr(config, name)
-            _require(
-                value is None,
-                name,
-                value,
-                "be None",
-                f"position ({config.position}) turns no angles",
-            )
-        return
-    if config.rotary_dim is None and config.head_size % 2:
+def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise if the attention heads do not divide what they share.
+
+    Args:
+        hidden_size: Size of the residual stream (elements).
+        num_heads: Number of query heads (heads).
+        kv_heads: Number of key/value heads (heads).
+        head_dim: Size of a head; None means hidden_size / num_heads (elements).
+
+    Raises:
+        ParallelPlanError: If a number does not divide the one that it shares.
+    """
+    if head_dim is None and hidden_size % num_heads:
         raise ParallelPlanError(
-            f"head_dim ({config.head_size}) must be even, because rotary positions turn pairs. Use "
-            f"{config.head_size + 1} or learned positions."
+            f"hidden_size ({hidden_size}) must be a multiple of num_heads "
+            f"({num_heads}), because each head takes an equal part. Use a hidden_size of "
+            f"{-(-hidden_size // num_heads) * num_heads}, or give head_dim."
         )
-    size = config.rotary_size
-    holds = size % 2 == 0 and 2 <= size <= config.head_size
-    rule = f"be even and at most head_dim ({config.head_size})"
-    _require(holds, "rotary_dim", size, rule, "rotary positions turn pairs of a head's elements")
-    if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
-        found = len(config.rotary_scaling.short_factors)
+    attention_ranges(num_heads, kv_heads, head_dim or hidden_size // num_heads, 1, 0)
+
+
+def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:
+    """Raise if rotary positions cannot turn pairs of a head's elements.
+
+    Args:
+        head_size: Size of a head (elements).
+        rotary_dim: Number of rotated elements of a head; None means all (elements).
+        scaling: Scaling of rotary angles; None means no scaling.
+
+    Raises:
+        ParallelPlanError: If a size is odd or too large, or factors do not match the pairs.
+    """
+    if rotary_dim is None and head_size % 2:
+        raise ParallelPlanError(
+            f"head_dim ({head_size}) must be even, because rotary positions turn pairs. Use "
+            f"{head_size + 1} or learned positions."
+        )
+    size = rotary_dim or head_size
+    is_legal = size % 2 == 0 and 2 <= size <= head_size
+    rule = f"be even and at most head_dim ({head_size})"
+    require(is_legal, "rotary_dim", size, rule, "rotary positions turn pairs of a head's elements")
+    if scaling is not None and scaling.kind == "longrope":
+        found = len(scaling.short_factors)
+        what = "the number of rotary_scaling's factors"
         why = f"each pair of rotary_dim ({size}) elements has a factor"
-        _require(
-            found == size // 2,
-            "the number of rotary_scaling's factors",
-            found,
-            f"be {size // 2}",
-            why,
-        )
+        require(found == size // 2, what, found, f"be {size // 2}", why)
 
 
-def _check_combinations(config: GPTConfig) -> None:
-    layers = config.window_layers
-    if layers is not None:
-        why = f"each of num_layers ({config.num_layers}) has a window or has none"
-        _require(
-            len(layers) == config.num_layers,
-            "the number of window_layers",
-            len(layers),
-            "be num_layers",
-            why,
-        )
-        has_window = config.sliding_window is not None
-        _require(
-            has_window,
-            "window_layers",
-            layers,
-            "be None without sliding_window",
-            "there is no window",
-        )
-    if config.experts is not None:
-        config.experts.check_num_layers(config.num_layers)
-        why = "experts have none, and layers without experts are like them"
-        _require(
-            not config.has_mlp_bias, "mlp_bias", config.has_mlp_bias, "be False with experts", why
-        )
-    is_legal = not config.norm_offset or config.norm == "rmsnorm"
-    why = f"norm ({config.norm}) adds no offset to its weight, only a bias to its output"
-    _require(is_legal, "norm_offset", config.norm_offset, "be 0", why)
-    if config.parallel_residual:
-        why = "norms after the residual sums have an order"
-        _require(
-            config.norm_position == "pre", "norm_position", config.norm_position, "be pre", why
-        )
+def check_windows(
+    window_layers: Sequence[bool] | None, sliding_window: int | None, num_layers: int
+) -> None:
+    """Raise if the layers with a sliding window do not match the window or the layers.
+
+    Args:
+        window_layers: Flag for each layer that is true if it has the window; None means all.
+        sliding_window: Number of positions that a query attends to; None means all (tokens).
+        num_layers: Number of Transformer blocks (layers).
+
+    Raises:
+        ParallelPlanError: If there are more or fewer flags than layers, or flags without a window.
+    """
+    if window_layers is None:
+        return
+    found = len(window_layers)
+    why = f"each of num_layers ({num_layers}) has a window or has none"
+    require(found == num_layers, "the number of window_layers", found, "be num_layers", why)
+    has_window = sliding_window is not None
+    rule = "be None without sliding_window"
+    require(has_window, "window_layers", window_layers, rule, "there is no window")
 
 
-def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
+def require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
+    """Raise if a setting breaks a rule.
+
+    Args:
+        holds: Whether the rule holds.
+        name: Name of the setting.
+        value: Value of the setting.
+        rule: What the setting must do or be.
+        why: Reason of the rule.
+
+    Raises:
+        ParallelPlanError: If the rule does not hold.
+    """
     if not holds:
         raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.config_checks import check_axes, check_length
+from lightning_megatron.models.config_checks import check_axes, check_length, require
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
 from lightning_megatron.plan.shards import attention_ranges, even_range
@@ -77,7 +76,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         coerce_fields(self)
         rule = f"be a multiple of num_heads ({self.num_heads})"
-        _require(
+        require(
             self.hidden_size % self.num_heads == 0,
             "hidden_size",
             self.hidden_size,
@@ -155,7 +154,7 @@ class EncoderConfig:
     def _check_padding(self) -> None:
         token = self.padding_id
         if self.positions == "tokens":
-            _require(
+            require(
                 token is not None,
                 "padding_id",
                 token,
@@ -163,7 +162,7 @@ class EncoderConfig:
                 "positions count the other tokens",
             )
         legal = token is None or 0 <= token < self.vocab_size
-        _require(
+        require(
             legal,
             "padding_id",
             token,
@@ -171,15 +170,10 @@ class EncoderConfig:
             "it is a row of the vocabulary",
         )
         rule = f"be above padding_id + 1 ({self.first_position})"
-        _require(
+        require(
             self.max_seq_length >= 1,
             "num_positions",
             self.num_positions,
             rule,
             "positions begin there",
         )
-
-
-def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
-    if not holds:
-        raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")
