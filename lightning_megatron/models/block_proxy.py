@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +13,24 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.remote_tensor import line_of_user
+from lightning_megatron.models.stored_tensors import StoredTensors
 
 #: Code object that runs the function of a reentrant torch.utils.checkpoint.
 _REENTRANT = CheckpointFunction.forward.__code__
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.staged_blocks import StagedBlocks
 
 
 class ModuleProxy:
     """Proxy of a module inside a block.
 
     Args:
-        blocks: List of staged blocks.
+        stored: Tensors that the blocks store in themselves, with the list of the blocks.
         index: Index of the block.
         path: Name of the module in the block; empty for the block itself.
     """
 
-    def __init__(self, blocks: StagedBlocks, index: int, path: str = "") -> None:
-        self._blocks = blocks
+    def __init__(self, stored: StoredTensors, index: int, path: str = "") -> None:
+        self._stored = stored
+        self._blocks = stored.blocks
         self._index = index
         self._path = path
 
@@ -60,19 +59,15 @@ class ModuleProxy:
         found = getattr(self._module, name)
         path = f"{self._path}.{name}".removeprefix(".")
         if isinstance(found, nn.Module):
-            return ModuleProxy(self._blocks, self._index, path)
+            return ModuleProxy(self._stored, self._index, path)
         if isinstance(found, nn.Parameter):
             return self._blocks.parameter_of(self._index, path, found)
-        return (
-            self._blocks.stored_tensors.read(self._index, path, found)
-            if isinstance(found, Tensor)
-            else found
-        )
+        return self._stored.read(self._index, path, found) if isinstance(found, Tensor) else found
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""
         return (
-            ModuleProxy(self._blocks, self._index, f"{self._path}.{key}".removeprefix("."))
+            ModuleProxy(self._stored, self._index, f"{self._path}.{key}".removeprefix("."))
             for key in self._keys
         )
 
@@ -113,11 +108,26 @@ class ModuleProxy:
 
 
 class BlockProxy(ModuleProxy):
-    """Proxy of a whole block, which the user's code gets from the list."""
+    """Proxy of a whole block, which the user's code gets from the list.
+
+    Args:
+        stored: Same as for :class:`ModuleProxy`.
+        index: Index of the block.
+        call: Function that runs a block, from its index, positional and keyword arguments.
+    """
+
+    def __init__(
+        self,
+        stored: StoredTensors,
+        index: int,
+        call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        super().__init__(stored, index)
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block if it is on this stage; otherwise return placeholders."""
-        return self._blocks.call(self._index, args, kwargs)
+        return self._call(self._index, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as ``__call__`` does."""
@@ -160,11 +170,14 @@ def check_checkpoint() -> None:
         frame = frame.f_back
 
 
-def check_listing(blocks: StagedBlocks) -> None:
+def check_listing(name: str) -> None:
     """Raise if the user's step lists all modules, because this stage has only its own blocks.
 
     Code of torch (which lists parameters), Lightning (which looks for metrics) and torchmetrics may
     list modules.
+
+    Args:
+        name: Name of the list of blocks, for the error.
 
     Raises:
         UnsupportedError: If the user's code lists modules; the error names the line.
@@ -176,7 +189,7 @@ def check_listing(blocks: StagedBlocks) -> None:
     if package in ("torch", "lightning", "torchmetrics", "lightning_megatron"):
         return
     raise UnsupportedError(
-        f"the modules of {blocks.name!r} are listed in a step, where each stage has its own blocks "
+        f"the modules of {name!r} are listed in a step, where each stage has its own blocks "
         f"alone: {line_of_user()}. What is read of them would be a part. Go through the list of "
         "blocks itself, which knows all of them, or use pp=1."
     )

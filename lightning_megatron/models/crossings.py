@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.outer_modules import called_twice
 from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user, refuse
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
@@ -236,6 +235,14 @@ class Crossings:
             found.inputs,
             {stage: tuple(sorted(names)) for stage, names in extras.items()},
         )
+
+
+def called_twice(name: str, blocks: str) -> UnsupportedError:
+    """Return the error for a module that is called on both sides of the blocks."""
+    return UnsupportedError(
+        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone "
+        "holds it. Use two modules with weights of their own, or pp=1."
+    )
 
 
 def _sources(leaf: RemoteTensor) -> list[RemoteTensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.crossings import called_twice
+from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.remote_tensor import RemoteTensor
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.staged_blocks import StagedBlocks
 
 
 class RemoteModule(nn.Module):
@@ -26,7 +25,7 @@ class RemoteModule(nn.Module):
     Args:
         name: Name of the module, for errors.
         source: Copy of the module on the meta device.
-        blocks: List of staged blocks.
+        blocks: Blocks that are cut into stages.
         is_before: Whether the module is called before the blocks, so that the first stage has it.
         end: Name of the outermost module next to the blocks that contains this one; empty if it is
             this one.
@@ -38,14 +37,14 @@ class RemoteModule(nn.Module):
         return super().__new__(RemoteModuleList if is_list else cls)
 
     def __init__(
-        self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = ""
+        self, name: str, source: nn.Module, blocks: CutBlocks, is_before: bool, end: str = ""
     ) -> None:
         super().__init__()
         self.name = name
         self.is_before = is_before
         self.end = end or name
         # In a tuple, so that nn.Module does not register them as children.
-        self._others: tuple[nn.Module, StagedBlocks] = (source, blocks)
+        self._others: tuple[nn.Module, CutBlocks] = (source, blocks)
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:
@@ -73,7 +72,7 @@ class RemoteModule(nn.Module):
             return self._tensor(f"{self.name}.{name}", found, blocks)
         return found
 
-    def _tensor(self, name: str, form: Tensor, blocks: StagedBlocks) -> Tensor:
+    def _tensor(self, name: str, form: Tensor, blocks: CutBlocks) -> Tensor:
         """Return a parameter or buffer if it has arrived, and a placeholder otherwise."""
         value_name = f"parameter:{name}"
         cursor = blocks.cursor
@@ -127,7 +126,7 @@ class RemoteModule(nn.Module):
             form, cursor.use_of(self.name), f"the result of {self.name!r}", stage
         )
 
-    def _check_side(self, blocks: StagedBlocks) -> None:
+    def _check_side(self, blocks: CutBlocks) -> None:
         cursor = blocks.current()
         if 0 < cursor.next_block < len(blocks):
             raise UnsupportedError(
@@ -141,7 +140,7 @@ class RemoteModule(nn.Module):
         elif cursor.next_block == 0:
             raise self._wrong_side(blocks, "before")
 
-    def _wrong_side(self, blocks: StagedBlocks, side: str) -> UnsupportedError:
+    def _wrong_side(self, blocks: CutBlocks, side: str) -> UnsupportedError:
         stage = "last" if side == "after" else "first"
         if blocks.cursor is not None and blocks.cursor.uses[self.name]:
             return called_twice(self.name, blocks.name)
@@ -151,14 +150,6 @@ class RemoteModule(nn.Module):
             f"it, because of where it was defined{skipped}. Use the pipeline_plan "
             f"{blocks.plan | {self.end: stage}}."
         )
-
-
-def called_twice(name: str, blocks: str) -> UnsupportedError:
-    """Return the error for a module that is called on both sides of the blocks."""
-    return UnsupportedError(
-        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone "
-        "holds it. Use two modules with weights of their own, or pp=1."
-    )
 
 
 class RemoteModuleList(RemoteModule):
@@ -208,11 +199,11 @@ class LocalModule:
         parent: Parent of the module.
         key: Name of the module in its parent.
         remote: Proxy of the module.
-        blocks: List of staged blocks.
+        blocks: Blocks that are cut into stages.
     """
 
     def __init__(
-        self, parent: nn.Module, key: str, remote: RemoteModule, blocks: StagedBlocks
+        self, parent: nn.Module, key: str, remote: RemoteModule, blocks: CutBlocks
     ) -> None:
         self._parent = parent
         self._key = key
@@ -272,12 +263,12 @@ class FirstStageParameter:
         owner: Module that contains the parameter.
         key: Name of the parameter in this module.
         name: Name of the parameter in the whole model.
-        blocks: List of staged blocks.
+        blocks: Blocks that are cut into stages.
         is_local: Whether this rank is on the first stage.
     """
 
     def __init__(
-        self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_local: bool
+        self, owner: nn.Module, key: str, name: str, blocks: CutBlocks, is_local: bool
     ) -> None:
         self._owner = owner
         self._key = key

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.forms import Form
+from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.models.tensor_functions import (
     CREATE_LIKE,
     NEED_SHAPE_ONLY,
     name_of,
     writes_in_place,
 )
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.stage import PipelinedModule
 
 _PACKAGE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
@@ -285,6 +283,21 @@ def fill_form(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
         absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)
     ]
     return pytree.tree_unflatten(leaves, form.structure)
+
+
+def with_values(result: Any) -> Any:
+    """Return the result of a step, with values for all its tensors.
+
+    Raises:
+        UnsupportedError: If the values of a tensor are on another stage.
+    """
+    if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(result)):
+        return result
+    return pytree.tree_map(_value, result)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.resolve("the step returns it") if isinstance(leaf, RemoteTensor) else leaf
 
 
 def check_present(*tensors: Tensor | None) -> None:

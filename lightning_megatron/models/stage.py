@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import set_slot
 from lightning_megatron.models.forms import Forms
-from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.step_plan import ProbeFindings, StepPlan, wrong_calls
 
 
@@ -99,10 +97,6 @@ class StageCursor:
     def is_last_call(self) -> bool:
         """Return whether this is the last call of the model in the step."""
         return self.plan is not None and self.calls == self.plan.num_calls
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.resolve("the step returns it") if isinstance(leaf, RemoteTensor) else leaf
 
 
 def _nothing() -> None:
@@ -237,18 +231,8 @@ class PipelinedModule(nn.Module):
         """
         return StepPlan(cursor.calls)
 
-    def note_use(self, tensor: RemoteTensor) -> None:
+    def note_use(self, tensor: Tensor) -> None:
         """Record, in a probe, that the last stage needs the values of a tensor."""
-
-    def resolved(self, result: Any) -> Any:
-        """Return the result of a step, with values for all its tensors.
-
-        Raises:
-            UnsupportedError: If the values of a tensor are on another stage.
-        """
-        if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(result)):
-            return result
-        return pytree.tree_map(_value, result)
 
     def _all_chunks(self, hidden: Tensor, middle: Callable[[Tensor, int], Tensor]) -> Tensor:
         for chunk in range(self.num_chunks):

@@ -20,20 +20,20 @@ from lightning_megatron.models.block_proxy import (
     check_listing,
     is_recomputing,
 )
-from lightning_megatron.models.crossings import Crossings
-from lightning_megatron.models.forms import Form, flatten
+from lightning_megatron.models.cut_blocks import CutBlocks
+from lightning_megatron.models.forms import flatten
 from lightning_megatron.models.outer_modules import (
     FirstStageParameter,
     LocalModule,
     RemoteModule,
     convert_meta,
 )
-from lightning_megatron.models.remote_tensor import RemoteTensor, fill_form, line_of_user
-from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone, StepPlan
+from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.stored_tensors import StoredTensors
 
 
-class StagedBlocks(PipelinedModule):
+class StagedBlocks(CutBlocks):
     """Replacement of a ``ModuleList`` or ``Sequential`` that has only this rank's blocks.
 
     The code around the list runs unchanged on every stage. Blocks of other stages return
@@ -59,38 +59,18 @@ class StagedBlocks(PipelinedModule):
         mesh: ParallelMesh,
         ends: Sequence[tuple[nn.Module, bool]] = (),
     ) -> None:
-        super().__init__(mesh)
-        self.name = name
-        self.layers = tuple(layers[mesh.pp.rank])
+        super().__init__(name, source, twins, layers, mesh)
         self.is_sequential = isinstance(source, nn.Sequential)
-        order = [
-            layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)
-        ]
-        self.crossings = Crossings([blocks.start for blocks in order], len(source))
-        # In a tuple and a dictionary, so that nn.Module does not register them as children.
+        # In a tuple, so that nn.Module does not register them as children.
         self.ends = tuple(ends)
-        self.meta_blocks = dict(enumerate(twins))
-        #: The pipeline_plan that cuts the model in this way, for errors.
-        self.plan = {name: "blocks"}
         self.local_modules: list[LocalModule] = []
         self.remote_modules: list[RemoteModule] = []
         self.first_stage_parameters: list[FirstStageParameter] = []
         self.stored_tensors = StoredTensors(self)
-        for index, block in enumerate(source):
-            if any(index in chunk for chunk in self.layers):
-                self.add_module(str(index), block)
-            else:
-                # Other references to the block must not keep its values in memory.
-                block.to("meta")
-        self.train(source.training)
-
-    def __len__(self) -> int:
-        """Return the number of blocks of all stages."""
-        return len(self.meta_blocks)
 
     def __iter__(self) -> Iterator[BlockProxy]:
         """Iterate over proxies of the blocks of all stages."""
-        return (BlockProxy(self, index) for index in range(len(self)))
+        return (BlockProxy(self.stored_tensors, index, self.call) for index in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a proxy of a block, or a list of proxies."""
@@ -108,13 +88,8 @@ class StagedBlocks(PipelinedModule):
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         if self.cursor is not None:
-            check_listing(self)
+            check_listing(self.name)
         yield from super().named_modules(*args, **kwargs)
-
-    def block(self, index: int) -> nn.Module:
-        """Return a block; a block of another stage is on the meta device."""
-        found = self._modules.get(str(index))
-        return self.meta_blocks[index] if found is None else found
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StagedBlocks:
@@ -131,18 +106,6 @@ class StagedBlocks(PipelinedModule):
         return self
 
     @override
-    def train(self, mode: bool = True) -> StagedBlocks:
-        for block in self.meta_blocks.values():
-            block.train(mode)
-        super().train(mode)
-        return self
-
-    @override
-    def chunk_of(self, name: str) -> int | None:
-        index = int(name.partition(".")[0])
-        return next(chunk for chunk, layers in enumerate(self.layers) if index in layers)
-
-    @override
     def stage_parameters(self) -> Iterator[nn.Parameter]:
         yield from self.parameters()
         for end, is_whole in self.ends:
@@ -155,19 +118,6 @@ class StagedBlocks(PipelinedModule):
         for block in self:
             hidden = block(hidden)
         return hidden
-
-    @property
-    def virtual_stage(self) -> int:
-        """Return the virtual stage that runs now."""
-        assert self.cursor is not None, "a step runs"
-        return self.cursor.chunk * self.mesh.pp.size + self.mesh.pp.rank
-
-    def current(self) -> StageCursor:
-        """Return the cursor of the running step, or raise if no step runs."""
-        self.check_callable_whole()
-        assert self.cursor is not None, "lists are cut only where there are several stages"
-        self.crossings.receive_extras(self.cursor, self.virtual_stage)
-        return self.cursor
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block if it is on the current virtual stage; otherwise return placeholders.
@@ -240,13 +190,6 @@ class StagedBlocks(PipelinedModule):
             )
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return self._run(index, args, kwargs)
-
-    def parameter_of(self, index: int, path: str, found: nn.Parameter) -> Tensor:
-        """Return a parameter of a block, or a placeholder if another stage has the block."""
-        if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
-            return found
-        name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
-        return RemoteTensor.of(found.detach(), self, name)
 
     def _register_arrivals(self, cursor: StageCursor, value_names: Sequence[str]) -> None:
         """Register placeholders for values that will arrive, also those read after the blocks."""
@@ -326,49 +269,6 @@ class StagedBlocks(PipelinedModule):
         with self.mesh.random.fork("replicated"):
             return self.block(index)(*args, **kwargs)
 
-    def form_of(
-        self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Form:
-        """Return the form of the result of a module that is on another stage.
-
-        Raises:
-            UnsupportedError: If the form depends on values.
-        """
-        try:
-            form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{name!r} must give results whose shapes follow from those of its inputs, because "
-                f"another stage computes them: without values it fails with {error}. Use pp=1."
-            ) from error
-        if form.problem:
-            raise UnsupportedError(
-                f"{name!r} must tell other pipeline stages all that it does by what it returns: it "
-                f"{form.problem}, or use pp=1."
-            )
-        return form
-
-    def placeholders(self, form: Form, value_name: str, name: str, stage: int) -> Any:
-        """Return placeholders for a result, or the values that have arrived.
-
-        Args:
-            form: Form of the result.
-            value_name: Name under which its leaves are sent between stages.
-            name: Description of the result, for errors.
-            stage: Virtual stage that computes the result.
-        """
-        cursor = self.current()
-
-        def one(leaf: Tensor, n: int) -> Tensor:
-            leaf_name = f"{value_name}:{n}"
-            if leaf_name in cursor.known:
-                return cursor.known[leaf_name]
-            result = RemoteTensor.of(leaf, self, name, leaf_name)
-            self.crossings.record_origin(cursor, leaf_name, result, stage)
-            return result
-
-        return fill_form(form, one)
-
     @override
     @contextmanager
     def without_other_stages(self) -> Iterator[None]:
@@ -387,13 +287,3 @@ class StagedBlocks(PipelinedModule):
         finally:
             for one in reversed(replaced):
                 one.show()
-
-    @override
-    def note_use(self, tensor: RemoteTensor) -> None:
-        cursor = self.current()
-        if cursor.probe and cursor.plan is None:
-            self.crossings.record_use(cursor, tensor, self.crossings.last)
-
-    @override
-    def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
-        return self.crossings.plan(cursor, pytree.tree_leaves(result), self.plan)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user
 from lightning_megatron.models.stage import StageCursor
-
-if TYPE_CHECKING:
-    from lightning_megatron.models.staged_blocks import StagedBlocks
 
 
 class StoredTensors:
     """Reads of tensors that blocks store in themselves, from the blocks' own stages or sent along.
 
     Args:
-        blocks: List of staged blocks.
+        blocks: Blocks that are cut into stages.
     """
 
-    def __init__(self, blocks: StagedBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: CutBlocks) -> None:
+        self.blocks = blocks
 
     def read(self, index: int, path: str, found: Tensor) -> Tensor:
         """Return a tensor that a block stores in itself, or a placeholder if another stage has it.
@@ -36,7 +32,7 @@ class StoredTensors:
         Raises:
             UnsupportedError: If the block has not run in this call of the model.
         """
-        blocks = self._blocks
+        blocks = self.blocks
         cursor = blocks.cursor
         name = f"'{blocks.name}.{index}.{path}'"
         if cursor is None:
@@ -66,18 +62,18 @@ class StoredTensors:
         Args:
             name: Name of a value that is sent between stages, without the number of the call.
         """
-        prefix = f"{self._blocks.name}."
+        prefix = f"{self.blocks.name}."
         if name.startswith(prefix) and ":" not in name:
             index, _, path = name.removeprefix(prefix).partition(".")
             owner, _, key = path.rpartition(".")
-            block = self._blocks.meta_blocks[int(index)]
+            block = self.blocks.meta_blocks[int(index)]
             self.read(int(index), path, getattr(block.get_submodule(owner), key))
 
     def keep(self, cursor: StageCursor, index: int) -> None:
         """Keep what a block has stored, if later stages will read it."""
-        prefix = f"{cursor.calls}:{self._blocks.name}.{index}."
+        prefix = f"{cursor.calls}:{self.blocks.name}.{index}."
         for value_name in cursor.plan.extra_names if cursor.plan is not None else ():
             if value_name.startswith(prefix):
                 owner, _, key = value_name.removeprefix(prefix).rpartition(".")
-                block = self._blocks.block(index)
+                block = self.blocks.block(index)
                 cursor.known[value_name] = getattr(block.get_submodule(owner), key)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_plans import StepPlans, Trial
+from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, Trial
 from lightning_megatron.pipeline.step_run import (
     Inspector,
     LossOf,
     RunBackward,
-    StepFn,
     StepRun,
     WeightOf,
 )
@@ -64,6 +64,7 @@ class PipelineExecutor:
     ) -> None:
         self.mesh = mesh
         self.model = model
+        self._num_chunks = model.num_chunks if model is not None else 1
         self._schedule = schedule
         self._group_size = microbatch_group_size
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
@@ -118,7 +119,9 @@ class PipelineExecutor:
         """
         weights = MicrobatchWeights(loss_weight if backward else None, self.mesh.device)
         run = StepRun(
-            self,
+            self.mesh,
+            self._num_chunks,
+            self.plans,
             step_fn,
             microbatches,
             loss_of,
@@ -149,12 +152,11 @@ class PipelineExecutor:
     def _program(self, num_microbatches: int, backward: bool) -> tuple[Program, Points]:
         key = (num_microbatches, backward)
         if key not in self._programs:
-            num_chunks = self.model.num_chunks if self.model is not None else 1
             schedule = build_schedule(
                 self._schedule,
                 self.mesh.pp.size,
                 num_microbatches,
-                num_chunks,
+                self._num_chunks,
                 self._group_size,
                 forward_only=not backward,
             )
@@ -202,7 +204,7 @@ class PipelineExecutor:
             # random numbers.
             with self.mesh.random.fork_default(), self.model.without_other_stages():
                 result = step_fn(microbatch.data)
-                return result if cursor.probe else self.model.resolved(result), True
+                return result if cursor.probe else with_values(result), True
         except StageDone:
             return None, False
         finally:

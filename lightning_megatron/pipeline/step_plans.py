@@ -38,12 +38,14 @@ class StepPlans:
     """Step plans, cached by the names of steps.
 
     Args:
-        call: Function that calls a step on a microbatch with the model set to a cursor. It returns
-            the step's result, and whether the step ran to its end.
+        call: Function that calls a step on a microbatch with the model set to a cursor, or as it is
+            without one. It returns the step's result, and whether the step ran to its end.
     """
 
-    def __init__(self, call: Callable[[StepFn, Microbatch, StageCursor], tuple[Any, bool]]) -> None:
-        self._call = call
+    def __init__(
+        self, call: Callable[[StepFn, Microbatch, StageCursor | None], tuple[Any, bool]]
+    ) -> None:
+        self.call = call
         self._known: dict[Hashable, StepPlan] = {}
 
     def of(
@@ -76,7 +78,7 @@ class StepPlans:
 
     def _try_out(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
         try:
-            return self._call(step_fn, microbatch, cursor)[0]
+            return self.call(step_fn, microbatch, cursor)[0]
         except Exception as error:
             # Code after the model may fail on tensors without values, which is no fault. The last
             # stage will run it with values, and raise if it reads a value of another stage that the
@@ -95,7 +97,7 @@ class StepPlans:
         """
         cursor = StageCursor(chunk, probe=True, plan=plan)
         with torch.no_grad():
-            _, ended = self._call(step_fn, microbatch, cursor)
+            _, ended = self.call(step_fn, microbatch, cursor)
         if ended:
             raise UnsupportedError(wrong_calls(plan.num_calls, cursor.calls))
         return cursor.forms

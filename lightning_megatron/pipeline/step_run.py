@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_plans import BoundaryForm, form_of
+from lightning_megatron.pipeline.step_plans import BoundaryForm, StepFn, StepPlans, form_of
 from lightning_megatron.plan.schedule import Action
 from lightning_megatron.plan.transfers import Transfer
 
-if TYPE_CHECKING:
-    from lightning_megatron.pipeline.executor import PipelineExecutor
-
-StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
 WeightOf = Callable[[int], float | Tensor]
 RunBackward = Callable[[Tensor], None]
@@ -36,7 +33,9 @@ class StepRun:
 
     def __init__(
         self,
-        executor: PipelineExecutor,
+        mesh: ParallelMesh,
+        num_chunks: int,
+        plans: StepPlans,
         step_fn: StepFn,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
@@ -47,7 +46,8 @@ class StepRun:
         step: int,
         backward: bool,
     ) -> None:
-        self.executor = executor
+        self._mesh = mesh
+        self._plans = plans
         self.step_fn = step_fn
         self.microbatches = microbatches
         self.loss_of = loss_of
@@ -57,8 +57,8 @@ class StepRun:
         self.step = step
         self.backward = backward
         self.results: list[Any] = []
-        self._axis = executor.mesh.pp
-        self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
+        self._axis = mesh.pp
+        self._last_chunk = num_chunks - 1
         self.plan = StepPlan()
         #: Tensors from the previous stage, from their receive until the backward pass.
         self._inputs: dict[ChunkMicrobatch, list[Tensor]] = {}
@@ -128,7 +128,7 @@ class StepRun:
             for tensor in received if self.backward else ():
                 tensor.requires_grad_(tensor.is_floating_point())
             cursor = StageCursor(chunk, received, plan=self.plan)
-        result, ended = self.executor.call(self.step_fn, microbatch, cursor)
+        result, ended = self._plans.call(self.step_fn, microbatch, cursor)
         is_last = self._axis.is_last and chunk == self._last_chunk
         if cursor is not None and (ended != is_last or cursor.calls != self.plan.num_calls):
             raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
@@ -192,7 +192,7 @@ class StepRun:
         return [output.detach().contiguous() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
-        device = self.executor.mesh.device
+        device = self._mesh.device
         key = (transfer.chunk, transfer.microbatch)
         forms = self._sent.pop(key) if transfer.kind == "B" else self._forms(transfer)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
@@ -204,14 +204,14 @@ class StepRun:
         key = transfer.chunk, form_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)
-            self._boundaries[key] = self.executor.plans.forms(
+            self._boundaries[key] = self._plans.forms(
                 self.step_fn, microbatch, self.plan, transfer.chunk
             )
         return self._boundaries[key]
 
     def seek(self, number: int) -> None:
         """Move the random streams to the start of a microbatch."""
-        mesh = self.executor.mesh
+        mesh = self._mesh
         mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
 
     def _arrived(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.models.step_plan import StepPlan
@@ -109,7 +110,7 @@ def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCurs
     staged.cursor = StageCursor(chunk=0, **cursor)
     try:
         with staged.without_other_stages():
-            return staged.resolved(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
+            return with_values(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
     except StageDone:
         return None, staged.cursor
 

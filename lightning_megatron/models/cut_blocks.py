@@ -1,0 +1,153 @@
+"""Blocks that are cut into pipeline stages: where they are, and the values that cross stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.crossings import Crossings
+from lightning_megatron.models.forms import Form
+from lightning_megatron.models.remote_tensor import RemoteTensor, fill_form, line_of_user
+from lightning_megatron.models.stage import PipelinedModule, StageCursor
+from lightning_megatron.models.step_plan import StepPlan
+
+
+class CutBlocks(PipelinedModule):
+    """Blocks of this rank under their indices, and copies of all blocks on the meta device.
+
+    Modules and tensors of other stages have placeholders here. A subclass runs the blocks.
+
+    Args:
+        name: Name of the list, for errors.
+        source: List of blocks; those of other stages move to the meta device.
+        twins: Copies of all blocks on the meta device.
+        layers: Ranges of block indices, as ``layers[stage][chunk]``.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: nn.ModuleList | nn.Sequential,
+        twins: Sequence[nn.Module],
+        layers: Sequence[Sequence[range]],
+        mesh: ParallelMesh,
+    ) -> None:
+        super().__init__(mesh)
+        self.name = name
+        self.layers = tuple(layers[mesh.pp.rank])
+        order = [
+            layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)
+        ]
+        self.crossings = Crossings([blocks.start for blocks in order], len(source))
+        # In a dictionary, so that nn.Module does not register them as children.
+        self.meta_blocks = dict(enumerate(twins))
+        #: The pipeline_plan that cuts the model in this way, for errors.
+        self.plan = {name: "blocks"}
+        for index, block in enumerate(source):
+            if any(index in chunk for chunk in self.layers):
+                self.add_module(str(index), block)
+            else:
+                # Other references to the block must not keep its values in memory.
+                block.to("meta")
+        self.train(source.training)
+
+    def __len__(self) -> int:
+        """Return the number of blocks of all stages."""
+        return len(self.meta_blocks)
+
+    def block(self, index: int) -> nn.Module:
+        """Return a block; a block of another stage is on the meta device."""
+        found = self._modules.get(str(index))
+        return self.meta_blocks[index] if found is None else found
+
+    @override
+    def train(self, mode: bool = True) -> CutBlocks:
+        for block in self.meta_blocks.values():
+            block.train(mode)
+        super().train(mode)
+        return self
+
+    @override
+    def chunk_of(self, name: str) -> int | None:
+        index = int(name.partition(".")[0])
+        return next(chunk for chunk, layers in enumerate(self.layers) if index in layers)
+
+    @property
+    def virtual_stage(self) -> int:
+        """Return the virtual stage that runs now."""
+        assert self.cursor is not None, "a step runs"
+        return self.cursor.chunk * self.mesh.pp.size + self.mesh.pp.rank
+
+    def current(self) -> StageCursor:
+        """Return the cursor of the running step, or raise if no step runs."""
+        self.check_callable_whole()
+        assert self.cursor is not None, "lists are cut only where there are several stages"
+        self.crossings.receive_extras(self.cursor, self.virtual_stage)
+        return self.cursor
+
+    def parameter_of(self, index: int, path: str, found: nn.Parameter) -> Tensor:
+        """Return a parameter of a block, or a placeholder if another stage has the block."""
+        if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
+            return found
+        name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
+        return RemoteTensor.of(found.detach(), self, name)
+
+    def form_of(
+        self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Form:
+        """Return the form of the result of a module that is on another stage.
+
+        Raises:
+            UnsupportedError: If the form depends on values.
+        """
+        try:
+            form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"{name!r} must give results whose shapes follow from those of its inputs, because "
+                f"another stage computes them: without values it fails with {error}. Use pp=1."
+            ) from error
+        if form.problem:
+            raise UnsupportedError(
+                f"{name!r} must tell other pipeline stages all that it does by what it returns: it "
+                f"{form.problem}, or use pp=1."
+            )
+        return form
+
+    def placeholders(self, form: Form, value_name: str, name: str, stage: int) -> Any:
+        """Return placeholders for a result, or the values that have arrived.
+
+        Args:
+            form: Form of the result.
+            value_name: Name under which its leaves are sent between stages.
+            name: Description of the result, for errors.
+            stage: Virtual stage that computes the result.
+        """
+        cursor = self.current()
+
+        def one(leaf: Tensor, n: int) -> Tensor:
+            leaf_name = f"{value_name}:{n}"
+            if leaf_name in cursor.known:
+                return cursor.known[leaf_name]
+            result = RemoteTensor.of(leaf, self, name, leaf_name)
+            self.crossings.record_origin(cursor, leaf_name, result, stage)
+            return result
+
+        return fill_form(form, one)
+
+    @override
+    def note_use(self, tensor: Tensor) -> None:
+        cursor = self.current()
+        if cursor.probe and cursor.plan is None:
+            self.crossings.record_use(cursor, tensor, self.crossings.last)
+
+    @override
+    def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
+        return self.crossings.plan(cursor, pytree.tree_leaves(result), self.plan)
