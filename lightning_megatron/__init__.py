@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_megatron.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
     from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
     from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
-
-__version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOMES = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lightning_megatron import __version__
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda import (
     BuiltLibrary,
@@ -30,6 +29,7 @@ from lightning_megatron.plan.grouped_gemm import (
     choose_variant,
     reason_against_fusion,
 )
+from lightning_megatron.version import __version__
 
 EXAMPLE = """examples:
   lightning-megatron kernels build --jobs 4

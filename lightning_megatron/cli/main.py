@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from lightning_megatron import __version__
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -17,6 +16,7 @@ from lightning_megatron.errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from lightning_megatron.version import __version__
 
 # Users can act on these errors, so the command prints their message without a traceback.
 OUR_ERRORS = (

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import lightning_megatron
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
@@ -30,6 +29,7 @@ from lightning_megatron.strategy.options.sizes import (
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.swap.decide.stages import suggested_plan
+from lightning_megatron.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +148,7 @@ def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict
     settings = {f"strategy.{name}": repr(value) for name, value in arguments.items()}
     settings |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _TRAINER_FIELDS}
     versions = {name: version(name) for name in ("torch", "lightning")}
-    # Not the version of the installed distribution: a source tree works without installation.
-    versions["lightning-megatron"] = lightning_megatron.__version__
+    versions["lightning-megatron"] = __version__
     return {
         "world_size": str(trainer.world_size),
         **settings,

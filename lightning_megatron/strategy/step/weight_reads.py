@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import lightning_megatron
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -64,9 +64,8 @@ _METADATA = frozenset(
         "is_shared",
     }
 )
-_TORCH, _OURS = (
-    os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lightning_megatron)
-)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _CALL = nn.Module._call_impl.__code__
 
 
