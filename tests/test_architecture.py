@@ -8,6 +8,7 @@ import ast
 import re
 import sys
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ OPEN_TO_ALL = {
     "recipe_files",
     "shapes",
     "strict_json",
+    "version",
 }
 # The same inside the rooms that have sub-rooms; "" are the files directly in the room.
 SUB_ROOMS = {
@@ -110,10 +112,7 @@ def imported_modules(path: Path) -> list[tuple[str, int]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
-                folder = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
-                module = ".".join((*folder, module)).rstrip(".")
+            module = source_of(node, path)
             # `from torch.distributed import checkpoint` imports torch.distributed.checkpoint, not
             # all of its parent
             whole = module in {"lightning_megatron", "torch", "torch.distributed"}
@@ -122,6 +121,37 @@ def imported_modules(path: Path) -> list[tuple[str, int]]:
             ]
         pending.extend(ast.iter_child_nodes(node))
     return found
+
+
+def source_of(node: ast.ImportFrom, path: Path) -> str:
+    """Return the absolute name of the module from which a file imports names."""
+    if not node.level:
+        return node.module or ""
+    folder = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
+    return ".".join((*folder, node.module or "")).rstrip(".")
+
+
+def name_of_module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
+    """Return the files of the package that a file imports, by place, those for types included.
+
+    Args:
+        path: The file.
+        files: Files of the package by the names of their modules.
+    """
+    names: list[str] = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = source_of(node, path)
+            parts = [f"{module}.{alias.name}" for alias in node.names]
+            names += [part if part in files else module for part in parts]
+    return {place(files[name]) for name in names if name in files and files[name] != path}
 
 
 def is_import_of(module: str, package: str) -> bool:
@@ -198,6 +228,18 @@ def test_no_room_imports_the_triton_kernels_when_it_is_imported() -> None:
         if is_import_of(module, "lightning_megatron.kernels.triton")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {name_of_module(path): path for path in FILES}
+    imports = {place(path): imported_files(path, files) for path in FILES}
+    assert "models/stage.py" in imports["models/remote_tensor.py"]
+    assert "models/config.py" in imports["__init__.py"], "an import for types is missing"
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        # The error lists each file before the one that imports it.
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_no_file_name_occurs_twice_in_a_room() -> None:
