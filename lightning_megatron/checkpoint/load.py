@@ -110,7 +110,36 @@ def load_tensors(
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    stored = opened(source)
+    return load_stored(opened(source), tensors, mesh, strict, prefix, expected)
+
+
+def load_stored(
+    stored: Stored,
+    tensors: Mapping[str, Entry],
+    mesh: ParallelMesh,
+    strict: bool = True,
+    prefix: str = "",
+    expected: Mapping[str, Placement] | None = None,
+) -> Match:
+    """Load tensors in place from an opened checkpoint, as :func:`load_tensors` does.
+
+    Args:
+        stored: Opened checkpoint, saved under any layout.
+        tensors: Same as for :func:`load_tensors`.
+        mesh: Same as for :func:`load_tensors`.
+        strict: Same as for :func:`load_tensors`.
+        prefix: Same as for :func:`load_tensors`.
+        expected: Same as for :func:`load_tensors`.
+
+    Returns:
+        Names of found, missing and unexpected entries
+
+    Raises:
+        CheckpointMismatchError: On all ranks, with names and shapes.
+        CorruptDataError: If a file is damaged; the message names it.
+
+    Communication: one gather of names over tp x pp; reading needs none.
+    """
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     wanted = {

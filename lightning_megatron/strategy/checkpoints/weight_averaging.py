@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import model_placements, model_tensors
 from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_tensors
+from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.groups.collectives import all_reduce_
@@ -66,7 +66,7 @@ def load_averages(
             average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
             spec = main.spec(name) if main.holds(name) else whole_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
-    load_tensors(stored, entries, mesh, strict=False, prefix=STATE_DICT)
+    load_stored(stored, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {
         name: entries[f"{STATE_DICT}{names[name]}"].tensor
         if f"{STATE_DICT}{names.get(name)}" in entries
@@ -76,7 +76,7 @@ def load_averages(
     if any(name.startswith(CURRENT) for name in saved):
         current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
-        load_tensors(stored, current, mesh, module.strict_loading, CURRENT, expected)
+        load_stored(stored, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
         # The model already has the current weights: the callback copies them onto themselves.
         metadata["current_model_state"] = module.state_dict()
