@@ -1,4 +1,4 @@
-"""Collective steps of a save: all ranks succeed, or all raise with the reasons."""
+"""Steps that ranks take together: all succeed, or all raise with the reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, broadcast_object
 
 T = TypeVar("T")
 _SHOWN = 4
@@ -64,6 +64,27 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
     if reasons:
         raise failure(what, reasons, axis.size) from caught.error
     return [one for one, _ in outcomes]
+
+
+def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
+    """Run ``action`` on the first rank and return its result on all ranks.
+
+    Args:
+        action: Step of the first rank, without communication.
+        axis: Ranks that take part.
+
+    Raises:
+        Exception: On all ranks, the error of the first rank.
+
+    Communication: one broadcast of the result.
+    """
+    result: T | None = None
+    with CaughtError() as caught:
+        result = action() if axis.rank == 0 else None
+    outcome: tuple[T, Exception | None] = broadcast_object((result, caught.error), axis)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from lightning_megatron.checkpoint.collective_steps import CaughtError
+from lightning_megatron.checkpoint.collective_steps import CaughtError, describe, run_on_first
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint, list_checkpoints
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
 from lightning_megatron.checkpoint.storage import read_record
@@ -40,7 +40,26 @@ def verify_checkpoint(
     Communication: with a mesh, one gather over the world.
     """
     axis = _ALONE if mesh is None else mesh.world_cpu
-    error = _agree(lambda: _verify(path, deep, axis), axis)
+    verify_together(lambda: _verify(path, deep, axis), axis)
+
+
+def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
+    """Run a check of files on every rank; if it fails on one, all ranks raise.
+
+    Args:
+        check: Check of this rank, without communication.
+        axis: Ranks that take part.
+
+    Raises:
+        CorruptDataError: On all ranks, if a file is damaged or cannot be read on one.
+        CheckpointMismatchError: On all ranks, if the check raises it on one.
+        UnsupportedError: On all ranks, if the check raises it on one.
+        BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), its own; on
+            the others KeyboardInterrupt.
+
+    Communication: one gather of errors.
+    """
+    error = _agree(check, axis)
     if error is not None:
         raise error
 
@@ -61,17 +80,11 @@ def find_newest(
     Returns:
         Path of the checkpoint; None without one
 
-    Communication: with a mesh, gathers over the world.
+    Communication: with a mesh, a broadcast and gathers over the world.
     """
     axis = _ALONE if mesh is None else mesh.world_cpu
-    found: list[str] = []
-    with CaughtError() as caught:
-        found = _newest_first(folder) if axis.rank == 0 else []
     # Use the listing of one rank: a shared file system may show new files to other ranks later.
-    paths, error = all_gather_objects((found, caught.error), axis)[0]
-    if error is not None:
-        raise error
-    for path in paths:
+    for path in run_on_first(lambda: _newest_first(folder), axis):
         damage = _agree(lambda path=path: _verify(path, whole, axis), axis)  # type: ignore[misc]
         if damage is None:
             return str(path)
@@ -114,16 +127,34 @@ def _check_content(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def _agree(check: Callable[[], None], axis: MeshAxis) -> Exception | None:
-    """Run a check on every rank and return the error of the first rank that failed, or None."""
-    failure: Exception | None = None
-    try:
+def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
+    """Run a check on every rank and return the error of the first rank that failed, or None.
+
+    All ranks return an error of the same type, because they must go on in the same way.
+    """
+    with CaughtError(BaseException) as caught:
         check()
-    except (CorruptDataError, CheckpointMismatchError, UnsupportedError) as error:
-        failure = error
-    except OSError as error:
-        failure = CorruptDataError(
-            f"every file of a checkpoint must be readable: {type(error).__name__}: {error}. What "
-            "is in it is not known. Use another checkpoint, or repair the file system."
-        )
-    return next((one for one in all_gather_objects(failure, axis) if one is not None), None)
+    own = caught.error
+    errors = [one for one in all_gather_objects(_to_send(own), axis) if one is not None]
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    for error in errors:
+        if not isinstance(error, Exception):
+            raise error
+    return errors[0] if errors else None
+
+
+def _to_send(error: BaseException | None) -> BaseException | None:
+    """Return an error that can be sent to other ranks and says what a rank has found."""
+    if error is None or isinstance(
+        error, (CorruptDataError, CheckpointMismatchError, UnsupportedError)
+    ):
+        return error
+    if not isinstance(error, Exception):
+        return KeyboardInterrupt(f"another rank was interrupted: {describe(error)}")
+    if not isinstance(error, OSError):
+        logger.warning("a check of a checkpoint failed", exc_info=error)
+    return CorruptDataError(
+        f"every file of a checkpoint must be readable: {describe(error)}. What is in it is not "
+        "known. Use another checkpoint, or repair the file system."
+    )

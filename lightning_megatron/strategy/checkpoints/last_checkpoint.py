@@ -13,8 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint import list_checkpoints, read_header
+from lightning_megatron.checkpoint.collective_steps import run_on_first
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 
@@ -48,12 +48,9 @@ def find_last(
     Communication: broadcasts and gathers over the world.
     """
     trains = trainer.state.fn == TrainerFn.FITTING
-    found = (
-        (list(checkpoint_folders(trainer)), list(_newest_first(trainer)))
-        if mesh.rank == 0
-        else None
+    folders, sources = run_on_first(
+        lambda: (list(checkpoint_folders(trainer)), list(_newest_first(trainer))), mesh.world_cpu
     )
-    folders, sources = broadcast_object(found, mesh.world_cpu)
     damages = []
     for source in sources:
         try:

@@ -229,16 +229,16 @@ class RunCheckpoints:
 
         Raises:
             CheckpointMismatchError: If there is neither a sharded checkpoint nor a file.
-            CorruptDataError: On all ranks, if a file is damaged; the message names it.
+            CorruptDataError: On all ranks, if a file is damaged or cannot be read; the message
+                names it.
 
-        Communication: one gather or broadcast over the world, unless :meth:`find_last` has verified
+        Communication: one gather over the world, unless :meth:`find_last` has verified
         the checkpoint.
         """
         if self._found_last is not None and self._found_last.path == path:
             return self._found_last
         source = CheckpointSource.find(path)
-        if source.has_checksums:
-            source.verify(mesh)
+        source.verify(mesh, allow_unchecked=True)
         return source
 
     def load(

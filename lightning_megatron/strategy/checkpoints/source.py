@@ -10,8 +10,8 @@ from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, 
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
 from lightning_megatron.checkpoint.stored import Stored
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
-from lightning_megatron.groups.collectives import broadcast_object
+from lightning_megatron.checkpoint.verify import verify_together
+from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 
 
@@ -46,35 +46,31 @@ class CheckpointSource:
             )
         return cls(text, is_single_file=True)
 
-    @property
-    def has_checksums(self) -> bool:
-        """Return whether the checkpoint can be verified."""
-        # Files of torch before 1.6 are not zip archives. A file behind a URL is read only once.
-        return not self.is_single_file or zipfile.is_zipfile(self.path)
-
-    def verify(self, mesh: ParallelMesh) -> None:
-        """Compare the files with their checksums; a single file without any counts as damaged.
+    def verify(self, mesh: ParallelMesh, allow_unchecked: bool = False) -> None:
+        """Compare the files with their checksums.
 
         Args:
             mesh: Groups of this rank.
+            allow_unchecked: Whether a single file that has no checksums passes, or is behind a URL.
+                Otherwise it counts as damaged.
 
         Raises:
-            CorruptDataError: On all ranks, naming the damaged file.
+            CorruptDataError: On all ranks, naming the file that is damaged or cannot be read.
 
         Communication: collective over all ranks.
         """
-        if not self.is_single_file:
+        if self.is_single_file:
+            verify_together(lambda: self._verify_file(mesh, allow_unchecked), mesh.world_cpu)
+        else:
             verify_checkpoint(self.path, mesh=mesh)
+
+    def _verify_file(self, mesh: ParallelMesh, allow_unchecked: bool) -> None:
+        # Only one rank looks at the file, so that all ranks agree whether it has checksums.
+        if mesh.rank != 0:
             return
-        error: CorruptDataError | None = None
-        if mesh.rank == 0:
-            try:
-                verify_single_file(self.path)
-            except CorruptDataError as caught:
-                error = caught
-        error = broadcast_object(error, mesh.world_cpu)
-        if error is not None:
-            raise error
+        # Files of torch before 1.6 are not zip archives. A file behind a URL is read only once.
+        if not allow_unchecked or zipfile.is_zipfile(self.path):
+            verify_single_file(self.path)
 
     def open(self) -> Stored:
         """Open a directory for reading, after it has been verified.
