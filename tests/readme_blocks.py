@@ -13,8 +13,8 @@ and may state how the test runs it on a small machine:
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at
 the start of a bash block is left out: the package is installed when its tests run. Run as a program
 (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
-README and in `docs/architecture.md`, the picture of their imports, the picture of measured times,
-and the page of options.
+README and in `docs/architecture.md`, the table of their sub-rooms, the picture of their imports, the
+picture of measured times, and the page of options.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any
 
 import yaml
 
+from tests.test_architecture import SUB_ROOMS
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -39,6 +41,7 @@ PRINTS = re.compile(
     r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
+SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
 #: Rooms in the order of their imports; those after them stand apart.
 ROOMS = "plan kernels groups layers experts models swap training pipeline checkpoint strategy"
 ROOMS_APART = "data cli"
@@ -145,16 +148,38 @@ def room_map() -> str:
     """Return one line for each room: its folder and the first sentence of its docstring."""
     width = max(map(len, rooms())) + 3
     lines = ["lightning_megatron/\n"]
-    for room in rooms():
-        tree = ast.parse((ROOT / "lightning_megatron" / room / "__init__.py").read_text())
-        sentence = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
-        lines.append(f"  {room + '/':<{width}}{sentence}\n")
+    lines += [f"  {room + '/':<{width}}{_description_of(room)}\n" for room in rooms()]
     return "".join(lines)
 
 
+def _description_of(room: str) -> str:
+    """Return the first paragraph of the docstring of a room or sub-room, as one line."""
+    tree = ast.parse((ROOT / "lightning_megatron" / room / "__init__.py").read_text())
+    return (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def sub_rooms() -> list[str]:
+    """Return the sub-rooms of all rooms, such as "swap/decide", in the order of their imports."""
+    found: list[str] = []
+    for room in rooms():
+        folders = {
+            path.parent.name for path in (ROOT / "lightning_megatron" / room).glob("*/__init__.py")
+        }
+        order = SUB_ROOMS.get(room, tuple(sorted(folders)))
+        found += [f"{room}/{name}" for name in order if name in folders]
+    return found
+
+
+def sub_room_table() -> str:
+    """Return one row for each sub-room: its folder and the first paragraph of its docstring."""
+    rows = [f"| `{room}` | {_description_of(room).replace('``', '`')} |\n" for room in sub_rooms()]
+    return "".join(["| sub-room | content |\n", "|---|---|\n", *rows])
+
+
 def write_map(page: Path) -> None:
-    """Write the map of the rooms into a page again."""
-    page.write_text(MAP.sub(lambda _: room_map(), page.read_text()))
+    """Write the map of the rooms into a page again, and the table of sub-rooms if it has one."""
+    text = MAP.sub(lambda _: room_map(), page.read_text())
+    page.write_text(SUB_ROOM_TABLE.sub(lambda _: sub_room_table(), text))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from tests.readme_blocks import (
     MAP,
     README,
     ROOT,
+    SUB_ROOM_TABLE,
     Block,
     pages,
     printed_text,
     read_blocks,
     room_map,
+    sub_room_table,
 )
 from tests.room_picture import PICTURE, room_picture
 
@@ -98,6 +100,14 @@ def test_map_of_the_rooms_is_current(page: Path) -> None:
     assert found is not None
     assert found.group() == room_map(), (
         "the map is old. Write it again: python -m tests.readme_blocks"
+    )
+
+
+def test_table_of_the_sub_rooms_is_current() -> None:
+    found = SUB_ROOM_TABLE.search((DOCS / "architecture.md").read_text())
+    assert found is not None
+    assert found.group() == sub_room_table(), (
+        "the table is old. Write it again: python -m tests.readme_blocks"
     )
 
 
