@@ -26,7 +26,7 @@ OF_ANY_TENSOR = {
     "models/outer_modules.py": "parameters and buffers of modules",
     "models/crossings.py": "placeholders of any tensor",
     "models/stage.py": "values of any shape that stages send, and functions of the caller",
-    "models/staged_blocks.py": "parameters and buffers of blocks",
+    "models/cut_blocks.py": "parameters and results of blocks",
     "models/stored_tensors.py": "tensors that blocks store in themselves",
 }
 # The same for functions.
