@@ -17,7 +17,7 @@ from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import BoundaryForm, StepFn, StepPlans, form_of
-from lightning_megatron.plan.schedule import Action
+from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.transfers import Transfer
 
 LossOf = Callable[[Any, int], Tensor | None]

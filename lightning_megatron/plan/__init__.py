@@ -1,13 +1,15 @@
 """Planning of parallel training with integers alone: layouts, shards, schedules and memory."""
 
+from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
-from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
+from lightning_megatron.plan.schedule import Schedule, build_schedule
 from lightning_megatron.plan.shards import (
     ShardRange,
     attention_ranges,
@@ -38,6 +40,7 @@ __all__ = [
     "ModelShape",
     "ParallelLayout",
     "Piece",
+    "Placement",
     "Program",
     "RotaryScaling",
     "ReductionPoint",

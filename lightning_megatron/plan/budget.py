@@ -14,7 +14,12 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
+from lightning_megatron.plan.schedule import (
+    SCHEDULE_NAMES,
+    Schedule,
+    ScheduleName,
+    build_schedule,
+)
 from lightning_megatron.plan.stages import split_layers
 
 GIB = 2**30
@@ -368,6 +373,11 @@ def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:
 def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     for name in ("seq_length", "microbatch_size", "num_microbatches"):
         require_positive(name, getattr(training, name))
+    if training.schedule not in SCHEDULE_NAMES:
+        raise ParallelPlanError(
+            f"schedule must be one that a training can run: it is {training.schedule!r}. Use "
+            f"{join_or(SCHEDULE_NAMES)}."
+        )
     if training.zero not in (0, 1):
         raise ParallelPlanError(
             f"zero must be 0 or 1: it is {training.zero!r}. Other levels are not supported."

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
-
-Kind = Literal["F", "B", "I", "W"]
-"""F forward, B backward, or the halves of B: I input gradient, W weight gradient."""
+from lightning_megatron.plan.placement import Placement, PlacementShape
+from lightning_megatron.plan.schedule_sizes import check_chunks, check_group, check_v
+from lightning_megatron.plan.whole_backward import (
+    forward_row,
+    forward_v_row,
+    whole_backward_row,
+)
+from lightning_megatron.plan.zero_bubble import (
+    dual_pipe_v_row,
+    zero_bubble_row,
+    zero_bubble_v_row,
+)
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
+"""Schedules that the executor runs. The option `schedule` of MegatronStrategy offers these alone:
+the executor does not run weight halves, and layers are not placed in a V yet."""
+
+SplitScheduleName = Literal["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+"""Schedules that split backward passes. They can be built, checked and simulated, but not run."""
+
 SCHEDULE_NAMES = get_args(ScheduleName)
-
-
-@dataclass(frozen=True, order=True)
-class Action:
-    """Computation of one microbatch in one chunk of a stage.
-
-    Args:
-        kind: Kind of the computation: F, B, I or W.
-        chunk: Index of the chunk on this stage.
-        microbatch: Index of the microbatch in the step.
-    """
-
-    kind: Kind
-    chunk: int
-    microbatch: int
+SPLIT_SCHEDULE_NAMES = get_args(SplitScheduleName)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Schedule:
         num_chunks: Chunks per stage (vpp).
         rows: Actions of every stage in order, as ``rows[stage]``.
         forward_only: Whether there is no backward (validation, test, predict).
+        shape: Placement of the chunks on the stages.
     """
 
     name: str
@@ -49,6 +53,12 @@ class Schedule:
     num_chunks: int
     rows: tuple[tuple[Action, ...], ...]
     forward_only: bool = False
+    shape: PlacementShape = "loop"
+
+    @property
+    def placement(self) -> Placement:
+        """Return the stage and chunk of every virtual stage."""
+        return Placement(self.shape, self.num_stages, self.num_chunks)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a stage in order."""
@@ -68,9 +78,29 @@ class Schedule:
             if action.kind in signs
         ]
 
+    def warmup(self, rank: int) -> int:
+        """Return the number of forwards before the first backward of a stage.
+
+        Megatron-Core counts one less where a forward and a backward then follow in turn, because it
+        counts the last of these forwards to the first pair.
+        """
+        row = self.actions(rank)
+        return next((n for n, action in enumerate(row) if action.kind in ("B", "I")), len(row))
+
     def virtual_stage(self, rank: int, chunk: int) -> int:
         """Return the position of a stage's chunk in the order in which a microbatch passes them."""
-        return chunk * self.num_stages + rank
+        return self.placement.virtual_stage(rank, chunk)
+
+    def is_split(self, rank: int, chunk: int, microbatch: int) -> bool:
+        """Return whether a stage runs a backward in two halves."""
+        return (chunk, microbatch) in self._split[rank]
+
+    @cached_property
+    def _split(self) -> tuple[frozenset[tuple[int, int]], ...]:
+        return tuple(
+            frozenset((action.chunk, action.microbatch) for action in row if action.kind == "I")
+            for row in self.rows
+        )
 
     def validate(self) -> Schedule:
         """Return the schedule after a check that every stage does all its work once and in order.
@@ -113,7 +143,7 @@ class Schedule:
         return ParallelPlanError(
             f"schedule {self.name!r} is not legal: on stage {rank}, {action.kind} of microbatch "
             f"{action.microbatch} in chunk {action.chunk} {what}. Use one of the built-in "
-            f"schedules: {join_or(SCHEDULE_NAMES)}."
+            f"schedules: {join_or((*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES))}."
         )
 
 
@@ -127,16 +157,31 @@ def build_schedule(
 ) -> Schedule:
     """Build the order of actions of every pipeline stage.
 
-    The order equals Megatron-Core's for "1f1b" and "interleaved". "gpipe" runs all forwards, then
-    all backwards.
+    Numbers of bubble and memory are for many microbatches, with p stages, and times F, I and W of
+    a forward and the two halves of a backward. Memory counts microbatches of a whole stage, each
+    from its forward to its last half, on the stage that keeps most.
+
+    - "gpipe": all forwards, then all backwards. It keeps all microbatches.
+    - "1f1b": one forward, one backward, in Megatron-Core's order. Bubble (p - 1) (F + I + W),
+      memory p.
+    - "interleaved": the same over several chunks per stage, in Megatron-Core's order. The bubble is
+      divided by the number of chunks v, memory is p (1 + (p - 1) / (p v)).
+    - "zb-h1": 1f1b with backwards in halves. Bubble (p - 1) (F + I - W), memory p on all stages.
+    - "zb-h2": the same with more forwards at the start. Bubble (p - 1) (F + I - 2 W), where each
+      stage is counted from its first action to its last, memory 2 p - 1 on all stages. It needs
+      2 p - 1 microbatches to fill the pipeline.
+    - "zb-v": halves, and two chunks per stage in a V. No bubble where F, I and W are equal, memory
+      p on all stages.
+    - "dualpipe-v": two chunks per stage in a V; most backwards are whole, beside a forward of the
+      other chunk. With FB for both together, the bubble is at most (p - 1) (FB + I - 2 W) in times
+      of a chunk; memory p + 1/2.
 
     Args:
-        name: "1f1b" (one forward, one backward; at most num_stages microbatches in flight),
-            "interleaved" (the same over several chunks per stage, with a smaller bubble), or
-            "gpipe".
+        name: Name of the schedule, from the list above.
         num_stages: Pipeline-parallel size.
         num_microbatches: Microbatches per step.
-        num_chunks: Chunks per stage (vpp); above 1 only with "interleaved".
+        num_chunks: Chunks per stage (vpp): at least 2 for "interleaved", 2 for "zb-v" and
+            "dualpipe-v", 1 for the others.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next
             chunk starts, for "interleaved" only; None means num_stages.
         forward_only: Whether to omit the backwards.
@@ -145,7 +190,8 @@ def build_schedule(
         ParallelPlanError: For an unknown name, and for sizes that the schedule cannot run.
 
     Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/2006.09503),
-        interleaved (https://arxiv.org/abs/2104.04473).
+        interleaved (https://arxiv.org/abs/2104.04473), zero bubble
+        (https://arxiv.org/abs/2401.10241), DualPipe (https://arxiv.org/abs/2412.19437).
     """
     check_schedule_sizes(
         name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only
@@ -153,22 +199,23 @@ def build_schedule(
     group = num_microbatches
     if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-    forwards = _forwards(num_microbatches, num_chunks, group)
+    shape = shape_of(name)
     rows = []
     for rank in range(num_stages):
-        warmup = num_stages - rank - 1
-        if name == "interleaved":
-            warmup = 2 * warmup + (num_chunks - 1) * group
-        if name == "gpipe" or forward_only:
-            warmup = len(forwards)
-        rows.append(
-            _one_forward_one_backward(
-                forwards, min(warmup, len(forwards)), num_chunks, forward_only
-            )
-        )
+        if not forward_only:
+            rows.append(_row(name, rank, num_stages, num_microbatches, num_chunks, group))
+        elif shape == "v":
+            rows.append(forward_v_row(rank, num_stages, num_microbatches))
+        else:
+            rows.append(forward_row(num_microbatches, num_chunks, group))
     return Schedule(
-        name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only
+        name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only, shape
     ).validate()
+
+
+def shape_of(name: str) -> PlacementShape:
+    """Return how a named schedule places chunks on the stages."""
+    return "v" if name in ("zb-v", "dualpipe-v") else "loop"
 
 
 def check_schedule_sizes(
@@ -187,93 +234,35 @@ def check_schedule_sizes(
     sizes = {"pp": num_stages, "num_microbatches": num_microbatches, "vpp": num_chunks}
     for size_name, size in sizes.items():
         require_positive(size_name, size)
-    if name not in SCHEDULE_NAMES:
+    names = (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES)
+    if name not in names:
         raise ParallelPlanError(
-            f"schedule must be one that exists: it is {name!r}. Use {join_or(SCHEDULE_NAMES)}."
+            f"schedule must be one that exists: it is {name!r}. Use {join_or(names)}."
         )
-    _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
+    if shape_of(name) == "v":
+        check_v(name, num_stages, num_microbatches, num_chunks, forward_only)
+    check_chunks(name, num_stages, num_chunks, microbatch_group_size)
     # Without backwards a chunk waits only for the chunk before it, so that groups of any size work.
     if name == "interleaved" and not forward_only:
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-        _check_group(num_stages, num_microbatches, group)
+        check_group(num_stages, num_microbatches, group)
 
 
-def _forwards(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    # Pairs (chunk, microbatch): a group of microbatches passes all chunks before the next group
-    # starts.
-    return [
-        (chunk, microbatch)
-        for first in range(0, num_microbatches, group)
-        for chunk in range(num_chunks)
-        for microbatch in range(first, min(first + group, num_microbatches))
-    ]
-
-
-def _one_forward_one_backward(
-    forwards: list[tuple[int, int]], warmup: int, num_chunks: int, forward_only: bool
+def _row(
+    name: str, rank: int, num_stages: int, num_microbatches: int, num_chunks: int, group: int
 ) -> tuple[Action, ...]:
-    if forward_only:
-        return tuple(Action("F", *unit) for unit in forwards)
-    backwards = [Action("B", num_chunks - 1 - chunk, microbatch) for chunk, microbatch in forwards]
-    row = [Action("F", *unit) for unit in forwards[:warmup]]
-    for unit, backward in zip(forwards[warmup:], backwards, strict=False):
-        row += [Action("F", *unit), backward]
-    return tuple(row + backwards[len(forwards) - warmup :])
-
-
-def _check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None) -> None:
-    if name != "interleaved" and num_chunks > 1:
-        raise ParallelPlanError(
-            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. Only 'interleaved' "
-            "orders the chunks of a stage. Use schedule 'interleaved', or vpp of 1."
-        )
-    if name != "interleaved" and group is not None:
-        raise ParallelPlanError(
-            f"microbatch_group_size ({group}) belongs to schedule 'interleaved': schedule is "
-            f"{name!r}, which has one chunk per stage and nothing to group. Use "
-            "microbatch_group_size of None."
-        )
-    if name == "interleaved" and num_chunks == 1:
-        raise ParallelPlanError(
-            "schedule 'interleaved' needs vpp above 1: vpp is 1, and one chunk per stage cannot be "
-            "interleaved. Use vpp of 2 or more, or schedule '1f1b'."
-        )
-    if name == "interleaved" and num_stages == 1:
-        raise ParallelPlanError(
-            f"schedule 'interleaved' needs pp above 1: pp is 1 with vpp {num_chunks}, and one "
-            "stage has no bubble to shorten. Use pp of 2 or more, or schedule '1f1b' with vpp of 1."
-        )
-
-
-def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
-    require_positive("microbatch_group_size", group)
-    if num_microbatches < num_stages:
-        raise ParallelPlanError(
-            "schedule 'interleaved' needs at least as many microbatches as stages: "
-            f"num_microbatches is {num_microbatches}, pp is {num_stages}. A chunk's next turn "
-            f"would come before its input. Use {num_stages} microbatches or more, or schedule "
-            "'1f1b' with vpp of 1."
-        )
-    sizes = range(num_stages, num_microbatches + 1)
-    legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]
-    if group in legal:
-        return
-    remainder = num_microbatches % group
-    values = (
-        f"microbatch_group_size is {group}, pp is {num_stages}, num_microbatches is "
-        f"{num_microbatches}"
-    )
-    if len(legal) > 6:
-        legal = [*legal[:5], legal[-1]]
-    if num_stages <= group <= num_microbatches:
-        why = (
-            f"the last group would hold {remainder}, fewer than stages, and every stage would wait "
-            "for it"
-        )
-    else:
-        why = "a smaller group would wait for its own output, a larger one never fills"
-    multiple = -(-num_microbatches // num_stages) * num_stages
-    raise ParallelPlanError(
-        f"microbatches must fill groups of at least pp and at most all of them: {values}; {why}. "
-        f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
-    )
+    if name == "zb-h1":
+        return zero_bubble_row(rank, num_stages, num_microbatches, lead=1)
+    if name == "zb-h2":
+        return zero_bubble_row(rank, num_stages, num_microbatches, lead=2)
+    if name == "zb-v":
+        return zero_bubble_v_row(rank, num_stages, num_microbatches)
+    if name == "dualpipe-v":
+        return dual_pipe_v_row(rank, num_stages, num_microbatches)
+    total = num_microbatches * num_chunks
+    warmups = {
+        "1f1b": num_stages - rank - 1,
+        "interleaved": 2 * (num_stages - rank - 1) + (num_chunks - 1) * group,
+        "gpipe": total,
+    }
+    return whole_backward_row(min(warmups[name], total), num_microbatches, num_chunks, group)

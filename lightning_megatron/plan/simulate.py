@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.schedule import Action, Kind, Schedule
+from lightning_megatron.plan.actions import Action, Kind
+from lightning_megatron.plan.schedule import Schedule
 
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
 """Ticks per action: a backward computes two matrix products for each product of the forward."""
@@ -62,13 +63,16 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
     """
     if action.kind == "W":
         return None
-    virtual = schedule.virtual_stage(stage, action.chunk) + (1 if action.kind == "F" else -1)
-    if not 0 <= virtual < schedule.num_stages * schedule.num_chunks:
+    placement = schedule.placement
+    step = 1 if action.kind == "F" else -1
+    virtual = placement.virtual_stage(stage, action.chunk) + step
+    if not 0 <= virtual < placement.num_virtual_stages:
         return None
-    chunk, consumer = divmod(virtual, schedule.num_stages)
-    return consumer, Action(
-        _kind_after(schedule, consumer, action, chunk), chunk, action.microbatch
-    )
+    consumer, chunk = placement.owner(virtual)
+    kind: Kind = "F"
+    if action.kind != "F":
+        kind = "I" if schedule.is_split(consumer, chunk, action.microbatch) else "B"
+    return consumer, Action(kind, chunk, action.microbatch)
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timeline:
@@ -154,10 +158,3 @@ def render(schedule: Schedule) -> str:
         )
     lines.append(f"{timeline.length} ticks, {timeline.bubble:.1%} of them waiting")
     return "\n".join(lines)
-
-
-def _kind_after(schedule: Schedule, consumer: int, action: Action, chunk: int) -> Kind:
-    if action.kind == "F":
-        return "F"
-    split = Action("I", chunk, action.microbatch)
-    return "I" if split in schedule.rows[consumer] else "B"

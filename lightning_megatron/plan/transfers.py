@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.legal_values import require_index
-from lightning_megatron.plan.schedule import Action, Schedule
+from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.simulate import UNIT_COSTS, Span, consumer_of, simulate
 
 

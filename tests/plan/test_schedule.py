@@ -99,7 +99,8 @@ def test_chunks_divide_the_bubble() -> None:
     [
         (
             ("zb", 2, 2),
-            "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved or gpipe.",
+            "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or "
+            "dualpipe-v.",
         ),
         (
             ("1f1b", 2, 0),
@@ -129,6 +130,21 @@ def test_chunks_divide_the_bubble() -> None:
             "a smaller group would wait for its own output, a larger one never fills.",
         ),
         (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
+        (
+            ("zb-h1", 4, 8, 2),
+            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It does not say which",
+        ),
+        (
+            ("zb-v", 4, 8),
+            "schedule 'zb-v' runs two chunks per stage: vpp is 1. A V has one way from the first stage to the last "
+            "and one way back. Use vpp of 2.",
+        ),
+        (
+            ("dualpipe-v", 4, 7, 2),
+            "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 7, pp is 4. With "
+            "fewer, both ways of the V would not be full at once. Use 8 microbatches or more, or schedule 'zb-v'.",
+        ),
+        (("zb-v", 4, 8, 2, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
         (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
     ],
 )

@@ -1,0 +1,68 @@
+"""Placement of virtual stages on the stages of a pipeline, in a loop or in a V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import require_index, require_positive
+
+PlacementShape = Literal["loop", "v"]
+"""How chunks lie on the stages. "loop": every chunk goes from the first stage to the last. "v": odd
+chunks go back from the last stage to the first."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stage and chunk of every virtual stage.
+
+    A microbatch passes the virtual stages in order. In a V, chunk 1 of the last stage follows chunk
+    0 of the last stage, so that the microbatch stays there, and the first stage has the first
+    virtual stage (the embedding) and, with an even number of chunks, the last one (the loss).
+
+    Args:
+        shape: "loop" or "v".
+        num_stages: Pipeline-parallel size.
+        num_chunks: Chunks per stage (vpp).
+
+    Raises:
+        ParallelPlanError: For sizes below 1 and an unknown shape.
+    """
+
+    shape: PlacementShape
+    num_stages: int
+    num_chunks: int
+
+    def __post_init__(self) -> None:
+        require_positive("pp", self.num_stages)
+        require_positive("vpp", self.num_chunks)
+        if self.shape not in ("loop", "v"):
+            raise ParallelPlanError(
+                f"shape of a placement must be one that exists: it is {self.shape!r}. Use 'loop' "
+                "or 'v'."
+            )
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Return the number of virtual stages."""
+        return self.num_stages * self.num_chunks
+
+    def virtual_stage(self, rank: int, chunk: int) -> int:
+        """Return the position of a stage's chunk in the order in which a microbatch passes them."""
+        step = self.num_stages - 1 - rank if self._goes_back(chunk) else rank
+        return chunk * self.num_stages + step
+
+    def owner(self, virtual_stage: int) -> tuple[int, int]:
+        """Return the stage and the chunk of a virtual stage.
+
+        Raises:
+            ParallelPlanError: For a virtual stage that there is none of.
+        """
+        require_index("virtual stage", virtual_stage, "pp x vpp", self.num_virtual_stages)
+        chunk, step = divmod(virtual_stage, self.num_stages)
+        rank = self.num_stages - 1 - step if self._goes_back(chunk) else step
+        return rank, chunk
+
+    def _goes_back(self, chunk: int) -> bool:
+        return self.shape == "v" and chunk % 2 == 1
