@@ -1,0 +1,122 @@
+"""Microbatches that a stage keeps at once under a schedule: counts, slots and peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.schedule import Schedule
+
+WEIGHT_HALF_SHARE = 32 / 34
+"""What a weight half needs, relative to what a backward needs, for a Transformer block.
+
+Of 34 bytes per token and hidden feature (16 bits, dropout, attention that keeps no scores), the
+input half frees what only it needs. The weight half needs the inputs of four linear layers (14
+bytes) and the gradients of their outputs (18 bytes), which the input half has made.
+
+Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), table 1.
+"""
+
+
+@dataclass(frozen=True)
+class LiveMicrobatches:
+    """Largest numbers of microbatches that a stage keeps at once.
+
+    Args:
+        slots: For each chunk, microbatches between their forward and the end of their backward,
+            weight half included. That many sets of buffers serve the chunk: the n-th microbatch
+            takes set n modulo this number.
+        waiting: For each chunk, how many of them wait for their weight half alone.
+        total: Microbatches over all chunks at one time; at most the sum of ``slots``.
+    """
+
+    slots: tuple[int, ...]
+    waiting: tuple[int, ...]
+    total: int
+
+
+def live_microbatches(schedule: Schedule, rank: int) -> LiveMicrobatches:
+    """Count the microbatches that a stage keeps at the peak of each chunk, and of all together.
+
+    Args:
+        schedule: Order of actions. Without backwards nothing is kept.
+        rank: Position on the pp axis.
+    """
+    row = schedule.actions(rank)
+    live = [0] * schedule.num_chunks
+    due = [0] * schedule.num_chunks
+    slots = [0] * schedule.num_chunks
+    waiting = [0] * schedule.num_chunks
+    total = 0
+    for action in () if schedule.forward_only else row:
+        chunk = action.chunk
+        live[chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        due[chunk] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+        slots[chunk] = max(slots[chunk], live[chunk])
+        waiting[chunk] = max(waiting[chunk], due[chunk])
+        total = max(total, sum(live))
+    return LiveMicrobatches(tuple(slots), tuple(waiting), total)
+
+
+def peak_activations(
+    schedule: Schedule,
+    rank: int,
+    kept: Sequence[float],
+    weight_half_share: float = WEIGHT_HALF_SHARE,
+) -> float:
+    """Return the largest size of the activations that a stage keeps at once.
+
+    Args:
+        schedule: Order of actions. Without backwards nothing is kept.
+        rank: Position on the pp axis.
+        kept: For each chunk of the stage, what a forward keeps for its backward (any unit).
+        weight_half_share: Part of it that the weight half needs after the input half.
+
+    Returns:
+        The peak, in the unit of ``kept``.
+    """
+    size = 0.0
+    peak = 0.0
+    for action in () if schedule.forward_only else schedule.actions(rank):
+        whole = kept[action.chunk]
+        changes = {
+            "F": whole,
+            "B": -whole,
+            "I": (weight_half_share - 1.0) * whole,
+            "W": -weight_half_share * whole,
+        }
+        size += changes[action.kind]
+        peak = max(peak, size)
+    return peak
+
+
+def check_peak(
+    schedule: Schedule,
+    limit: float,
+    kept: Sequence[Sequence[float]],
+    weight_half_share: float = WEIGHT_HALF_SHARE,
+) -> None:
+    """Check that the activations of every stage fit.
+
+    Args:
+        schedule: Order of actions.
+        limit: Memory of a stage for activations (the unit of ``kept``).
+        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        weight_half_share: Part of it that the weight half needs after the input half.
+
+    Raises:
+        ParallelPlanError: If a stage needs more; the message names the stage that needs most.
+    """
+    peaks = [
+        peak_activations(schedule, rank, kept[rank], weight_half_share)
+        for rank in range(schedule.num_stages)
+    ]
+    worst = max(range(len(peaks)), key=peaks.__getitem__)
+    # Sums of fractions in another order may differ in their last digits.
+    if peaks[worst] > limit * (1 + 1e-9):
+        raise ParallelPlanError(
+            f"activations must fit in memory: schedule {schedule.name!r} keeps {peaks[worst]:g} on "
+            f"stage {worst}, the limit is {limit:g}. Use a limit of {peaks[worst]:g} or more, or a "
+            "schedule with fewer microbatches in flight."
+        )
