@@ -6,6 +6,7 @@ from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements,
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.live_microbatches import LiveMicrobatches, live_microbatches
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -20,6 +21,7 @@ from lightning_megatron.plan.shards import (
     whole_range,
 )
 from lightning_megatron.plan.simulate import Timeline, render, simulate
+from lightning_megatron.plan.stage_costs import StageCosts
 from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import (
@@ -27,6 +29,7 @@ from lightning_megatron.plan.transfers import (
     Program,
     Transfer,
     TransferBatch,
+    one_by_one,
     plan_transfers,
 )
 
@@ -37,6 +40,7 @@ __all__ = [
     "TransferBatch",
     "FlatBox",
     "KeptActivations",
+    "LiveMicrobatches",
     "ModelShape",
     "ParallelLayout",
     "Piece",
@@ -46,6 +50,7 @@ __all__ = [
     "ReductionPoint",
     "Schedule",
     "ShardRange",
+    "StageCosts",
     "StageMemory",
     "Timeline",
     "TrainingShape",
@@ -56,6 +61,8 @@ __all__ = [
     "even_range",
     "flat_range_boxes",
     "gated_ranges",
+    "live_microbatches",
+    "one_by_one",
     "padded_vocab_size",
     "plan_by_elements",
     "plan_by_parameters",

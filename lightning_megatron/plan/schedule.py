@@ -55,7 +55,7 @@ class Schedule:
     forward_only: bool = False
     shape: PlacementShape = "loop"
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Return the stage and chunk of every virtual stage."""
         return Placement(self.shape, self.num_stages, self.num_chunks)

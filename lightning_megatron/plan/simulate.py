@@ -1,14 +1,16 @@
-"""Simulation of a pipeline schedule with known durations of actions and instant transfers."""
+"""Simulation of a pipeline schedule with known durations of actions and transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.stage_costs import StageCosts
 
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
 """Ticks per action: a backward computes two matrix products for each product of the forward."""
@@ -54,6 +56,12 @@ class Timeline:
         busy = sum(span.stop - span.start for row in self.rows for span in row)
         return 1.0 - busy / (self.length * len(self.rows)) if self.length else 0.0
 
+    def waits(self) -> tuple[int, ...]:
+        """Return the ticks that each stage waits between its first action and its last."""
+        return tuple(
+            sum(after.start - before.stop for before, after in pairwise(row)) for row in self.rows
+        )
+
 
 def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Action] | None:
     """Return the stage and the action that consume the result of an action, or None if none does.
@@ -75,16 +83,20 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
     return consumer, Action(kind, chunk, action.microbatch)
 
 
-def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timeline:
+def simulate(schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_COSTS) -> Timeline:
     """Simulate a schedule: a stage runs its actions in order, each once its input is available.
 
     Args:
         schedule: Order of actions.
-        costs: Ticks for each kind of action, at least 1.
+        costs: Ticks for each kind of action, at least 1, with transfers that take no time; or the
+            costs of every virtual stage.
 
     Raises:
-        ParallelPlanError: If stages wait for each other in a cycle.
+        ParallelPlanError: If stages wait for each other in a cycle, or costs are for another number
+            of virtual stages.
     """
+    _check_costs(schedule, costs)
+    transfer = costs.transfer if isinstance(costs, StageCosts) else 0
     # Tick at which the input of a stage's action from another virtual stage is available.
     ready: dict[tuple[int, Action], int] = {}
     waiting = {
@@ -106,12 +118,12 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
                     break
                 free = spans[stage][-1].stop if spans[stage] else 0
                 start = max(free, ready.get((stage, action), 0))
-                span = Span(stage, action, start, start + costs[action.kind])
+                span = Span(stage, action, start, start + _ticks(schedule, costs, stage, action))
                 spans[stage].append(span)
                 progress = True
                 target = consumer_of(schedule, stage, action)
                 if target is not None:
-                    ready[target] = span.stop
+                    ready[target] = span.stop + (transfer if target[0] != stage else 0)
     stuck = [
         (stage, row[len(spans[stage])])
         for stage, row in enumerate(schedule.rows)
@@ -125,6 +137,24 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
             f"chunk {action.chunk}, which never comes."
         )
     return Timeline(schedule, tuple(tuple(row) for row in spans))
+
+
+def _ticks(
+    schedule: Schedule, costs: Mapping[str, int] | StageCosts, stage: int, action: Action
+) -> int:
+    if isinstance(costs, StageCosts):
+        return costs.ticks(action.kind, schedule.virtual_stage(stage, action.chunk))
+    return costs[action.kind]
+
+
+def _check_costs(schedule: Schedule, costs: Mapping[str, int] | StageCosts) -> None:
+    needed = schedule.placement.num_virtual_stages
+    if isinstance(costs, StageCosts) and costs.num_virtual_stages != needed:
+        raise ParallelPlanError(
+            f"costs must name every virtual stage: they name {costs.num_virtual_stages}, schedule "
+            f"{schedule.name!r} has pp x vpp of {schedule.num_stages} x {schedule.num_chunks}. Use "
+            f"{needed} times."
+        )
 
 
 def render(schedule: Schedule) -> str:

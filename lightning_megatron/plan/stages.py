@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.placement import Placement, PlacementShape
 
 
 def split_layers(
@@ -14,13 +16,15 @@ def split_layers(
     num_chunks: int = 1,
     embedding_cost: float = 0.0,
     loss_cost: float = 0.0,
+    shape: PlacementShape = "loop",
 ) -> tuple[tuple[range, ...], ...]:
     """Divide the layers into contiguous virtual stages that minimize the cost of the busiest stage.
 
-    Virtual stage v = chunk x num_stages + stage follows v - 1. Every virtual stage has at least one
-    layer. The cost of the embedding is added to the first virtual stage, that of the loss to the
-    last. If several stages could take one more layer at the same cost, middle stages take it before
-    the last one, and the first one is last, because it keeps the most activations.
+    The virtual stages follow each other as :class:`~lightning_megatron.plan.placement.Placement`
+    says. Every virtual stage has at least one layer. The cost of the embedding is added to the
+    first virtual stage, that of the loss to the last. If several stages could take one more layer
+    at the same cost, middle stages take it before the last one, and the first one is last, because
+    it keeps the most activations.
 
     Args:
         num_layers: Number of transformer layers of the model.
@@ -28,6 +32,8 @@ def split_layers(
         num_chunks: Chunks per stage (vpp).
         embedding_cost: Time of the embedding, relative to one layer's time.
         loss_cost: Time of the output layer and the loss, relative to one layer's time.
+        shape: Placement of the virtual stages, a property of the schedule. In a V with an even
+            number of chunks, the first stage has both the embedding and the loss.
 
     Returns:
         Global indices of the layers, as ``layers[stage][chunk]``.
@@ -43,28 +49,43 @@ def split_layers(
                 f"{name} must not be negative: it is {cost} layers. Use 0 or more."
             )
     _check_enough_layers(num_layers, num_stages, num_chunks)
+    placement = Placement(shape, num_stages, num_chunks)
+    first = placement.owner(0)
+    last = placement.owner(placement.num_virtual_stages - 1)
+    ends = _Ends(embedding_cost, loss_cost)
     counts = []
     for stage, total in enumerate(
-        _fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))
+        _fill(num_layers, num_chunks, ends.parts(num_stages, first[0], last[0]))
     ):
-        embedding = embedding_cost if stage == 0 else None
-        loss = loss_cost if stage == num_stages - 1 else None
-        counts.append(_fill(total, 1, _edges(num_chunks, embedding, loss)))
-    return _ranges(counts, num_stages, num_chunks)
+        embedding = first[1] if stage == first[0] else None
+        loss = last[1] if stage == last[0] else None
+        counts.append(_fill(total, 1, ends.parts(num_chunks, embedding, loss)))
+    return _ranges(counts, placement)
 
 
-def _edges(num_parts: int, embedding: float | None, loss: float | None) -> list[tuple[float, int]]:
-    # Pairs (cost in addition to layers, reluctance): of two parts at equal cost the one with lower
-    # reluctance takes the next layer.
-    costs = [0.0] * num_parts
-    reluctances = [0] * num_parts
-    if loss is not None:
-        costs[-1] = loss
-        reluctances[-1] = 1
-    if embedding is not None:
-        costs[0] += embedding
-        reluctances[0] = 2
-    return list(zip(costs, reluctances, strict=True))
+@dataclass(frozen=True)
+class _Ends:
+    """Costs in addition to layers at both ends of the model."""
+
+    embedding_cost: float
+    loss_cost: float
+
+    def parts(
+        self, num_parts: int, embedding: int | None, loss: int | None
+    ) -> list[tuple[float, int]]:
+        """List pairs of a cost in addition to layers and a reluctance.
+
+        Of two parts at equal cost the one with lower reluctance takes the next layer.
+        """
+        costs = [0.0] * num_parts
+        reluctances = [0] * num_parts
+        if loss is not None:
+            costs[loss] = self.loss_cost
+            reluctances[loss] = 1
+        if embedding is not None:
+            costs[embedding] += self.embedding_cost
+            reluctances[embedding] = 2
+        return list(zip(costs, reluctances, strict=True))
 
 
 def _fill(total: int, least: int, parts: Sequence[tuple[float, int]]) -> list[int]:
@@ -82,16 +103,15 @@ def _fill(total: int, least: int, parts: Sequence[tuple[float, int]]) -> list[in
     return counts
 
 
-def _ranges(
-    counts: Sequence[Sequence[int]], num_stages: int, num_chunks: int
-) -> tuple[tuple[range, ...], ...]:
-    layers: list[list[range]] = [[] for _ in range(num_stages)]
+def _ranges(counts: Sequence[Sequence[int]], placement: Placement) -> tuple[tuple[range, ...], ...]:
+    layers: list[list[range]] = [[] for _ in counts]
     start = 0
-    for chunk in range(num_chunks):
-        for stage in range(num_stages):
-            stop = start + counts[stage][chunk]
-            layers[stage].append(range(start, stop))
-            start = stop
+    # A stage's chunks come in order, because virtual stages are counted chunk by chunk.
+    for virtual_stage in range(placement.num_virtual_stages):
+        stage, chunk = placement.owner(virtual_stage)
+        stop = start + counts[stage][chunk]
+        layers[stage].append(range(start, stop))
+        start = stop
     return tuple(tuple(chunks) for chunks in layers)
 
 

@@ -11,6 +11,7 @@ from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.legal_values import require_index
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.simulate import UNIT_COSTS, Span, consumer_of, simulate
+from lightning_megatron.plan.stage_costs import StageCosts
 
 
 @dataclass(frozen=True, order=True)
@@ -56,6 +57,19 @@ class TransferBatch:
     receives: tuple[Transfer, ...]
 
 
+@dataclass(frozen=True)
+class SingleTransfer:
+    """One transfer of a batch, from the side of one stage.
+
+    Args:
+        sends: Whether the stage sends; otherwise it receives.
+        transfer: Tensor and peer.
+    """
+
+    sends: bool
+    transfer: Transfer
+
+
 Instruction = Compute | TransferBatch
 
 
@@ -89,7 +103,9 @@ class _Delivery:
     receive: Transfer
 
 
-def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Program:
+def plan_transfers(
+    schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_COSTS
+) -> Program:
     """Insert the transfers between stages into the actions of a schedule without risk of deadlock.
 
     The schedule runs on a clock; by default a forward takes one tick, a backward two. All tensors
@@ -97,12 +113,13 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     before its first action that starts at that tick or later. The instructions of all stages are
     thus parts of one global order, in which a tensor is produced before it is sent and received
     before it is used. Streams that run their operations strictly in order, such as NCCL's, then
-    cannot block each other.
+    cannot block each other. A tensor whose consumer is on the same stage, as at the turn of a V, is
+    not transferred.
 
     Args:
         schedule: Order of actions.
-        costs: Ticks for each kind of action. Any costs give a plan without deadlocks; true costs
-            give the shortest waits.
+        costs: Ticks for each kind of action, or for every virtual stage. Any costs give a
+            plan without deadlocks; true costs give the shortest waits.
 
     Raises:
         ParallelPlanError: If the schedule's stages wait for each other in a cycle.
@@ -124,14 +141,16 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     for delivery in deliveries:
         sends[delivery.producer, delivery.time].append(delivery.send)
         receives[delivery.consumer, delivery.time].append(delivery.receive)
+    times_of: dict[int, set[int]] = defaultdict(set)
+    for stage, time in (*sends, *receives):
+        times_of[stage].add(time)
     rows = []
     for stage, row in enumerate(timeline.rows):
-        times = {time for owner, time in (*sends, *receives) if owner == stage}
         # The 0 sorts a batch before the action (1) that starts at the same tick.
         events: list[tuple[int, int, Instruction]] = [
             (span.start, 1, Compute(span.action)) for span in row
         ]
-        for time in times:
+        for time in times_of[stage]:
             batch = TransferBatch(
                 numbers[time], tuple(sends[stage, time]), tuple(receives[stage, time])
             )
@@ -139,6 +158,29 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
         events.sort(key=lambda event: event[:2])
         rows.append(tuple(instruction for _, _, instruction in events))
     return Program(schedule, tuple(rows))
+
+
+def one_by_one(schedule: Schedule, rank: int, batch: TransferBatch) -> tuple[SingleTransfer, ...]:
+    """Order the transfers of a batch for sends and receives that run one after the other.
+
+    All stages follow one global order, so that each transfer may block until its peer takes part.
+
+    Args:
+        schedule: Schedule of the program.
+        rank: Position on the pp axis.
+        batch: Batch of this stage.
+    """
+    singles = [SingleTransfer(True, send) for send in batch.sends]
+    singles += [SingleTransfer(False, receive) for receive in batch.receives]
+
+    def key(single: SingleTransfer) -> tuple[str, int, int]:
+        transfer = single.transfer
+        producer = schedule.virtual_stage(rank, transfer.chunk)
+        if not single.sends:
+            producer -= 1 if transfer.kind == "F" else -1
+        return transfer.kind, producer, transfer.microbatch
+
+    return tuple(sorted(singles, key=key))
 
 
 def _delivery_of(schedule: Schedule, span: Span) -> _Delivery | None:

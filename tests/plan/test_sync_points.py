@@ -13,13 +13,14 @@ from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    name = draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
+    name = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]))
     if name == "interleaved":
         stages = draw(st.integers(2, 5))
         return build_schedule(
             name, stages, stages * draw(st.integers(1, 3)), draw(st.integers(2, 4))
         )
-    return build_schedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 10)))
+    chunks = 2 if name == "zb-v" else 1
+    return build_schedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 10)), chunks)
 
 
 @given(schedules())
@@ -37,7 +38,7 @@ def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(
             last = max(
                 i
                 for i, action in enumerate(actions)
-                if action.kind == "B" and action.chunk == point.chunk
+                if action.kind in "BW" and action.chunk == point.chunk
             )
             assert last <= point.after_action < len(actions)
             assert point.early == (point.after_action == last)
@@ -50,7 +51,7 @@ def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(
     rows = simulate(schedule).rows
     for chunk in range(schedule.num_chunks):
         done = max(
-            s.stop for row in rows for s in row if s.action.kind == "B" and s.action.chunk == chunk
+            s.stop for row in rows for s in row if s.action.kind in "BW" and s.action.chunk == chunk
         )
         for rank, row in enumerate(reduction_points(schedule)):
             (point,) = (point for point in row if point.chunk == chunk)

@@ -16,6 +16,7 @@ from lightning_megatron.plan import (
     build_schedule,
     plan_transfers,
 )
+from lightning_megatron.plan.simulate import consumer_of
 
 
 def all_schedules() -> Iterator[Schedule]:
@@ -75,13 +76,18 @@ class Rank:
         return moved
 
     def run(self, action: Action) -> None:
-        key = (action.kind, action.chunk, action.microbatch)
+        # An input half takes and makes the gradient that a whole backward takes and makes.
+        kind = "B" if action.kind == "I" else action.kind
+        key = (kind, action.chunk, action.microbatch)
         virtual = self.schedule.virtual_stage(self.rank, action.chunk)
         needs_input = virtual > 0 if action.kind == "F" else virtual < self.last_virtual
-        if needs_input:
+        if needs_input and kind != "W":
             assert key in self.held, f"stage {self.rank} runs {key} without its input"
             self.held.remove(key)
         self.made.add(key)
+        target = consumer_of(self.schedule, self.rank, action)
+        if target is not None and target[0] == self.rank:
+            self.held.add((kind, target[1].chunk, action.microbatch))
 
     def complete(self, exchange: TransferBatch) -> None:
         assert exchange.number > self.last_number
