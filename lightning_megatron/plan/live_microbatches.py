@@ -91,6 +91,11 @@ def peak_activations(
     return peak
 
 
+def is_within(size: float, limit: float) -> bool:
+    """Return whether a size is at most a limit, up to the last digits of sums of fractions."""
+    return size <= limit * (1 + 1e-9)
+
+
 def check_peak(
     schedule: Schedule,
     limit: float,
@@ -113,8 +118,7 @@ def check_peak(
         for rank in range(schedule.num_stages)
     ]
     worst = max(range(len(peaks)), key=peaks.__getitem__)
-    # Sums of fractions in another order may differ in their last digits.
-    if peaks[worst] > limit * (1 + 1e-9):
+    if not is_within(peaks[worst], limit):
         raise ParallelPlanError(
             f"activations must fit in memory: schedule {schedule.name!r} keeps {peaks[worst]:g} on "
             f"stage {worst}, the limit is {limit:g}. Use a limit of {peaks[worst]:g} or more, or a "

@@ -1,0 +1,186 @@
+"""Search of the fastest schedule for given times and memory, among named and greedy ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
+from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.live_microbatches import (
+    WEIGHT_HALF_SHARE,
+    is_within,
+    peak_activations,
+)
+from lightning_megatron.plan.placement import Placement, PlacementShape
+from lightning_megatron.plan.schedule import (
+    SCHEDULE_NAMES,
+    SPLIT_SCHEDULE_NAMES,
+    Schedule,
+    build_schedule,
+)
+from lightning_megatron.plan.simulate import Timeline, simulate
+from lightning_megatron.plan.stage_costs import StageCosts
+
+AUTOMATIC = "auto"
+"""Name of a schedule that the search has constructed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Schedule that the search has considered.
+
+    Args:
+        schedule: Order of actions.
+        length: Simulated time of a step (ticks).
+        peak: Largest size of activations on any stage (the unit of ``kept``).
+        fits: Whether the peak is within the limit.
+    """
+
+    schedule: Schedule
+    length: int
+    peak: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Fastest schedule that fits, with what it was compared with.
+
+    Args:
+        timeline: Simulation of the fastest schedule.
+        chosen: The fastest schedule with its peak.
+        named: All named schedules that can run these sizes.
+    """
+
+    timeline: Timeline
+    chosen: Candidate
+    named: tuple[Candidate, ...]
+
+
+def search_schedule(
+    num_stages: int,
+    num_microbatches: int,
+    costs: StageCosts,
+    kept: Sequence[float],
+    limit: float,
+    *,
+    weight_half_share: float = WEIGHT_HALF_SHARE,
+    shapes: Sequence[PlacementShape] = ("loop", "v"),
+) -> SearchResult:
+    """Find the fastest schedule whose activations fit.
+
+    The named schedules are simulated, and for each placement a number of greedy constructions under
+    the limit and under smaller ones, which often leave shorter queues at the end. The result is
+    thus never slower in the simulation than the best named schedule that fits. Of equally fast
+    schedules that with the smaller peak is chosen, then a named one.
+
+    Args:
+        num_stages: Pipeline-parallel size.
+        num_microbatches: Microbatches per step.
+        costs: Times of the virtual stages; their number divided by ``num_stages`` is vpp.
+        kept: What a forward keeps for its backward, for each virtual stage (any unit).
+        limit: Memory of a stage for activations (the unit of ``kept``).
+        weight_half_share: Part of it that the weight half needs after the input half.
+        shapes: Placements that the model can have.
+
+    Raises:
+        ParallelPlanError: For numbers that do not belong together, and if nothing fits.
+    """
+    require_positive("pp", num_stages)
+    require_positive("num_microbatches", num_microbatches)
+    count = costs.num_virtual_stages
+    if count % num_stages or len(kept) != count:
+        raise ParallelPlanError(
+            "costs and sizes must name every virtual stage, equally many for each stage: costs "
+            f"name {count}, kept names {len(kept)}, pp is {num_stages}. Use pp x vpp of each."
+        )
+    num_chunks = count // num_stages
+
+    def judged(schedule: Schedule) -> Candidate:
+        peak = _peak(schedule, kept, weight_half_share)
+        return Candidate(schedule, simulate(schedule, costs).length, peak, is_within(peak, limit))
+
+    named = tuple(
+        judged(schedule) for schedule in _named(num_stages, num_microbatches, num_chunks, shapes)
+    )
+    candidates = list(named)
+    for shape in shapes if num_chunks > 1 else shapes[:1]:
+        placement = Placement(shape, num_stages, num_chunks)
+        for rule in _rules(placement, kept, limit, weight_half_share, num_microbatches):
+            rows = GreedyConstruction(placement, num_microbatches, costs, rule).rows()
+            if rows is not None:
+                sizes = (num_stages, num_microbatches, num_chunks)
+                candidates.append(judged(Schedule(AUTOMATIC, *sizes, rows, shape=shape)))
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        raise ParallelPlanError(
+            f"activations must fit in memory: the limit is {limit:g}, one microbatch in all chunks "
+            f"of the fullest stage keeps {_least(num_stages, num_chunks, kept, shapes):g}. Use a "
+            "limit of that or more, or smaller microbatches."
+        )
+    # `min` takes the first of equals, and named schedules come first.
+    chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))
+    chosen.schedule.validate()
+    return SearchResult(simulate(chosen.schedule, costs), chosen, named)
+
+
+def _named(
+    num_stages: int, num_microbatches: int, num_chunks: int, shapes: Sequence[PlacementShape]
+) -> Iterator[Schedule]:
+    for name in (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES):
+        try:
+            schedule = build_schedule(name, num_stages, num_microbatches, num_chunks)
+        except ParallelPlanError:
+            continue
+        if schedule.shape in shapes or num_chunks == 1:
+            yield schedule
+
+
+def _rules(
+    placement: Placement,
+    kept: Sequence[float],
+    limit: float,
+    weight_half_share: float,
+    num_microbatches: int,
+) -> Iterator[GreedyRule]:
+    stage_sizes = [0.0] * placement.num_stages
+    for virtual, size in enumerate(kept):
+        stage_sizes[placement.owner(virtual)[0]] += size
+    # Microbatches of a whole stage: those of zb-h2, of zb-h1, and between.
+    one = max(stage_sizes)
+    numbers = (placement.num_stages, (3 * placement.num_stages) // 2, 2 * placement.num_stages - 1)
+    limits = {min(limit, one * min(number, num_microbatches)) for number in numbers} | {limit}
+    choices = product(sorted(limits), (True, False), (True, False), (0.0, 0.5, 1.0))
+    for largest, alternate, deep_first, patience in choices:
+        if placement.num_chunks > 1 or deep_first:
+            yield GreedyRule(largest, kept, weight_half_share, alternate, deep_first, patience)
+
+
+def _peak(schedule: Schedule, kept: Sequence[float], weight_half_share: float) -> float:
+    return max(
+        peak_activations(
+            schedule,
+            rank,
+            [kept[schedule.virtual_stage(rank, chunk)] for chunk in range(schedule.num_chunks)],
+            weight_half_share,
+        )
+        for rank in range(schedule.num_stages)
+    )
+
+
+def _least(
+    num_stages: int, num_chunks: int, kept: Sequence[float], shapes: Sequence[PlacementShape]
+) -> float:
+    sums = []
+    for shape in shapes:
+        placement = Placement(shape, num_stages, num_chunks)
+        sums.append(
+            max(
+                sum(kept[placement.virtual_stage(rank, chunk)] for chunk in range(num_chunks))
+                for rank in range(num_stages)
+            )
+        )
+    return min(sums)

@@ -1,0 +1,144 @@
+"""A searched schedule is legal, fits in memory, and is never slower than a named one that fits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan import (
+    Placement,
+    Schedule,
+    StageCosts,
+    build_schedule,
+    live_microbatches,
+    plan_transfers,
+    simulate,
+)
+from lightning_megatron.plan.automatic_schedule import search_schedule
+from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
+from lightning_megatron.plan.live_microbatches import check_peak
+from tests.plan.test_split_schedules import run_one_by_one
+
+RULE = GreedyRule(
+    limit=4.0, kept=(), weight_half_share=1.0, alternate=True, deep_first=True, patience=0.0
+)
+
+
+def equal_costs(count: int, forward: int, half: int, weight: int, transfer: int = 0) -> StageCosts:
+    return StageCosts((forward,) * count, (half,) * count, (weight,) * count, transfer)
+
+
+@seed(17)
+@settings(max_examples=25, deadline=None, database=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32))
+def test_a_searched_schedule_fits_and_no_named_one_that_fits_is_faster(
+    stages: int, microbatches: int, chunks: int, number: int
+) -> None:
+    draws = random.Random(number)
+    count = stages * chunks
+    times = [tuple(draws.randint(1, 9) for _ in range(count)) for _ in range(3)]
+    costs = StageCosts(*times, transfer=draws.randint(0, 2))
+    kept = [draws.choice([0.5, 1.0, 1.5]) for _ in range(count)]
+    # From what one microbatch needs to what all need.
+    limit = draws.uniform(1.5 * chunks, 1.5 * chunks * microbatches)
+    found = search_schedule(stages, microbatches, costs, kept, limit)
+    schedule = found.chosen.schedule.validate()
+    assert found.chosen.fits
+    assert simulate(schedule, costs).length == found.chosen.length
+    assert all(found.chosen.length <= other.length for other in found.named if other.fits)
+    sizes = [
+        [kept[schedule.virtual_stage(rank, chunk)] for chunk in range(chunks)]
+        for rank in range(stages)
+    ]
+    check_peak(schedule, limit, sizes)
+    assert run_one_by_one(plan_transfers(schedule, costs))
+    assert run_one_by_one(plan_transfers(schedule))
+
+
+@seed(17)
+@settings(max_examples=25, deadline=None, database=None)
+@given(
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.integers(1, 4),
+    st.sampled_from(["loop", "v"]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_greedy_construction_ends_in_the_memory_of_one_microbatch(
+    stages: int, microbatches: int, chunks: int, shape: str, alternate: bool, number: int
+) -> None:
+    draws = random.Random(number)
+    count = stages * chunks
+    costs = StageCosts(
+        *(tuple(draws.randint(1, 5) for _ in range(count)) for _ in range(3)), transfer=1
+    )
+    rule = replace(RULE, limit=float(chunks), kept=(1.0,) * count, alternate=alternate)
+    placement = Placement(shape, stages, chunks)  # type: ignore[arg-type]
+    microbatches = min(microbatches, max(1, 512 // count))
+    rows = GreedyConstruction(placement, microbatches, costs, rule).rows()
+    assert rows is not None
+    schedule = Schedule(
+        "auto", stages, microbatches, chunks, rows, shape=placement.shape
+    ).validate()
+    assert simulate(schedule, costs).length > 0
+    assert all(live_microbatches(schedule, rank).total <= chunks for rank in range(stages))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_greedy_construction_finds_zero_bubble_at_equal_times(stages: int) -> None:
+    microbatches = 3 * stages
+    costs = equal_costs(stages, 1, 1, 1)
+    found = search_schedule(stages, microbatches, costs, [1.0] * stages, 2 * stages - 1)
+    best = simulate(build_schedule("zb-h2", stages, microbatches), costs).length
+    assert found.chosen.length == best
+    # The last stage starts after the forwards of the others, and then never waits.
+    assert best == 3 * microbatches + stages - 1
+
+
+def test_unequal_stages_get_a_faster_schedule_than_any_named_one() -> None:
+    costs = StageCosts(
+        (13, 10, 10, 10, 10, 10, 10, 14),
+        (12, 12, 12, 12, 12, 12, 12, 18),
+        (8, 8, 8, 8, 8, 8, 8, 11),
+        transfer=1,
+    )
+    found = search_schedule(4, 16, costs, [1.0] * 8, 8.0)
+    assert [other.schedule.name for other in found.named] == ["interleaved", "zb-v", "dualpipe-v"]
+    assert [other.fits for other in found.named] == [False, True, False]
+    assert found.chosen.schedule.name == "auto"
+    assert found.chosen.length < min(other.length for other in found.named)
+    assert found.timeline.length == found.chosen.length
+
+
+def test_one_stage_keeps_the_simplest_schedule() -> None:
+    found = search_schedule(1, 4, equal_costs(1, 1, 1, 1), [1.0], 1.0)
+    assert found.chosen.schedule.name == "1f1b"
+
+
+def test_placements_that_the_model_cannot_have_are_left_out() -> None:
+    found = search_schedule(4, 8, equal_costs(8, 1, 1, 1), [1.0] * 8, 99.0, shapes=("loop",))
+    assert found.chosen.schedule.shape == "loop"
+    assert [other.schedule.name for other in found.named] == ["interleaved"]
+
+
+def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(ParallelPlanError) as error:
+        search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 5.5)
+    assert str(error.value) == (
+        "activations must fit in memory: the limit is 5.5, one microbatch in all chunks of the "
+        "fullest stage keeps 6. Use a limit of that or more, or smaller microbatches."
+    )
+    assert search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 6.0).chosen.fits
+
+
+def test_costs_that_do_not_fit_the_stages_are_refused() -> None:
+    with pytest.raises(
+        ParallelPlanError, match=r"costs name 3, kept names 3, pp is 2\. Use pp x vpp of each"
+    ):
+        search_schedule(2, 4, equal_costs(3, 1, 1, 1), [1.0] * 3, 9.0)
