@@ -54,9 +54,8 @@ def zero_bubble_v_row(rank: int, num_stages: int, num_microbatches: int) -> tupl
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 6.
     """
-    # The first microbatch comes back to the first stage after 2 x num_stages forwards. With fewer
-    # microbatches the order is that of a full pipeline, without those that do not exist.
-    count = max(num_microbatches, 2 * num_stages - 1)
+    # The start and the end are those of a full pipeline. With fewer than 2 x num_stages - 1
+    # microbatches they name some that do not exist, which are left out below.
     after = num_stages - rank
     row = RowBuilder()
     for _ in range(2 * after - 1):
@@ -67,8 +66,8 @@ def zero_bubble_v_row(rank: int, num_stages: int, num_microbatches: int) -> tupl
     for _ in range(after):
         row.forward(1)
         row.split_backward(1)
-    for number in range(count - num_stages):
-        if number < count - num_stages - after + 1:
+    for number in range(num_microbatches - num_stages):
+        if number < num_microbatches - num_stages - after + 1:
             row.forward(0)
         row.split_backward(0)
         row.forward(1)

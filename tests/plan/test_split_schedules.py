@@ -292,6 +292,34 @@ def test_what_waits_for_its_weight_half_keeps_less() -> None:
         check_peak(schedule, 135.0, [[34.0]] * 4)
 
 
+def test_a_weight_half_frees_what_it_kept() -> None:
+    row = [Action(kind, 0, 0) for kind in ("F", "I", "W")] + [Action("F", 0, 1), Action("F", 0, 2)]
+    row += [Action("B", 0, 1), Action("B", 0, 2)]
+    schedule = Schedule("mine", 1, 3, 1, (tuple(row),)).validate()
+    assert peak_activations(schedule, 0, [34.0]) == pytest.approx(2 * 34)
+    assert live_microbatches(schedule, 0).total == 2
+
+
+def test_what_stays_on_a_stage_takes_no_time_to_transfer() -> None:
+    schedule = build_schedule("zb-v", 1, 4, 2)
+    assert simulate(schedule, StageCosts((1, 1), (1, 1), (1, 1), transfer=5)).length == 4 * 2 * 3
+    # Down the V and up again there are two boundaries between stages, forward and backward.
+    two = build_schedule("zb-v", 2, 1, 2)
+    with_transfers = simulate(two, StageCosts((1,) * 4, (1,) * 4, (1,) * 4, transfer=5))
+    assert with_transfers.length == simulate(two).length + 4 * 5
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
+def test_zb_v_is_legal_and_short_with_few_microbatches(stages: int) -> None:
+    for microbatches in range(1, 2 * stages):
+        schedule = build_schedule("zb-v", stages, microbatches, 2)
+        length = simulate(schedule).length
+        # The first microbatch passes all virtual stages forward and back, the others follow it.
+        assert length <= 4 * stages + 1 + 6 * microbatches
+        peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]
+        assert max(peaks) <= 2 * min(stages, microbatches)
+
+
 def test_peak_memory_of_interleaved_is_that_of_its_paper() -> None:
     for stages, chunks in ((4, 2), (4, 4), (8, 2)):
         schedule = build_schedule("interleaved", stages, 4 * stages, chunks)
