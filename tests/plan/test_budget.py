@@ -270,6 +270,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         estimate_memory(GPT2, layout(), replace(STEP, seq_length=0))
     with pytest.raises(ParallelPlanError, match="zero must be 0 or 1"):
         estimate_memory(GPT2, layout(), replace(STEP, zero=2))
+    with pytest.raises(ParallelPlanError, match="it is 'zb-v'. Use 1f1b, interleaved or gpipe"):
+        estimate_memory(LLAMA, layout(pp=2, vpp=2), replace(STEP, schedule="zb-v"))  # type: ignore[arg-type]
     with pytest.raises(ParallelPlanError, match="recompute must be one of"):
         estimate_memory(GPT2, layout(), replace(STEP, recompute="some"))  # type: ignore[arg-type]
     with pytest.raises(ParallelPlanError, match="Use a seq_length of 1002"):
