@@ -40,6 +40,8 @@ class _Stage:
 
     def __init__(self, num_chunks: int) -> None:
         self.row: list[Action] = []
+        # The last action that is not a weight half.
+        self.last: Kind = "F"
         self.free = 0
         self.size = 0.0
         self.due: deque[tuple[int, int]] = deque()
@@ -59,7 +61,7 @@ class _Choice:
 class GreedyConstruction:
     """Rows that grow by the action that can start first, until all work is done.
 
-    Weight halves fill gaps, and run at once where memory is needed, or for nothing else is left.
+    Weight halves fill gaps, and run where nothing else can, as when forwards need their memory.
 
     Args:
         placement: Stage and chunk of every virtual stage.
@@ -118,11 +120,7 @@ class GreedyConstruction:
         )
 
     def _preference(self, stage: _Stage, choice: _Choice) -> tuple[bool, int]:
-        last = stage.row[-1].kind if stage.row else "F"
-        forward_now = self.rule.alternate and last != "F" and bool(stage.row)
-        if forward_now and last == "W":
-            computed = [action.kind for action in stage.row[-3:] if action.kind != "W"]
-            forward_now = bool(computed) and computed[-1] == "I"
+        forward_now = self.rule.alternate and stage.last == "I"
         action = choice.action
         chunk = -action.chunk if action.kind == "I" or self.rule.deep_first else action.chunk
         return (action.kind == "F") != forward_now, chunk
@@ -175,6 +173,8 @@ class GreedyConstruction:
         virtual = self.placement.virtual_stage(choice.rank, action.chunk)
         stage.row.append(action)
         stage.free = choice.start + self._ticks(choice.rank, action)
+        if action.kind != "W":
+            stage.last = action.kind
         whole = self.rule.kept[virtual]
         after = choice.rank
         if action.kind == "F":
@@ -207,5 +207,4 @@ class GreedyConstruction:
         return peer
 
     def _ticks(self, rank: int, action: Action) -> int:
-        kind: Kind = action.kind
-        return self.costs.ticks(kind, self.placement.virtual_stage(rank, action.chunk))
+        return self.costs.ticks(action.kind, self.placement.virtual_stage(rank, action.chunk))
