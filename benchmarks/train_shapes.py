@@ -107,13 +107,22 @@ COPY_RATE = 4.26e12
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a layout, and samples per data-parallel rank and step for each family of models."""
+    """Sizes of a layout, and samples per data-parallel rank and step for each family of models.
+
+    With pipeline stages a microbatch has one sample.
+    """
 
     devices: int
     tp: int
     llama_batch: int
     gpt2_batch: int = 8
     ep: int = 1
+    pp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.devices // (self.tp * self.pp)
 
     def batch(self, model: str) -> int:
         """Return the samples per data-parallel rank and step."""
@@ -128,6 +137,10 @@ LAYOUTS = {
     "tp4": Layout(4, 4, 4),
     "ep2": Layout(2, 1, 1, ep=2),
     "ep4": Layout(4, 1, 1, ep=4),
+    "pp2": Layout(2, 1, 8, pp=2),
+    "pp4": Layout(4, 1, 16, pp=4),
+    "tp2_pp2": Layout(4, 2, 8, pp=2),
+    "pp2_ep2": Layout(4, 1, 8, ep=2, pp=2),
 }
 
 
@@ -360,12 +373,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out)
     # No callback reads parameters, so gathering them can overlap with the next step.
-    options = {"overlap_parameters": True, "async_save": bool(args.async_save), "zero": args.zero}
+    options: dict[str, Any] = {"overlap_parameters": True, "async_save": bool(args.async_save)}
+    options |= {"zero": args.zero, "microbatch_size": 1 if layout.pp > 1 else batch}
     options |= json.loads(args.options)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=layout.devices,
-        strategy=MegatronStrategy(tp=layout.tp, ep=layout.ep, microbatch_size=batch, **options),
+        strategy=MegatronStrategy(tp=layout.tp, pp=layout.pp, ep=layout.ep, **options),
         precision="bf16-mixed",
         max_steps=steps,
         gradient_clip_val=1.0,
@@ -376,8 +390,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         enable_model_summary=False,
         default_root_dir=tempfile.gettempdir(),
     )
-    data_ranks = layout.devices // layout.tp
-    data = DataLoader(Tokens(config, steps * batch * data_ranks), batch_size=batch, drop_last=True)
+    num_samples = steps * batch * layout.data_ranks
+    data = DataLoader(Tokens(config, num_samples), batch_size=batch, drop_last=True)
     trainer.fit(Trained(config, args.forced_balance), data)
     found: dict[str, Any] = {}
     for callback in callbacks:

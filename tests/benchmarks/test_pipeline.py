@@ -1,0 +1,35 @@
+"""The benchmark of pipeline schedules trains what its rows say."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pipeline import ScheduleCase, parser, run_ours, schedule_of
+
+
+def test_a_case_has_the_schedule_and_the_chunks_of_its_name() -> None:
+    assert schedule_of("1f1b") == ScheduleCase("1f1b", 1)
+    assert schedule_of("interleaved:4") == ScheduleCase("interleaved", 4)
+    assert str(schedule_of("interleaved:4")) == "interleaved vpp4"
+
+
+@pytest.mark.parametrize("name", ["zb-v:0", "zb-v:two", "zb-v:-1"])
+def test_chunks_that_are_no_positive_integer_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="chunks of a schedule must be a positive integer"):
+        schedule_of(name)
+
+
+def test_rows_train_the_same_model_under_each_schedule(tmp_path: Path) -> None:
+    line = ["--model", "tiny_llama", "--layout", "pp2", "--layers", "4", "--microbatches", "4"]
+    line += ["--accelerator", "cpu", "--steps", "2", "--warmup", "1", "--out", str(tmp_path)]
+    args = parser().parse_args([*line, "--schedules", "1f1b", "interleaved:2"])
+    rows = [run_ours(args, case) for case in args.schedules]
+    files = ["tiny_llama_pp2_1f1b_1.json", "tiny_llama_pp2_interleaved_2.json"]
+    losses = [json.loads((tmp_path / file).read_text())["losses"] for file in files]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3), rows
+    assert rows[1].startswith("| ours | pp2 | interleaved vpp2 | 4 |")
