@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Float, Int
 
 _ATTRIBUTE = "gradient_slot"
@@ -41,6 +42,8 @@ class GradientSlot:
         join: Returns one owner for several slots that have the same ``join``; None calls the
             callbacks of each slot.
         scale: Factor of every gradient.
+        queue: Queue to which layers may leave the matrix product of the gradient; None computes
+            all products at once.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class GradientSlot:
         accepts: Callable[[], bool] = lambda: True,
         join: Callable[[Sequence[GradientSlot]], Owner] | None = None,
         scale: float = 1.0,
+        queue: WeightGradientQueue | None = None,
     ) -> None:
         self.gradient = gradient
+        self._queue = queue
         self.scale = scale
         self.is_empty = True
         self._on_gradient = on_gradient
@@ -63,6 +68,21 @@ class GradientSlot:
     def dtype(self) -> torch.dtype:
         """Return the dtype of the sum."""
         return self.gradient.dtype
+
+    @property
+    def slots(self) -> tuple[GradientSlot, ...]:
+        """Return this slot alone, as :attr:`StackedSlot.slots` has those of all parameters."""
+        return (self,)
+
+    @property
+    def open_queue(self) -> WeightGradientQueue | None:
+        """Return the queue that takes the product of the gradient now; None if there is none.
+
+        Compiled blocks compute all gradients at once: a graph cannot put anything into a queue.
+        """
+        if torch.compiler.is_compiling() or self._queue is None or not self._queue.is_open:
+            return None
+        return self._queue
 
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
@@ -236,6 +256,11 @@ class StackedSlot:
     def dtype(self) -> torch.dtype:
         """Return the dtype of the sums."""
         return self.slots[0].dtype
+
+    @property
+    def open_queue(self) -> WeightGradientQueue | None:
+        """Return the queue that takes the product now, as :attr:`GradientSlot.open_queue` does."""
+        return self.slots[0].open_queue
 
     def add(self, gradient: Float[Tensor, "rows ..."]) -> None:
         """Add a gradient of the concatenated parameters."""

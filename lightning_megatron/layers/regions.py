@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from lightning_megatron.groups.pending import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, slot_of
+from lightning_megatron.layers.weight_gradient_queue import Add, WeightGradientQueue
 from lightning_megatron.shapes import Float
 
 
@@ -43,7 +45,9 @@ def column_linear(
 
     Communication: backward an all-reduce over tp, overlapped with the weight gradient. Under
         sequence parallelism forward an all-gather; backward an all-gather, overlapped with the
-        input gradient, and a reduce-scatter, overlapped with the weight gradient.
+        input gradient, and a reduce-scatter, overlapped with the weight gradient. If the weight
+        gradient is left to a weight half, the backward pass has no all-gather: the weight half has
+        it.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -126,13 +130,17 @@ class _ColumnLinear(torch.autograd.Function):
         leaving = Pending()
         grad_hidden = None
         grad_weight = None
-        if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel:
+        queue = _open_queue(ctx)
+        if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel and queue is None:
             full, arriving = _start_gathering(hidden, ctx.mesh)
         if ctx.needs_input_grad[0]:
             grad_hidden, leaving = _start_summing(_input_gradient(grad, weight), ctx.mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
         grad_bias = _bias_gradient(ctx, grad)
-        if ctx.needs_input_grad[1]:
+        if queue is not None:
+            gathers_over = ctx.mesh if ctx.mesh.sequence_parallel else None
+            _leave_weight_gradient(queue, ctx.weight_slot, grad, hidden, gathers_over)
+        elif ctx.needs_input_grad[1]:
             arriving.wait()
             grad_weight = _weight_gradient(ctx, grad, full)
         leaving.wait()
@@ -194,7 +202,10 @@ class _RowLinear(torch.autograd.Function):
             if grad_hidden is None:
                 grad_hidden = _input_gradient(full, weight)
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
-        if needs_weight:
+        queue = _open_queue(ctx)
+        if queue is not None:
+            _leave_weight_gradient(queue, ctx.weight_slot, full, hidden, None)
+        elif needs_weight:
             grad_weight = _weight_gradient(ctx, full, hidden)
         return grad_hidden, grad_weight, grad_bias, None
 
@@ -256,6 +267,52 @@ def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
         ctx.weight_slot.add_product(rows, inputs)
         return None
     return torch.mm(rows.t(), inputs).to(ctx.weight_dtype)
+
+
+def _open_queue(ctx: Any) -> WeightGradientQueue | None:
+    """Return the queue that the weight gradient is left to; None if it is computed at once."""
+    slot = ctx.weight_slot
+    return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
+
+
+def _leave_weight_gradient(
+    queue: WeightGradientQueue,
+    slot: GradientSlot | StackedSlot,
+    grad: Tensor,
+    hidden: Tensor,
+    gathers_over: ParallelMesh | None,
+) -> None:
+    """Leave a weight gradient to the weight half.
+
+    Args:
+        queue: Queue of the weight half.
+        slot: Gradient slot of the weight.
+        grad: Gradient of the output.
+        hidden: The input, or this rank's positions of it.
+        gathers_over: Mesh over which the weight half gathers the input; None if the input is whole.
+    """
+    # Detached, because the input would keep the graph that computed it.
+    product = partial(_start_product, slot, grad.detach(), hidden.detach(), gathers_over)
+    queue.put(product, slot.slots)
+
+
+def _start_product(
+    slot: GradientSlot | StackedSlot,
+    grad: Tensor,
+    hidden: Tensor,
+    gathers_over: ParallelMesh | None,
+) -> Add:
+    arriving = Pending()
+    if gathers_over is not None:
+        hidden, arriving = _start_gathering(hidden, gathers_over)
+    return partial(_finish_product, slot, grad, hidden, arriving)
+
+
+def _finish_product(
+    slot: GradientSlot | StackedSlot, grad: Tensor, hidden: Tensor, arriving: Pending
+) -> None:
+    arriving.wait()
+    slot.add_product(_rows(grad), _rows(hidden).to(grad.dtype))
 
 
 def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:

@@ -30,6 +30,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
 from tests.recorded import record_starts
@@ -70,7 +71,9 @@ class Tied(nn.Module):
 
 
 def attach_slots(
-    layer: nn.Module, dtype: torch.dtype = torch.float64
+    layer: nn.Module,
+    dtype: torch.dtype = torch.float64,
+    queue: WeightGradientQueue | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Give every parameter a slot over memory that holds no number yet; return gradients and how
     often each came.
@@ -82,7 +85,7 @@ def attach_slots(
         def count(name: str = name) -> None:
             calls[name] += 1
 
-        set_slot(parameter, GradientSlot(gradients[name], count))
+        set_slot(parameter, GradientSlot(gradients[name], count, queue=queue))
     return gradients, calls
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def grouped_linear(
     last end are neither read nor written, forward and backward: their values in the output and in
     the gradient of ``rows`` are undefined. The weight of an empty group has a gradient of zeros.
     The gradient of a weight with a gradient slot is added to the slot. The bundled kernels
-    accumulate it in float32 if the slots have a constant stride in one buffer.
+    accumulate it in float32 if the slots have a constant stride in one buffer. If all weights have
+    slots, the product may be left to the weight half of the backward pass.
 
     Weights with a constant stride in one buffer, in order, are used in place. Other weights are
     first copied into one tensor. Pass a stack as ``stack.unbind()``.
@@ -203,7 +205,15 @@ class _IntoSlots(torch.autograd.Function):
             grad_rows = ctx.backend.input_gradient(
                 grad, ctx.weights if ctx.view is None else ctx.view, ends
             )
-        ctx.backend.add_weight_gradients(grad, rows, ends, ctx.slots)
+        add = ctx.backend.add_weight_gradients
+        queue = ctx.slots[0].open_queue
+        if queue is None:
+            add(grad, rows, ends, ctx.slots)
+        else:
+            # Detached, because the rows would keep the graph that computed them. The product needs
+            # no communication, so that its start does nothing but return it.
+            left = partial(add, grad.detach(), rows.detach(), ends, ctx.slots)
+            queue.put(lambda: left, ctx.slots)
         return grad_rows, None, None, None, None, None, None
 
 

@@ -1,0 +1,116 @@
+"""Weight gradients that the input half of a backward pass leaves to the weight half."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from lightning_megatron.layers.gradient_slot import GradientSlot
+
+#: Adds a weight gradient to its gradient slots.
+Add = Callable[[], None]
+#: Starts the communication that a weight gradient needs, and returns what adds the gradient.
+Start = Callable[[], Add]
+#: Products of one pass, each with the slots that its gradients are added to.
+Products = deque[tuple[Start, Sequence["GradientSlot"]]]
+
+
+class WeightGradientQueue:
+    """Queue of the weight gradients that a backward pass does not compute at once.
+
+    A backward pass has two halves. The input half computes everything that earlier layers and
+    earlier pipeline stages wait for. The weight half computes matrix products that only the
+    optimizer waits for, so that it can fill the time in which a stage would be idle. Layers with
+    large weights ask their gradient slots for the queue. While it is open, they put the products
+    of their weight gradients into it. All other gradients, such as those of norms, biases,
+    embeddings and weights without a gradient slot, are part of the input half.
+
+    A product in the queue keeps its two factors in memory: the input of the layer and the gradient
+    of its output.
+
+    Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241).
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, Products] = {}
+        self._open: Products | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether an input half is running, whose weight gradients go into the queue."""
+        return self._open is not None
+
+    @contextmanager
+    def open(self, key: Hashable) -> Iterator[None]:
+        """Collect the weight gradients of the backward passes that run inside the block.
+
+        Nothing is kept if the block raises an error.
+
+        Args:
+            key: Name of the weight half that computes them, which :meth:`run` gets.
+
+        Raises:
+            ValueError: If the queue is open, or still has weight gradients of the same name.
+        """
+        if self._open is not None or key in self._left:
+            raise ValueError(
+                "an input half must have a weight half of its own, and end before the next one "
+                f"starts: open() got {key!r}, while the queue is "
+                f"{'open' if self.is_open else 'closed'} and has {list(self._left)}. The gradients "
+                "of two passes would mix. Call run() with this name first."
+            )
+        collected: Products = deque()
+        self._open = collected
+        try:
+            yield
+        finally:
+            self._open = None
+        self._left[key] = collected
+
+    def put(self, start: Start, slots: Sequence[GradientSlot]) -> None:
+        """Put a weight gradient into the open queue.
+
+        Args:
+            start: Function that starts the communication that the gradient needs, and returns the
+                function that adds the gradient to its slots.
+            slots: Slots that one gradient each is added to.
+        """
+        assert self._open is not None, "layers ask whether the queue is open"
+        self._open.append((start, slots))
+
+    def count_left(self, key: Hashable) -> Counter[GradientSlot]:
+        """Return how many gradients :meth:`run` will add to each slot."""
+        return Counter(slot for _, slots in self._left.get(key, ()) for slot in slots)
+
+    @torch.no_grad()
+    def run(self, key: Hashable) -> None:
+        """Compute the weight gradients of an input half, in the order in which it left them.
+
+        The factors of each product are released when it is computed.
+
+        Args:
+            key: Name that :meth:`open` got. Without an entry of this name nothing happens.
+
+        Communication: under sequence parallelism all-gathers over tp of the inputs of column
+            layers, each overlapped with the product before it.
+        """
+        left: Products = self._left.pop(key, deque())
+        add: Add | None = None
+        while left:
+            start, _ = left.popleft()
+            following = start()
+            del start
+            if add is not None:
+                add()
+            add = following
+        if add is not None:
+            add()
+
+    def discard(self) -> None:
+        """Forget all weight gradients, after a step that an error has ended."""
+        self._left.clear()
