@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
+from lightning_megatron.training.autograd_gradients import moving_into
 from lightning_megatron.training.buffer_planner import LATE_GROUP
 from lightning_megatron.training.flat_buffer import FlatBuffer
 from lightning_megatron.training.gradient_bucket import GradientBucket
@@ -51,6 +52,8 @@ class GradientReducer:
         self._main = main
         #: Callback that gets this rank's own gradients by name before the reduction.
         self.before_reduction: Callable[[Mapping[str, Tensor]], None] | None = None
+        #: Weight gradients that input halves of backward passes leave to weight halves.
+        self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[GradientSlot, str] = {}
         self._buckets: list[GradientBucket] = []
@@ -58,6 +61,7 @@ class GradientReducer:
         self._armed: set[int] = set()
         self._seen: dict[str, int] = {}
         self._expected: dict[str, int] = {}
+        self._left: dict[str, int] | None = None
         self._finished: set[str] = set()
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
@@ -82,12 +86,17 @@ class GradientReducer:
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
                 slot = GradientSlot(
-                    buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join, scale
+                    buffer.gradient_of(name),
+                    owner.on_gradients,
+                    owner.accepts,
+                    self._join,
+                    scale,
+                    self.weight_gradients,
                 )
                 self._slots[name] = slot
                 self._names[slot] = name
                 set_slot(parameter, slot)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_moving_into(slot)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(moving_into(slot)))
         # Within a group the order is that of the buffers; every rank launches in this order.
         self._buckets.sort(key=lambda bucket: bucket.group)
         specs = {name: self._main.spec(name) for name in self._slots}
@@ -98,9 +107,26 @@ class GradientReducer:
     def begin_last_backward(self, chunk: int) -> None:
         """Mark the next backward pass of a chunk as the last one before the optimizer step."""
         self._armed.add(chunk)
+        self._left = None
         for bucket in self._in_group(chunk):
             bucket.missing = set(bucket.names)
             self._seen.update(dict.fromkeys(bucket.names, 0))
+
+    def begin_last_weight_half(self, chunk: int, left: Mapping[GradientSlot, int]) -> None:
+        """Mark the next weight half of a chunk as the last one before the optimizer step.
+
+        Args:
+            chunk: Chunk whose other gradients are complete.
+            left: Number of gradients that the weight half will add to each slot.
+
+        Communication: that of :meth:`start_reduction` for buckets that are complete already.
+        """
+        self._armed.add(chunk)
+        self._left = {self._names[slot]: number for slot, number in left.items()}
+        for bucket in self._in_group(chunk):
+            bucket.missing = self._left.keys() & set(bucket.names)
+            self._seen |= dict.fromkeys(bucket.names, 0)
+        self._start_group(chunk)
 
     def start_reduction(self, chunk: int) -> None:
         """Start reducing the gradients of a chunk, all of which are complete.
@@ -109,7 +135,7 @@ class GradientReducer:
         """
         if chunk in self._armed:
             self._armed.discard(chunk)
-            for bucket in self._in_group(chunk):
+            for bucket in self._in_group(chunk) if self._left is None else ():
                 self._expected |= {
                     n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names
                 }
@@ -258,7 +284,8 @@ class GradientReducer:
     def _start_complete_groups(self, names: list[str], touched: Collection[GradientBucket]) -> None:
         """Remove complete gradients from their buckets' missing sets, and start complete groups."""
         seen = self._seen
-        expected = self._expected
+        # A weight half knows what it will add; of a backward pass the steps before have shown it.
+        expected = self._expected if self._left is None else self._left
         # In the first step nothing is expected yet: `start_reduction` starts its buckets.
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:
@@ -358,22 +385,3 @@ class GradientReducer:
             bucket.missing = set()
             for name in bucket.names:
                 self._slots[name].clear()
-
-
-def _moving_into(slot: GradientSlot) -> object:
-    """Return the hook that moves a gradient from autograd into a slot."""
-
-    def hook(parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
-        if gradient is None:
-            return
-        if gradient.layout != torch.strided:
-            raise UnsupportedError(
-                f"gradients must be dense: one of shape {tuple(parameter.shape)} is "
-                f"{gradient.layout}. Flat buffers cannot hold it. Use sparse=False in the "
-                "embedding."
-            )
-        slot.add(gradient)
-
-    return hook

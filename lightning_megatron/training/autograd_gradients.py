@@ -1,0 +1,34 @@
+"""Gradients that autograd computes, moved into gradient slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.gradient_slot import GradientSlot
+
+
+def moving_into(slot: GradientSlot) -> Callable[[nn.Parameter], None]:
+    """Return the hook that moves a parameter's gradient from autograd into a slot.
+
+    Raises:
+        UnsupportedError: In the hook, if the gradient is not dense.
+    """
+
+    def hook(parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(
+                f"gradients must be dense: one of shape {tuple(parameter.shape)} is "
+                f"{gradient.layout}. Flat buffers cannot hold it. Use sparse=False in the "
+                "embedding."
+            )
+        slot.add(gradient)
+
+    return hook
