@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, Trial
@@ -21,21 +23,13 @@ from lightning_megatron.pipeline.step_run import (
     StepRun,
     WeightOf,
 )
-from lightning_megatron.plan.schedule import ScheduleName, build_schedule
+from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Program, plan_transfers
 
 
-class BackwardObserver(Protocol):
-    """Interface that is notified of the last backward pass of each chunk in a step."""
-
-    def begin_last_backward(self, chunk: int) -> None:
-        """Prepare for the last backward pass of ``chunk`` in this step, which runs next."""
-
-    def start_reduction(self, chunk: int) -> None:
-        """Start the reduction of the gradients of ``chunk``, which are now complete."""
-
-
+#: Function from the number of microbatches, and whether there is no backward, to the schedule.
+BuildSchedule = Callable[[int, bool], Schedule]
 #: Reduction points by the number of compute actions that precede them.
 Points = Mapping[int, Sequence[ReductionPoint]]
 
@@ -44,13 +38,17 @@ class PipelineExecutor:
     """Run the forward and backward passes of one step's microbatches on this rank's stage.
 
     The result equals that of one process that calls ``step_fn`` on every microbatch and runs the
-    backward pass from the sum of the losses.
+    backward pass from the sum of the losses. A schedule may split a backward pass into an input
+    half (I), which ends with the gradients for the previous stage, and a weight half (W). Layers
+    that do not know :class:`~lightning_megatron.layers.weight_gradient_queue.WeightGradientQueue`
+    compute their weight gradients in the input half.
 
     Args:
         mesh: The groups of this rank; ``mesh.pp`` is the pipeline.
         model: Module that is cut into stages; None with one stage, where ``step_fn`` is
             unrestricted.
-        schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
+        schedule: Name of the schedule (``1f1b``, ``interleaved`` or ``gpipe``), or the function
+            that builds it.
         microbatch_group_size: Number of microbatches that run through one chunk before the next
             chunk runs; None means one for each stage (interleaved only).
     """
@@ -59,7 +57,7 @@ class PipelineExecutor:
         self,
         mesh: ParallelMesh,
         model: PipelinedModule | None,
-        schedule: ScheduleName = "1f1b",
+        schedule: ScheduleName | BuildSchedule = "1f1b",
         microbatch_group_size: int | None = None,
     ) -> None:
         self.mesh = mesh
@@ -82,6 +80,7 @@ class PipelineExecutor:
         observer: BackwardObserver | None = None,
         inspector: Inspector | None = None,
         loss_weight: LossWeight | None = None,
+        weight_gradients: WeightGradientQueue | None = None,
         step: int = 0,
         trial: Trial | None = None,
     ) -> list[Any]:
@@ -104,6 +103,8 @@ class PipelineExecutor:
                 whether that node computed the loss.
             loss_weight: Factor of the main loss, for layers that attach losses; None if there are
                 none.
+            weight_gradients: Queue of the gradient slots, for schedules with input and weight
+                halves. None computes all gradients in the input halves.
             step: Number of this run, which selects the random streams (batches).
             trial: Name of the kind of step that ``step_fn`` is. The first run of each name, and
                 every run without a name, first probes the step without values. The probe counts the
@@ -129,42 +130,52 @@ class PipelineExecutor:
             run_backward,
             inspector,
             weights,
+            weight_gradients or WeightGradientQueue(),
             step,
             backward,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
             run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
-        program, points = self._program(len(microbatches), backward)
+        with run.whole():
+            self._run_program(run, observer)
+        return run.results
+
+    def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
+        program, points = self._program(len(run.microbatches), run.backward)
         num_actions = 0
         for instruction in program.instructions(self.mesh.pp.rank):
             if isinstance(instruction, Compute):
                 due = points.get(num_actions, ())
-                _announce(due, observer)
+                if observer is not None and any(point.early for point in due):
+                    run.announce(instruction.action, observer)
                 run.compute(instruction.action)
                 _reduce(due, observer)
                 num_actions += 1
             else:
                 run.start_transfers(instruction.sends, instruction.receives)
-        run.finish()
-        return run.results
 
     def _program(self, num_microbatches: int, backward: bool) -> tuple[Program, Points]:
         key = (num_microbatches, backward)
         if key not in self._programs:
-            schedule = build_schedule(
-                self._schedule,
-                self.mesh.pp.size,
-                num_microbatches,
-                self._num_chunks,
-                self._group_size,
-                forward_only=not backward,
-            )
+            schedule = self._build_schedule(num_microbatches, not backward)
             points: dict[int, list[ReductionPoint]] = {}
             for point in reduction_points(schedule)[self.mesh.pp.rank] if backward else ():
                 points.setdefault(point.after_action, []).append(point)
             self._programs[key] = plan_transfers(schedule), points
         return self._programs[key]
+
+    def _build_schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:
+        if callable(self._schedule):
+            return self._schedule(num_microbatches, forward_only).validate()
+        return build_schedule(
+            self._schedule,
+            self.mesh.pp.size,
+            num_microbatches,
+            self._num_chunks,
+            self._group_size,
+            forward_only=forward_only,
+        )
 
     @property
     def runs_to_end(self) -> bool:
@@ -209,12 +220,6 @@ class PipelineExecutor:
             return None, False
         finally:
             self.model.cursor = None
-
-
-def _announce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:
-    for point in points:
-        if observer is not None and point.early:
-            observer.begin_last_backward(point.chunk)
 
 
 def _reduce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import BoundaryForm, StepFn, StepPlans, form_of
@@ -43,6 +46,7 @@ class StepRun:
         run_backward: RunBackward,
         inspector: Inspector | None,
         weights: MicrobatchWeights,
+        weight_gradients: WeightGradientQueue,
         step: int,
         backward: bool,
     ) -> None:
@@ -77,18 +81,41 @@ class StepRun:
         self._boundaries: dict[Any, list[BoundaryForm]] = {}
         self._pending: list[PendingTransfers] = []
         self._weights = weights
+        self._weight_gradients = weight_gradients
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run the instructions inside the block as a whole step, and wait for the last transfers.
+
+        Weight gradients that an error leaves over are forgotten.
+        """
+        try:
+            yield
+            for pending in self._pending:
+                pending.wait()
+        finally:
+            self._weight_gradients.discard()
+
+    def announce(self, action: Action, observer: BackwardObserver) -> None:
+        """Notify an observer that an action, which runs next, is the last backward of its chunk."""
+        if action.kind == "W":
+            left = self._weight_gradients.count_left((action.chunk, action.microbatch))
+            observer.begin_last_weight_half(action.chunk, left)
+        else:
+            observer.begin_last_backward(action.chunk)
 
     def compute(self, action: Action) -> None:
-        """Run one forward or backward pass."""
+        """Run a forward pass, a backward pass, or its input or weight half."""
         key = (action.chunk, action.microbatch)
         if action.kind == "F":
             self._forward(key)
         elif action.kind == "B":
             self._backward(key)
+        elif action.kind == "I":
+            with self._weight_gradients.open(key):
+                self._backward(key)
         else:
-            raise UnsupportedError(
-                f"the executor runs forward (F) and backward (B) actions: {action.kind!r}."
-            )
+            self._weight_gradients.run(key)
 
     def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
@@ -111,11 +138,6 @@ class StepRun:
             key = (transfer.chunk, transfer.microbatch)
             (self._inputs if transfer.kind == "F" else self._gradients)[key] = made
             self._arrivals[transfer.kind, key] = pending
-
-    def finish(self) -> None:
-        """Wait for the last transfers."""
-        for pending in self._pending:
-            pending.wait()
 
     def _forward(self, key: ChunkMicrobatch) -> None:
         chunk, number = key

@@ -17,13 +17,16 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.stages import split_layers
+from tests.pipeline.halves import with_halves
 from tests.world import run_world
 
 WIDTH, LAYERS = 4, 8
 CASES = [
     ("1f1b", 4, 1, 1), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 6), ("gpipe", 4, 1, 5), ("1f1b", 2, 1, 4),
     ("interleaved", 2, 2, 4), ("interleaved", 2, 4, 6), ("interleaved", 4, 2, 4), ("interleaved", 4, 2, 8),
+    ("halves of 1f1b", 4, 1, 6), ("halves of gpipe", 2, 1, 3), ("halves of interleaved", 4, 2, 8),
 ]  # fmt: skip
 
 
@@ -84,12 +87,21 @@ def _twin(samples: int):
     return result, {name: p.grad for name, p in model.named_parameters()}
 
 
+def _schedule_of(name: str, pp: int, vpp: int):
+    whole = name.removeprefix("halves of ")
+    if whole == name:
+        return name
+    return lambda number, forward_only: with_halves(
+        build_schedule(whole, pp, number, vpp, forward_only=forward_only)
+    )
+
+
 def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, pp=pp, vpp=vpp))
     model = Tower(mesh)
     samples = 2 * microbatches - (1 if microbatches > 1 else 0)
     parts = split_batch(_batch(samples), 2)
-    executor = PipelineExecutor(mesh, model, schedule)
+    executor = PipelineExecutor(mesh, model, _schedule_of(schedule, pp, vpp))
     twin, grads = _twin(samples)
 
     def loss_of(result, number):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
 from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
 from lightning_megatron.training.gradients import GradientReducer
@@ -64,6 +65,11 @@ class StepGradients:
     def observer(self) -> GradientReducer | None:
         """Return the observer of the last backward pass; None if gradients are checked first."""
         return None if self._checks.checks_gradients else self._reducer
+
+    @property
+    def weight_gradients(self) -> WeightGradientQueue:
+        """Return the queue of weight gradients that are left to weight halves."""
+        return self._reducer.weight_gradients
 
     # ---- sums
 

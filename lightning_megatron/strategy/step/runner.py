@@ -297,6 +297,7 @@ class StepRunner:
             observer=passes.observer,
             inspector=passes.inspector,
             loss_weight=passes.loss_weight,
+            weight_gradients=passes.weight_gradients,
             step=step,
             trial=trial,
         )

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import LossWeight
-from lightning_megatron.pipeline.executor import BackwardObserver, Inspector
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.pipeline.backward_observer import BackwardObserver
+from lightning_megatron.pipeline.executor import Inspector
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class BackwardPasses:
             not start during the backward pass.
         inspector: Inspector of the graphs; None if replicas are not compared in this step.
         loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
+        weight_gradients: Queue of the gradient slots; None if no weight gradient may be left to a
+            weight half.
     """
 
     clear_gradients: Callable[[], None]
@@ -32,6 +36,7 @@ class BackwardPasses:
     observer: BackwardObserver | None = None
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None
+    weight_gradients: WeightGradientQueue | None = None
 
 
 @dataclass(frozen=True)

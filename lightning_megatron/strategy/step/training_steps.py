@@ -122,6 +122,7 @@ class TrainingSteps:
             self._state.gradients.observer if overlaps else None,
             self._state.checks.inspector,
             self._mixtures.loss_weight,
+            self._state.gradients.weight_gradients,
         )
 
     def _hide_and_clear(self) -> None:
