@@ -163,7 +163,7 @@ def test_a_fused_weight_of_several_parameters_is_left_as_a_whole() -> None:
 def test_a_frozen_base_leaves_nothing_and_its_low_rank_update_the_rest(kind: Any) -> None:
     mesh = ParallelMesh.single()
     layer = kind(D, F_OUT, mesh, bias=False)
-    layer.low_rank = LowRankUpdates({"update": LowRank(layer, range(F_OUT), 3, mesh)})
+    layer.low_rank = LowRankUpdates({"default": LowRank(layer, range(F_OUT), 3, mesh)})
     layer.double()
     initialize_(layer, "cpu", seed=1)
     layer.weight.requires_grad_(False)
