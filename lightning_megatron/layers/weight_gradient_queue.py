@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from lightning_megatron.layers.gradient_slot import GradientSlot
 
 #: Adds a weight gradient to its gradient slots.
 Add = Callable[[], None]
 #: Starts the communication that a weight gradient needs, and returns what adds the gradient.
 Start = Callable[[], Add]
 #: Products of one pass, each with the slots that its gradients are added to.
-Products = deque[tuple[Start, Sequence["GradientSlot"]]]
+Products = deque[tuple[Start, Sequence[Hashable]]]
 
 
 class WeightGradientQueue:
@@ -72,18 +68,18 @@ class WeightGradientQueue:
             self._open = None
         self._left[key] = collected
 
-    def put(self, start: Start, slots: Sequence[GradientSlot]) -> None:
+    def put(self, start: Start, slots: Sequence[Hashable]) -> None:
         """Put a weight gradient into the open queue.
 
         Args:
             start: Function that starts the communication that the gradient needs, and returns the
                 function that adds the gradient to its slots.
-            slots: Slots that one gradient each is added to.
+            slots: Gradient slots that one gradient each is added to, for :meth:`count_left`.
         """
         assert self._open is not None, "layers ask whether the queue is open"
         self._open.append((start, slots))
 
-    def count_left(self, key: Hashable) -> Counter[GradientSlot]:
+    def count_left(self, key: Hashable) -> Counter[Hashable]:
         """Return how many gradients :meth:`run` will add to each slot."""
         return Counter(slot for _, slots in self._left.get(key, ()) for slot in slots)
 

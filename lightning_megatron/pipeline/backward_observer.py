@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
-
-from lightning_megatron.layers.gradient_slot import GradientSlot
 
 
 class BackwardObserver(Protocol):
@@ -14,12 +12,13 @@ class BackwardObserver(Protocol):
     def begin_last_backward(self, chunk: int) -> None:
         """Prepare for the last backward pass of ``chunk`` in this step, which runs next."""
 
-    def begin_last_weight_half(self, chunk: int, left: Mapping[GradientSlot, int]) -> None:
+    def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Prepare for the last weight half of ``chunk``, if its backward passes run in halves.
 
         Args:
             chunk: Chunk whose input halves have all run, and whose last weight half runs next.
-            left: Number of gradients that it will add to each slot. All others are complete.
+            left: Number of gradients that it will add to each gradient slot. All others are
+                complete.
         """
 
     def start_reduction(self, chunk: int) -> None:

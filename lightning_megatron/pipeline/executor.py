@@ -27,7 +27,6 @@ from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_sched
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Program, plan_transfers
 
-
 #: Function from the number of microbatches, and whether there is no backward, to the schedule.
 BuildSchedule = Callable[[int, bool], Schedule]
 #: Reduction points by the number of compute actions that precede them.

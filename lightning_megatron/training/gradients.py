@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from functools import partial
 
 import torch
@@ -55,7 +64,7 @@ class GradientReducer:
         #: Weight gradients that input halves of backward passes leave to weight halves.
         self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
-        self._names: dict[GradientSlot, str] = {}
+        self._names: dict[Hashable, str] = {}
         self._buckets: list[GradientBucket] = []
         self._bucket_of: dict[str, GradientBucket] = {}
         self._armed: set[int] = set()
@@ -112,7 +121,7 @@ class GradientReducer:
             bucket.missing = set(bucket.names)
             self._seen.update(dict.fromkeys(bucket.names, 0))
 
-    def begin_last_weight_half(self, chunk: int, left: Mapping[GradientSlot, int]) -> None:
+    def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Mark the next weight half of a chunk as the last one before the optimizer step.
 
         Args:
