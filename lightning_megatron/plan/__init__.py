@@ -8,9 +8,11 @@ from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.live_microbatches import LiveMicrobatches, live_microbatches
 from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.own_schedule import own_schedule
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.plan.schedule_csv import format_schedule, parse_schedule, read_schedule
 from lightning_megatron.plan.shards import (
     ShardRange,
     attention_ranges,
@@ -60,13 +62,17 @@ __all__ = [
     "estimate_memory",
     "even_range",
     "flat_range_boxes",
+    "format_schedule",
     "gated_ranges",
     "live_microbatches",
     "one_by_one",
+    "own_schedule",
     "padded_vocab_size",
+    "parse_schedule",
     "plan_by_elements",
     "plan_by_parameters",
     "plan_transfers",
+    "read_schedule",
     "reduction_points",
     "render",
     "simulate",

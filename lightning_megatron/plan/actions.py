@@ -23,6 +23,9 @@ class Action:
     chunk: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} of microbatch {self.microbatch} in chunk {self.chunk}"
+
 
 class RowBuilder:
     """Row of one stage in which each kind of action takes the microbatches of a chunk in order.

@@ -25,8 +25,9 @@ class LiveMicrobatches:
 
     Args:
         slots: For each chunk, microbatches between their forward and the end of their backward,
-            weight half included. That many sets of buffers serve the chunk: the n-th microbatch
-            takes set n modulo this number.
+            weight half included. That many sets of buffers serve the chunk. If it takes the
+            microbatches in order, as in every named schedule, the n-th one takes set n modulo this
+            number.
         waiting: For each chunk, how many of them wait for their weight half alone.
         total: Microbatches over all chunks at one time; at most the sum of ``slots``.
     """

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule_sizes import check_chunks, check_group, check_v
@@ -122,28 +122,46 @@ class Schedule:
         for action in row:
             chunk = action.chunk
             microbatch = action.microbatch
+            if action.kind not in get_args(Kind):
+                raise self._fault(
+                    rank, action, f"is of no kind that exists. Use {join_or(get_args(Kind))}"
+                )
             if action in done:
-                raise self._fault(rank, action, "happens twice")
+                raise self._fault(rank, action, f"happens twice. {self._legal_row}")
             if not (0 <= chunk < self.num_chunks and 0 <= microbatch < self.num_microbatches):
-                raise self._fault(rank, action, "names a chunk or microbatch that there is none of")
+                raise self._fault(
+                    rank,
+                    action,
+                    "names a chunk or microbatch that there is none of. Use chunks of 0 to "
+                    f"{self.num_chunks - 1} and microbatches of 0 to {self.num_microbatches - 1}",
+                )
             before = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
             if before and Action(before, chunk, microbatch) not in done:  # type: ignore[arg-type]
-                raise self._fault(rank, action, f"happens before its {before}")
+                raise self._fault(rank, action, f"happens before its {before}. {self._legal_row}")
             done.add(action)
         for chunk in range(self.num_chunks):
             for microbatch in range(self.num_microbatches):
-                kinds = {
-                    kind for kind in ("F", "B", "I", "W") if Action(kind, chunk, microbatch) in done
-                }
-                if kinds not in ([{"F"}] if self.forward_only else [{"F", "B"}, {"F", "I", "W"}]):
-                    what = f"must go with its backward alone: found are {sorted(kinds)}"
-                    raise self._fault(rank, Action("F", chunk, microbatch), what)
+                kinds = [kind for kind in get_args(Kind) if Action(kind, chunk, microbatch) in done]
+                if kinds not in ([["F"]] if self.forward_only else [["F", "B"], ["F", "I", "W"]]):
+                    what = (
+                        f"must go with its backward alone: found is {', '.join(kinds) or 'nothing'}"
+                    )
+                    raise self._fault(
+                        rank, Action("F", chunk, microbatch), f"{what}. {self._legal_row}"
+                    )
+
+    @property
+    def _legal_row(self) -> str:
+        if self.forward_only:
+            return "A stage without backwards runs each microbatch of each chunk once: F"
+        return (
+            "A stage runs each microbatch of each chunk once: F, then B, or I and later W in place "
+            "of B"
+        )
 
     def _fault(self, rank: int, action: Action, what: str) -> ParallelPlanError:
         return ParallelPlanError(
-            f"schedule {self.name!r} is not legal: on stage {rank}, {action.kind} of microbatch "
-            f"{action.microbatch} in chunk {action.chunk} {what}. Use one of the built-in "
-            f"schedules: {join_or((*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES))}."
+            f"schedule {self.name!r} is not legal: on stage {rank}, {action} {what}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,8 +54,12 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Return the share of the stages' total time that is spent waiting."""
-        busy = sum(span.stop - span.start for row in self.rows for span in row)
-        return 1.0 - busy / (self.length * len(self.rows)) if self.length else 0.0
+        return sum(self.idle()) / (self.length * len(self.rows)) if self.length else 0.0
+
+    def idle(self) -> tuple[int, ...]:
+        """Return the ticks of the step in which each stage does not compute."""
+        busy = (sum(span.stop - span.start for span in row) for row in self.rows)
+        return tuple(self.length - ticks for ticks in busy)
 
     def waits(self) -> tuple[int, ...]:
         """Return the ticks that each stage waits between its first action and its last."""
@@ -97,46 +102,65 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_CO
     """
     _check_costs(schedule, costs)
     transfer = costs.transfer if isinstance(costs, StageCosts) else 0
-    # Tick at which the input of a stage's action from another virtual stage is available.
+    # Tick at which the input of a stage's action from another virtual stage is available, and the
+    # stage that the input comes from.
     ready: dict[tuple[int, Action], int] = {}
-    waiting = {
-        target
+    producers = {
+        target: stage
         for stage, row in enumerate(schedule.rows)
         for action in row
         if (target := consumer_of(schedule, stage, action)) is not None
     }
     spans: list[list[Span]] = [[] for _ in schedule.rows]
-    # Each pass over the stages runs all actions whose inputs are available, until none is left or
-    # none can run.
-    progress = True
-    while progress:
-        progress = False
-        for stage, row in enumerate(schedule.rows):
-            while len(spans[stage]) < len(row):
-                action = row[len(spans[stage])]
-                if (stage, action) in waiting and (stage, action) not in ready:
-                    break
-                free = spans[stage][-1].stop if spans[stage] else 0
-                start = max(free, ready.get((stage, action), 0))
-                span = Span(stage, action, start, start + _ticks(schedule, costs, stage, action))
-                spans[stage].append(span)
-                progress = True
-                target = consumer_of(schedule, stage, action)
-                if target is not None:
-                    ready[target] = span.stop + (transfer if target[0] != stage else 0)
-    stuck = [
-        (stage, row[len(spans[stage])])
+    # A stage runs all actions whose inputs are available, and is visited again with each new input.
+    pending = deque(range(len(schedule.rows)))
+    while pending:
+        stage = pending.popleft()
+        row = schedule.rows[stage]
+        while len(spans[stage]) < len(row):
+            action = row[len(spans[stage])]
+            if (stage, action) in producers and (stage, action) not in ready:
+                break
+            free = spans[stage][-1].stop if spans[stage] else 0
+            start = max(free, ready.get((stage, action), 0))
+            span = Span(stage, action, start, start + _ticks(schedule, costs, stage, action))
+            spans[stage].append(span)
+            target = consumer_of(schedule, stage, action)
+            if target is None:
+                continue
+            ready[target] = span.stop + (transfer if target[0] != stage else 0)
+            if target[0] != stage:
+                pending.append(target[0])
+    heads = {
+        stage: row[len(spans[stage])]
         for stage, row in enumerate(schedule.rows)
         if len(spans[stage]) < len(row)
-    ]
-    if stuck:
-        stage, action = stuck[0]
-        raise ParallelPlanError(
-            f"schedule {schedule.name!r} is not legal: its stages wait for each other. Stage "
-            f"{stage} waits for the input of {action.kind} of microbatch {action.microbatch} in "
-            f"chunk {action.chunk}, which never comes."
-        )
+    }
+    if heads:
+        raise _deadlock(schedule, heads, producers)
     return Timeline(schedule, tuple(tuple(row) for row in spans))
+
+
+def _deadlock(
+    schedule: Schedule, heads: Mapping[int, Action], producers: Mapping[tuple[int, Action], int]
+) -> ParallelPlanError:
+    """Name the stages of a cycle, from the actions that the stages cannot start."""
+    path: list[int] = []
+    stage = min(heads)
+    while stage not in path:
+        path.append(stage)
+        stage = producers[stage, heads[stage]]
+    waits = [
+        f"stage {stage} waits for the input of {heads[stage]} from stage "
+        f"{producers[stage, heads[stage]]}"
+        for stage in path[path.index(stage) :]
+    ]
+    text = ", ".join(waits)
+    return ParallelPlanError(
+        f"schedule {schedule.name!r} is not legal: its stages wait for each other. "
+        f"{text[0].upper()}{text[1:]}. A stage must compute what others wait for before it waits "
+        "for them."
+    )
 
 
 def _ticks(
