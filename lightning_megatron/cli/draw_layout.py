@@ -232,7 +232,7 @@ def _draw_panel(
         )
     colours = _colours(len(panel.groups))
     for index, group in enumerate(panel.groups):
-        ink = _ink_on(colours[index])
+        ink = ink_on(colours[index])
         for rank in group:
             x, y = node_map.rank_corner(rank)
             corner = (left + x, top + y)
@@ -269,7 +269,8 @@ def _colours(number: int) -> list[str]:
     return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in rgb]
 
 
-def _ink_on(colour: str) -> str:
+def ink_on(colour: str) -> str:
+    """Return the colour of text that is legible on a colour such as ``#4477aa``."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     # The usual weights of luma: the eye sees green as brighter than red, and red than blue.
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "white"

@@ -50,6 +50,9 @@ COMMANDS = {
     "layout": Command(
         "lightning_megatron.cli.layout", "print and draw which ranks form which group"
     ),
+    "schedule": Command(
+        "lightning_megatron.cli.schedule", "simulate, compare and draw pipeline schedules"
+    ),
     "checkpoint": Command(
         "lightning_megatron.cli.checkpoint", "show, verify, consolidate or reshard a checkpoint"
     ),

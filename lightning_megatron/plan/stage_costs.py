@@ -54,6 +54,20 @@ class StageCosts:
         """Return the number of virtual stages that have times."""
         return len(self.forward)
 
+    def merged(self, num_virtual_stages: int) -> StageCosts:
+        """Return the times of fewer virtual stages, each of which has several consecutive ones.
+
+        Raises:
+            ParallelPlanError: If the virtual stages cannot be merged evenly.
+        """
+        each = merge_size(self.num_virtual_stages, num_virtual_stages)
+
+        def sums(times: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(sum(times[first : first + each]) for first in range(0, len(times), each))
+
+        halves = (sums(self.input_half), sums(self.weight_half))
+        return StageCosts(sums(self.forward), *halves, self.transfer)
+
     def ticks(self, kind: Kind, virtual_stage: int) -> int:
         """Return the time of an action in a virtual stage."""
         if kind == "F":
@@ -63,3 +77,17 @@ class StageCosts:
         if kind == "W":
             return self.weight_half[virtual_stage]
         return self.input_half[virtual_stage] + self.weight_half[virtual_stage]
+
+
+def merge_size(given: int, wanted: int) -> int:
+    """Return how many given virtual stages make up each of a smaller number of them.
+
+    Raises:
+        ParallelPlanError: If the virtual stages cannot be merged evenly.
+    """
+    if given % wanted:
+        raise ParallelPlanError(
+            f"costs must name every virtual stage, or equal parts of each: they name {given}, the "
+            f"schedule has {wanted}. Use {wanted} times in each list, or a multiple of {wanted}."
+        )
+    return given // wanted

@@ -1,0 +1,216 @@
+"""The subcommand ``schedule``: simulate, compare and draw pipeline schedules."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_megatron.cli.draw_layout import PICTURE_SUFFIXES
+from lightning_megatron.cli.draw_schedule import draw_schedules
+from lightning_megatron.cli.schedule_costs import PipelineCosts, equal_costs, read_costs
+from lightning_megatron.cli.schedule_outcome import (
+    NAMES,
+    PipelineSizes,
+    ScheduleOutcome,
+    compare,
+    named_outcome,
+    parts_of,
+    simulated,
+)
+from lightning_megatron.cli.schedule_table import describe_comparison, describe_outcome
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.live_microbatches import check_peak
+from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.schedule_csv import format_schedule, read_schedule
+
+DESCRIPTION = """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
+No process starts, and no GPU is needed."""
+EXAMPLE = """examples:
+  lightning-megatron schedule --name zb-v --pp 4 --microbatches 8 --png timeline.png
+  lightning-megatron schedule --compare --pp 4 --microbatches 16 --costs costs.yaml
+  lightning-megatron schedule --name zb-h1 --pp 4 --microbatches 8 --csv mine.csv
+  lightning-megatron schedule --compare --name mine.csv"""
+CSV = ".csv"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand; None uses those of this process.
+
+    Raises:
+        ParallelPlanError: For sizes, costs and schedules that are not legal.
+        CorruptDataError: For files that cannot be read.
+        MissingExtraError: If ``--png`` is given and matplotlib is not installed.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-megatron schedule")
+    _add_arguments(parser)
+    options = parser.parse_args(args)
+    if options.name is None and not options.compare:
+        parser.error("--name NAME, or --compare, is required")
+    if options.compare and options.csv:
+        parser.error(
+            "--csv writes one schedule, and --compare simulates all: leave one of them out"
+        )
+    own = read_schedule(options.name) if _is_file(options.name) else None
+    if own is None and (options.pp is None or options.microbatches is None):
+        parser.error("--pp and --microbatches are required")
+    sizes = _sizes(options, own)
+    if options.compare:
+        _run_comparison(options, sizes, own)
+    else:
+        _run_one(options, sizes, own)
+
+
+def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | None) -> None:
+    num_chunks = own.num_chunks if own is not None else sizes.chunks_of(options.name)
+    costs, source = _costs(options.costs, sizes, num_chunks)
+    if own is not None:
+        outcome = simulated(own, costs)
+    else:
+        outcome = named_outcome(options.name, sizes, costs, options.memory)
+    schedule = outcome.schedule
+    if options.memory is not None:
+        fitted = costs.of(schedule.placement.num_virtual_stages)
+        check_peak(schedule, options.memory, fitted.kept_by(schedule), fitted.weight_half_share)
+    text = describe_outcome(outcome, source)
+    print(text)
+    _draw(options.png, [outcome], text)
+    if options.csv is not None:
+        options.csv.write_text(format_schedule(schedule), encoding="utf-8")
+        print(f"\nactions: {options.csv}")
+
+
+def _run_comparison(
+    options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | None
+) -> None:
+    mine = [] if own is None else [own]
+    costs, source = _costs(options.costs, sizes, parts_of(sizes, mine))
+    comparison = compare(sizes, costs, options.memory, mine)
+    text = describe_comparison(comparison, sizes, source, options.memory)
+    print(text)
+    _draw(options.png, comparison.outcomes, text)
+
+
+def _draw(path: Path | None, outcomes: Sequence[ScheduleOutcome], text: str) -> None:
+    if path is None:
+        return
+    schedule = outcomes[0].schedule
+    title = f"pp {schedule.num_stages}, {schedule.num_microbatches} microbatches"
+    draw_schedules(outcomes, path, title, text)
+    print(f"\ntimelines: {path}")
+
+
+def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
+    """Return the sizes of the options, or those of the user's own schedule.
+
+    Raises:
+        ParallelPlanError: For sizes below 1, an unknown name, and sizes that the file does not
+            have.
+    """
+    if own is None:
+        if options.name is not None and options.name not in NAMES:
+            raise ParallelPlanError(
+                f"schedule must be one that exists: it is {options.name!r}. Use {join_or(NAMES)}, "
+                f"or a file that ends in {CSV}."
+            )
+        require_positive("pp", options.pp)
+        require_positive("num_microbatches", options.microbatches)
+        if options.chunks is not None:
+            require_positive("vpp", options.chunks)
+        return PipelineSizes(
+            options.pp, options.microbatches, options.chunks, options.microbatch_group_size
+        )
+    given = {"pp": options.pp, "microbatches": options.microbatches}
+    present = {"pp": own.num_stages, "microbatches": own.num_microbatches}
+    # In a comparison, --chunks is the number of other schedules.
+    if not options.compare:
+        given["chunks"] = options.chunks
+        present["chunks"] = own.num_chunks
+    for name, size in given.items():
+        if size not in (None, present[name]):
+            raise ParallelPlanError(
+                f"--{name} must be that of the file: it is {size}, {options.name} has "
+                f"{present[name]}. Leave --{name} out."
+            )
+    return PipelineSizes(
+        own.num_stages, own.num_microbatches, options.chunks, options.microbatch_group_size
+    )
+
+
+def _costs(path: Path | None, sizes: PipelineSizes, num_parts: int) -> tuple[PipelineCosts, str]:
+    """Return the costs, and where they are from."""
+    if path is not None:
+        return read_costs(path, sizes.num_stages), f"times of {path}"
+    part = "a stage" if num_parts == 1 else f"1/{num_parts} of a stage"
+    return (
+        equal_costs(sizes.num_stages, num_parts),
+        f"forward, input half and weight half of {part} take a tick each",
+    )
+
+
+def _is_file(name: str | None) -> bool:
+    return name is not None and name.lower().endswith(CSV)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--name", metavar="NAME", help=f"{join_or(NAMES)}, or a {CSV} file of your own")
+    add("--compare", action="store_true", help="all schedules, and that of --name if it is a file")
+    add("--pp", type=int, metavar="N", help="pipeline stages")
+    add("--microbatches", type=int, metavar="N", help="microbatches of a step")
+    add("--chunks", "--vpp", type=int, metavar="N", help="chunks per stage (default: as needed)")
+    add(
+        "--microbatch-group-size",
+        "--microbatch_group_size",
+        type=int,
+        metavar="N",
+        help="microbatches that pass a chunk before the next one starts (interleaved; default: pp)",
+    )
+    add("--costs", type=Path, metavar="FILE", help="times of virtual stages, a YAML or JSON file")
+    add(
+        "--memory",
+        type=_positive,
+        metavar="SIZE",
+        help="what a rank may keep, in the unit of the costs (default: in microbatches of a stage)",
+    )
+    add(
+        "--png",
+        type=_picture_path,
+        metavar="FILE",
+        help="draw the timelines into this .png, .svg or .pdf file",
+    )
+    add("--csv", type=_csv_path, metavar="FILE", help="write the actions into this file")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0: it is {text!r}")
+    return value
+
+
+def _picture_path(text: str) -> Path:
+    return _path(text, PICTURE_SUFFIXES)
+
+
+def _csv_path(text: str) -> Path:
+    return _path(text, (CSV,))
+
+
+def _path(text: str, suffixes: Sequence[str]) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in suffixes:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
