@@ -101,9 +101,9 @@ class ModuleProxy:
     def _refuse(self, what: str, instead: str) -> NoReturn:
         name = f"{self._blocks.name}.{self._index}.{self._path}".removesuffix(".")
         raise UnsupportedError(
-            f"{name!r} {what}, where the stages of a pipeline share the blocks "
-            f"{self._blocks.name!r}: {line_of_user()}. Only a stage that holds a block can run "
-            f"what is in it. {instead}, or use pp=1."
+            f"{name!r} {what}, but its block belongs to {self._blocks.name!r}, which is divided "
+            f"among pipeline stages: {line_of_user()}. Only the stage that holds a block can run "
+            f"its modules. {instead}, or use pp=1."
         )
 
 
@@ -162,10 +162,9 @@ def check_checkpoint() -> None:
     while frame is not None:
         if frame.f_code is _REENTRANT:
             raise UnsupportedError(
-                "a block of a model that is cut into stages must be checkpointed by "
-                f"torch.utils.checkpoint with use_reentrant=False: {line_of_user()}. The other "
-                "form passes no gradients to what comes from another stage. Say "
-                "use_reentrant=False."
+                "with pp above 1, torch.utils.checkpoint must be called with use_reentrant=False: "
+                f"{line_of_user()}. The reentrant form passes no gradients to tensors of another "
+                "stage. Set use_reentrant=False."
             )
         frame = frame.f_back
 
@@ -189,7 +188,7 @@ def check_listing(name: str) -> None:
     if package in ("torch", "lightning", "torchmetrics", "lightning_megatron"):
         return
     raise UnsupportedError(
-        f"the modules of {name!r} are listed in a step, where each stage has its own blocks "
-        f"alone: {line_of_user()}. What is read of them would be a part. Go through the list of "
-        "blocks itself, which knows all of them, or use pp=1."
+        f"the modules of {name!r} cannot be listed in a step with pp above 1, because each stage "
+        f"holds only its own blocks: {line_of_user()}. Iterate over the list of blocks itself, "
+        "which has an entry for every block, or use pp=1."
     )

@@ -302,7 +302,7 @@ class GPTConfig:
         if self.position == "rotary":
             check_rotary(self.head_size, self.rotary_dim, self.rotary_scaling)
             return
-        why = f"position ({self.position}) turns no angles"
+        why = f"position ({self.position}) has no rotary angles"
         require(self.rotary_dim is None, "rotary_dim", self.rotary_dim, "be None", why)
         require(self.rotary_scaling is None, "rotary_scaling", self.rotary_scaling, "be None", why)
 
@@ -311,15 +311,15 @@ class GPTConfig:
             return
         self.experts.check_num_layers(self.num_layers)
         has_bias = self.has_mlp_bias
-        why = "experts have none, and layers without experts are like them"
+        why = "experts have no biases"
         require(not has_bias, "mlp_bias", has_bias, "be False with experts", why)
 
     def _check_norms(self) -> None:
         is_legal = not self.norm_offset or self.norm == "rmsnorm"
-        why = f"norm ({self.norm}) adds no offset to its weight, only a bias to its output"
+        why = f"norm ({self.norm}) adds no offset to its weight"
         require(is_legal, "norm_offset", self.norm_offset, "be 0", why)
         is_legal = not self.parallel_residual or self.norm_position == "pre"
-        why = "norms after the residual sums have an order"
+        why = "parallel_residual adds both branches in one sum"
         require(is_legal, "norm_position", self.norm_position, "be pre", why)
 
     def _head_cost(self) -> float:

@@ -53,8 +53,8 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
     for name, value, neutral in (("ep", layout.ep, 1), ("etp", layout.etp, layout.tp)):
         if value != neutral:
             raise ParallelPlanError(
-                f"{name} ({value}) needs a model with experts, because it says how experts are "
-                f"divided among ranks. This model has none. Leave {name} out."
+                f"{name} ({value}) needs a model with experts, because it divides experts among "
+                f"ranks. This model has no experts. Leave {name} out."
             )
 
 
@@ -72,7 +72,7 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> 
     if seq_length > max_seq_length:
         raise ParallelPlanError(
             f"seq_length ({seq_length}) must not exceed max_seq_length ({max_seq_length}), because "
-            f"the model knows no later position. Use at most {max_seq_length} tokens or a larger "
+            f"the model has no later positions. Use at most {max_seq_length} tokens or a larger "
             "max_seq_length."
         )
     if seq_length % sequence_shards:
@@ -124,7 +124,7 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
 
 
 def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:
-    """Raise if rotary positions cannot turn pairs of a head's elements.
+    """Raise if rotary positions cannot rotate pairs of a head's elements.
 
     Args:
         head_size: Size of a head (elements).
@@ -136,13 +136,14 @@ def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling 
     """
     if rotary_dim is None and head_size % 2:
         raise ParallelPlanError(
-            f"head_dim ({head_size}) must be even, because rotary positions turn pairs. Use "
-            f"{head_size + 1} or learned positions."
+            f"head_dim ({head_size}) must be even, because rotary positions rotate pairs of "
+            f"elements. Use {head_size + 1} or learned positions."
         )
     size = rotary_dim or head_size
     is_legal = size % 2 == 0 and 2 <= size <= head_size
     rule = f"be even and at most head_dim ({head_size})"
-    require(is_legal, "rotary_dim", size, rule, "rotary positions turn pairs of a head's elements")
+    why = "rotary positions rotate pairs of a head's elements"
+    require(is_legal, "rotary_dim", size, rule, why)
     if scaling is not None and scaling.kind == "longrope":
         found = len(scaling.short_factors)
         what = "the number of rotary_scaling's factors"
@@ -170,7 +171,7 @@ def check_windows(
     require(found == num_layers, "the number of window_layers", found, "be num_layers", why)
     has_window = sliding_window is not None
     rule = "be None without sliding_window"
-    require(has_window, "window_layers", window_layers, rule, "there is no window")
+    require(has_window, "window_layers", window_layers, rule, "no layer has a window")
 
 
 def require(holds: bool, name: str, value: object, rule: str, why: str) -> None:

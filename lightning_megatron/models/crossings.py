@@ -105,9 +105,9 @@ class Crossings:
             taken = cursor.plan.inputs.get((cursor.calls, stage))
             if taken != numbers:
                 raise UnsupportedError(
-                    "the blocks must take the same tensors in every step where pp is above 1: "
-                    f"{prefix} has {numbers} of earlier stages, where it had {taken} in the first "
-                    "step. Use pp=1."
+                    "with pp above 1 the blocks must take the same tensors in every step: "
+                    f"{prefix} takes {numbers} from earlier stages, and took {taken} in the first "
+                    "step. Pass the same tensors in every step, or use pp=1."
                 )
             cursor.forms += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
@@ -180,8 +180,8 @@ class Crossings:
             refuse(leaf, "an earlier stage reads it")
         plan = dict(getattr(leaf.owner, "plan", {})) | {name.rpartition(".")[0]: "first"}
         raise UnsupportedError(
-            f"{leaf.title} is read before the blocks, but the last stage holds it, because of "
-            f"where it was defined: {line_of_user()}. Use the pipeline_plan {plan}."
+            f"{leaf.title} is read before the blocks, but the last stage holds it, because it was "
+            f"defined after them: {line_of_user()}. Use the pipeline_plan {plan}."
         )
 
     def _refuse_random(self, cursor: StageCursor, leaf: RemoteTensor, stage: int) -> None:
@@ -190,7 +190,7 @@ class Crossings:
         makers = {origins[name].stage for name in _value_names(leaf) if name in origins}
         bound = cursor.found.bound.get(stage, {})
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
-            refuse(leaf, "random numbers are drawn for it, which a later stage reads, too")
+            refuse(leaf, "it depends on random numbers, and a later stage reads it, too")
 
     def plan(
         self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]
@@ -220,8 +220,8 @@ class Crossings:
                     raise called_twice(module, next(iter(in_force), "blocks"))
                 title = cursor.known[value_name].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
-                    f"{title} is made after the blocks of the stage that makes it: {origin.line}. "
-                    "That stage has sent its values to the next one by then. Use the pipeline_plan "
+                    f"{title} is computed after the blocks of its stage: {origin.line}. That stage "
+                    "has sent its outputs to the next one by then. Use the pipeline_plan "
                     f"{dict(in_force) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
                 )
             # Stages send to the next one only, so every stage in between receives the value and
@@ -240,8 +240,8 @@ class Crossings:
 def called_twice(name: str, blocks: str) -> UnsupportedError:
     """Return the error for a module that is called on both sides of the blocks."""
     return UnsupportedError(
-        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone "
-        "holds it. Use two modules with weights of their own, or pp=1."
+        f"{name!r} is called before and after the blocks {blocks!r}, but only one pipeline stage "
+        "holds it. Use two modules with separate weights, or pp=1."
     )
 
 

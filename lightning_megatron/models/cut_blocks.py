@@ -111,13 +111,14 @@ class CutBlocks(PipelinedModule):
             form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
-                f"{name!r} must give results whose shapes follow from those of its inputs, because "
-                f"another stage computes them: without values it fails with {error}. Use pp=1."
+                f"the shapes of the results of {name!r} must follow from the shapes of its inputs, "
+                f"because another stage computes the values: without values it fails with {error}. "
+                "Use pp=1."
             ) from error
         if form.problem:
             raise UnsupportedError(
-                f"{name!r} must tell other pipeline stages all that it does by what it returns: it "
-                f"{form.problem}, or use pp=1."
+                f"{name!r} must return all its results, because only these are sent to other "
+                f"pipeline stages: it {form.problem}, or use pp=1."
             )
         return form
 

@@ -76,8 +76,9 @@ class EncoderInput:
         found = self.vectors if self.tokens is None else self.tokens
         if found is None or (self.tokens is not None and self.vectors is not None):
             raise UnsupportedError(
-                f"an encoder takes tokens or vectors: {'neither' if found is None else 'both'} "
-                "were given. Both describe the same input. Give one of them."
+                "an encoder takes either tokens or vectors: "
+                f"{'neither' if found is None else 'both'} were given. Both describe the same "
+                "input. Pass one of them."
             )
         return found
 

@@ -159,7 +159,7 @@ class EncoderConfig:
                 "padding_id",
                 token,
                 "be a token",
-                "positions count the other tokens",
+                "positions are counted over the other tokens",
             )
         legal = token is None or 0 <= token < self.vocab_size
         require(

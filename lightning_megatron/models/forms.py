@@ -142,7 +142,9 @@ def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, given: 
     leaves, now = flatten(given)
     if now == structure and all(one is other for one, other in zip(leaves, taken, strict=True)):
         return ""
-    return "changes a list, dictionary or dataclass that it is given. Let it return what it adds"
+    return (
+        "changes a list, dictionary or dataclass among its arguments. Return the new values instead"
+    )
 
 
 def _problem_of(leaves: Sequence[Any]) -> str:
@@ -152,8 +154,8 @@ def _problem_of(leaves: Sequence[Any]) -> str:
         )
         if any(isinstance(one, Tensor) for one in held):
             return (
-                f"returns a {type(leaf).__name__} that holds tensors. Use a tuple, dictionary or "
-                "dataclass instead"
+                f"returns a {type(leaf).__name__} that holds tensors. Return a tuple, dictionary "
+                "or dataclass instead"
             )
     return ""
 

@@ -244,7 +244,7 @@ def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
     given = embeddings if tokens is None else tokens
     if given is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
-            f"GPT takes tokens or embeddings: {'neither' if given is None else 'both'} were given. "
-            "Both describe the same input. Give one of them."
+            f"GPT takes either tokens or embeddings: {'neither' if given is None else 'both'} were "
+            "given. Both describe the same input. Pass one of them."
         )
     return given

@@ -48,8 +48,8 @@ def read_config(path: str) -> Any:
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
-            f"path must be a local folder with config.json: {shown(path)} is none. Nothing is "
-            "downloaded. Use a folder that save_pretrained or `hf download` has written."
+            f"path must be a local folder with config.json: {shown(path)} is not. Nothing is "
+            "downloaded. Use a folder written by save_pretrained or `hf download`."
         )
     with naming_folder(path, "config.json must be a configuration that transformers reads"):
         return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -76,10 +76,10 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
-            f"a folder must hold all weights of its model: {path} lacks {len(missing)} of a "
+            f"a folder must hold all weights of its model: {path} lacks {len(missing)} tensors of "
             f"{type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and "
-            "weights do not belong together, or it is the folder of another model. Copy it again, "
-            "or use from_scratch=True to draw all weights."
+            "the weights are of different models, or the copy is incomplete. Copy the folder "
+            "again, or use from_scratch=True to initialise all weights at random."
         )
     loaded: nn.Module = model
     return loaded

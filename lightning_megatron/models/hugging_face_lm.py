@@ -99,9 +99,9 @@ class HuggingFaceCausalLM(TokenModule):
     def on_fit_start(self) -> None:
         if self.expert_settings and not isinstance(self.device_mesh, ParallelMesh):
             raise UnsupportedError(
-                f"expert_settings ({self.expert_settings}) need MegatronStrategy: Hugging Face's "
-                "own model is trained here, which does not read them. Use MegatronStrategy, or "
-                "leave expert_settings out."
+                f"expert_settings ({self.expert_settings}) need MegatronStrategy: other strategies "
+                "train Hugging Face's own model, which does not read them. Use MegatronStrategy, "
+                "or leave expert_settings out."
             )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:

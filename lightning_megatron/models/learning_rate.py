@@ -35,9 +35,9 @@ class WarmupSchedule:
             )
         if self.shape != "constant" and self.num_steps is None:
             raise UnsupportedError(
-                f"the {self.shape} schedule needs a last step, because the learning rate falls "
-                "towards it: max_steps is None and the Trainer has no end. Set max_steps on the "
-                "model or the Trainer, or use schedule constant."
+                f"the {self.shape} schedule needs a last step, because the learning rate decays "
+                "until then: max_steps is None and the Trainer has no limit. Set max_steps on the "
+                "model or the Trainer, or use schedule 'constant'."
             )
 
     def factor(self, step: int) -> float:

@@ -130,9 +130,10 @@ class RemoteModule(nn.Module):
         cursor = blocks.current()
         if 0 < cursor.next_block < len(blocks):
             raise UnsupportedError(
-                f"{self.name!r} is called between the blocks {blocks.name!r}, of which every stage "
-                "has some: one stage alone holds its parameters. Make a module of every block and "
-                "what belongs to it, and name the list of those in pipeline_plan, or use pp=1."
+                f"{self.name!r} is called between the blocks {blocks.name!r}, which run on all "
+                "stages, but only one stage holds its parameters. Wrap every block together with "
+                "the modules that run beside it, and name the list of the wrappers in "
+                "pipeline_plan, or use pp=1."
             )
         if self.is_before:
             if cursor.next_block == len(blocks) and cursor.is_last_call and not cursor.probe:
@@ -147,7 +148,7 @@ class RemoteModule(nn.Module):
         skipped = ", or because blocks are skipped" if side == "before" else ""
         return UnsupportedError(
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds "
-            f"it, because of where it was defined{skipped}. Use the pipeline_plan "
+            f"it, because it was defined on the other side of them{skipped}. Use the pipeline_plan "
             f"{blocks.plan | {self.end: stage}}."
         )
 

@@ -111,7 +111,7 @@ class RemoteTensor(Tensor):
             UnsupportedError: If a block has written into the tensor in place.
         """
         if self.writer is not None:
-            refuse(self, f"{self.writer} has written into it in place")
+            refuse(self, f"{self.writer} has changed it in place")
 
     def read_at_end(self, why: str) -> Tensor:
         """Return the tensor with values on the last stage, which needs them, and itself elsewhere.
@@ -265,7 +265,7 @@ class DeferredCall:
             ):
                 return None
             if self.is_random:
-                refuse(wanted, f"random numbers were drawn for it ({name_of(self.function)})")
+                refuse(wanted, f"it depends on random numbers ({name_of(self.function)})")
             args, kwargs = pytree.tree_unflatten(values, structure)
             self._result = pytree.tree_leaves(self.function(*args, **kwargs))
         found: Tensor = self._result[wanted.leaf]
@@ -319,9 +319,9 @@ def refuse(absent: RemoteTensor, why: str) -> NoReturn:
     """
     raise UnsupportedError(
         f"{absent.title} cannot be used here with pp above 1, because another pipeline stage "
-        f"computes it and {why}: {line_of_user()}. Inputs and outputs of the blocks are sent "
-        "between stages, and so are values computed from them without random numbers and in-place "
-        "writes. Change that line, or use pp=1."
+        f"computes it and {why}: {line_of_user()}. Stages send each other the inputs and outputs "
+        "of the blocks, and values computed from these without random numbers or in-place writes. "
+        "Change that line, or use pp=1."
     )
 
 

@@ -185,8 +185,8 @@ class StagedBlocks(CutBlocks):
         if str(index) not in self._modules or not is_known:
             raise UnsupportedError(
                 "a function under torch.utils.checkpoint must call blocks of one pipeline stage "
-                f"only: block {index} of {self.name!r} is run again where {sorted(self._modules)} "
-                "are. Checkpoint every block by itself."
+                f"only: block {index} of {self.name!r} is recomputed on the stage of blocks "
+                f"{sorted(self._modules)}. Checkpoint every block separately."
             )
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return self._run(index, args, kwargs)
@@ -209,10 +209,9 @@ class StagedBlocks(CutBlocks):
             cursor.next_block = 0
         if index != cursor.next_block:
             raise UnsupportedError(
-                f"the blocks of {self.name!r} must be called once each, in order, where pp is "
-                f"above 1: {index} was called where it was the turn of {cursor.next_block}. Call "
-                "all of them before the model is called again, without skipping blocks, or use "
-                "pp=1."
+                f"with pp above 1 the blocks of {self.name!r} must be called once each, in order: "
+                f"block {index} was called instead of block {cursor.next_block}. Call every block "
+                "once in each call of the model, or use pp=1."
             )
         cursor.next_block += 1
 
@@ -231,9 +230,10 @@ class StagedBlocks(CutBlocks):
             found = leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf
             if not isinstance(found, Tensor):
                 raise UnsupportedError(
-                    f"the blocks of {self.name!r} must take as many tensors in every step where pp "
-                    f"is above 1: block {index} took {type(found).__name__} in place of one. "
-                    "Another stage waits for it. Use pp=1."
+                    f"with pp above 1 the blocks of {self.name!r} must take equally many tensors "
+                    f"in every step: block {index} took {type(found).__name__} in place of a "
+                    "tensor, for which another stage waits. Pass a tensor in every step, or use "
+                    "pp=1."
                 )
             cursor.sent.append(whole_of(found))
         if cursor.is_last_call:
@@ -255,9 +255,8 @@ class StagedBlocks(CutBlocks):
                 return found
         if value_name not in cursor.known:
             raise UnsupportedError(
-                f"{value_name!r} must be sent to a later stage, but is sharded or not known by "
-                "this name: a submodule of a module outside of the blocks was called, or a weight "
-                "that is cut over tp is read. Use pp=1."
+                f"{value_name!r} cannot be sent to a later stage, because it is sharded over tp or "
+                "belongs to a submodule that was called by itself. Use pp=1."
             )
         return whole_of(cursor.known[value_name])
 

@@ -42,7 +42,7 @@ class StoredTensors:
         if not is_buffer and index >= cursor.next_block:
             raise UnsupportedError(
                 f"{name} is read before block {index} has run in this call of the model: "
-                f"{line_of_user()}. What the last call has left is on one stage alone. Read it "
+                f"{line_of_user()}. Only one stage has the value of the previous call. Read it "
                 "after the block, or use pp=1."
             )
         value_name = f"{cursor.calls}:{blocks.name}.{index}.{path}"

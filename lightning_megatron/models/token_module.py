@@ -113,9 +113,9 @@ class TokenModule(LightningModule):
         found = _vocab_size_of(getattr(self.trainer, "datamodule", None))
         if found is not None and found > self.vocab_size:
             raise ParallelPlanError(
-                f"vocab_size ({self.vocab_size}) of the model must be at least that of the data "
-                f"({found}), because every token id is a row of the embedding. Use a vocab_size of "
-                f"{found} or more, or the tokenizer that the model was made for."
+                f"vocab_size ({self.vocab_size}) of the model must be at least the vocab_size of "
+                f"the data ({found}), because every token id selects a row of the embedding. Use a "
+                f"vocab_size of {found} or more, or the model's own tokenizer."
             )
 
     def training_step(

@@ -27,27 +27,27 @@ EQUAL = (
 REFUSED = {
     "NormsBetween": (
         "'body.norms.0' is called between the blocks 'body.blocks'",
-        "Make a module of every block",
+        "Wrap every block together",
     ),
     "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ writes it", "x[:, 0] = 0.0"),
     "ReadByTheHost": ("the result of 'body.blocks.0'", "if x.abs().max() > 1e6"),
     "Reentrant": ("with use_reentrant=False", "x = checkpoint(block, x, use_reentrant=True)"),
     "TermsOfModules": (
-        "the modules of 'body.blocks' are listed in a step",
+        "the modules of 'body.blocks' cannot be listed in a step",
         "for part in self.modules()",
     ),
     "WeightsOfBlocks": ("the parameter 'body.blocks.0.0.weight'", "block[0].weight.norm()"),
     "TermsInAList": (
-        "'body.blocks.0' must tell",
-        "changes a list, dictionary or dataclass that it is given",
+        "'body.blocks.0' must return all its results",
+        "changes a list, dictionary or dataclass among its arguments",
     ),
     "OnBothSides": ("'body.enter' is called before and after the blocks",),
     "InnerLists": ("'body.blocks.0.0' is called by itself", "x = part(x)"),
     "WrittenByABlock": (
-        "'body.blocks.0' has written into it in place",
+        "'body.blocks.0' has changed it in place",
         "return x + super().middle(x)",
     ),
-    "DropoutBeside": ("the result of 'body.enter'", "random numbers are drawn for it"),
+    "DropoutBeside": ("the result of 'body.enter'", "it depends on random numbers"),
 }
 
 

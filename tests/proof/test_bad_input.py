@@ -174,7 +174,7 @@ SIZES_THAT_DO_NOT_FIT = {
         {"tp": 2},
         model(),
         TokenDataModule(train="none", seq_length=32, batch_size=4),
-        "seq_length (32) must not exceed max_seq_length (16), because the model knows no later position. Use at most "
+        "seq_length (32) must not exceed max_seq_length (16), because the model has no later positions. Use at most "
         "16 tokens or a larger max_seq_length.",
     ),
 }
@@ -203,10 +203,7 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
         (
             {"ep": 2},
             None,
-            (
-                "ep (2) needs a model with experts, because it says how experts are divided among "
-                "ranks."
-            ),
+            ("ep (2) needs a model with experts, because it divides experts among ranks."),
         ),
         ({"tp": 2, "etp": 1}, None, "etp (1) needs a model with experts"),
         ({"ep": 4}, {"num_experts": 6}, "num_experts (6) must be a multiple of ep (4)"),
@@ -337,8 +334,8 @@ def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     message = (
-        "vocab_size (256) of the model must be at least that of the data (257), because every token id is a row of the "
-        "embedding. Use a vocab_size of 257 or more, or the tokenizer that the model was made for."
+        "vocab_size (256) of the model must be at least the vocab_size of the data (257), because every token id "
+        "selects a row of the embedding. Use a vocab_size of 257 or more, or the model's own tokenizer."
     )
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         trainer(1, MegatronStrategy()).fit(model(vocab_size=256), datamodule=data)

@@ -154,7 +154,7 @@ def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
     ):
         run(model, staged, received=[hidden], plan=plan)
     model.skips = (1,)
-    with pytest.raises(UnsupportedError, match="2 was called where it was the turn of 1"):
+    with pytest.raises(UnsupportedError, match="block 2 was called instead of block 1"):
         run(model, staged, received=[hidden], plan=plan)
 
 
