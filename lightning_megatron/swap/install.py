@@ -130,7 +130,7 @@ def _record(swap: Swap, note: str) -> SwapRecord:
 def _kept_record(model: OwnCodeModel) -> SwapRecord:
     kind = type(model.site.module).__name__
     size = num_elements(model.site.module)
-    note = f"It is kept, because {model.reason}"
+    note = f"It keeps its own code, because {model.reason}"
     return SwapRecord(model.site.name, "Hugging Face's own module", kind, kind, size, size, note)
 
 

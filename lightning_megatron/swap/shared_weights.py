@@ -69,8 +69,8 @@ def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
     around = {next((name for name in models if key.startswith(f"{name}.")), "") for key in shared}
     if len(around) > 1:
         raise ParallelPlanError(
-            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
-            "model that is cut as a whole. The shared weight would fall apart. Use "
+            f"{' and '.join(repr(key) for key in shared)} share one weight, but only one of them "
+            "is in the model that is replaced as a whole. They would become separate weights. Use "
             "GPTConfig(tie_embeddings=True) or separate weights."
         )
 
@@ -90,8 +90,8 @@ def _share(shared: Sequence[str], targets: Mapping[str, TargetParameter]) -> Non
             f"{key!r} is {targets[key].kind if key in targets else 'replicate'!r}" for key in shared
         )
         raise ParallelPlanError(
-            f"modules that share one weight must cut it alike: {kinds}. Cut differently, the "
-            "weights would drift apart. Give all of them the kind 'replicate', or 'vocab' where an "
+            f"modules that share one weight must cut it alike: {kinds}. Otherwise their parts "
+            "would not be equal. Give all of them the kind 'replicate', or 'vocab' where an "
             "embedding and an output layer share a weight."
         )
     for target in moved[1:]:

@@ -98,7 +98,7 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
         (
             {"rotary_dim": 2},
-            "rotary_dim (2) must be None, because position (learned) turns no angles",
+            "rotary_dim (2) must be None, because position (learned) has no rotary angles",
         ),
         (
             {"position": "rotary", "rotary_dim": 3},

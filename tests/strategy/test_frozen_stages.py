@@ -226,7 +226,7 @@ REFUSED = {
     (
         LooksUp,
         "gpt2",
-    ): "cannot be called with pp above 1.*The first stage alone has the vectors of tokens",
+    ): "cannot be called with pp above 1.*Only the first stage has the embedding",
     (
         Saves,
         "gpt2",

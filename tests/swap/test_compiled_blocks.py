@@ -60,7 +60,9 @@ def test_what_was_compiled_before_is_not_forgotten_silently(how: str):
         model = torch.compile(model, backend="eager")
     else:
         (model if how == "whole" else model.model.layers[1]).compile(backend="eager")
-    with pytest.raises(UnsupportedError, match=r"was compiled.*Compile in on_fit_start"):
+    with pytest.raises(
+        UnsupportedError, match=r"was compiled.*Compile the new modules in on_fit_start"
+    ):
         parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
 
 

@@ -245,12 +245,12 @@ def gradient_hook(model: Any) -> None:
     [
         (
             other_block,
-            r"'model.model.layers.0.mlp.act_fn' is a ReLU, where the class builds a SiLU",
+            r"'model.model.layers.0.mlp.act_fn' is a ReLU, but its class builds a SiLU",
         ),
-        (other_forward, r"'model.lm_head' has another forward method"),
+        (other_forward, r"'model.lm_head' has a forward method of its own"),
         (
             other_setting,
-            r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, and was 0.0",
+            r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0",
         ),
         (head_with_bias, r"'lm_head.bias' left over"),
         (wrong_shape, r"'lm_head.weight'"),
@@ -262,7 +262,7 @@ def gradient_hook(model: Any) -> None:
         (one_block_twice, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
         (
             gradient_hook,
-            r"'model.model.embed_tokens.weight' has hooks for its gradient.*on_fit_start",
+            r"'model.model.embed_tokens.weight' has gradient hooks.*on_fit_start",
         ),
     ],
 )

@@ -187,7 +187,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "dropped": (lambda h: h.pop("layers.2.weight"), "Error while deserializing header"),
     "integers": (lambda h: h["layers.2.weight"].update(dtype="I32"), "weights must be floating-point"),
     "other half": (lambda h: h["half"].update(dtype="F16") or h["layers.3.weight"].update(dtype="BF16", shape=[8, 3]),
-                   "of one type where types are equally wide"),
+                   "must not mix types of the same width"),
     "metadata": (lambda h: h.update(__metadata__={"a": 1}), "expected a string"),
 }  # fmt: skip
 

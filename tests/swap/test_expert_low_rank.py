@@ -66,7 +66,7 @@ def test_linear_layers_are_adapted_as_peft_does() -> None:
         ),
         (
             {"target_modules": "all-linear"},
-            "'gate_up_proj'.* because 'all-linear' stands for experts, too",
+            "'gate_up_proj'.* because 'all-linear' includes experts",
         ),
         ({"modules_to_save": ["experts"]}, "its modules_to_save has 'model.layers.0.mlp.experts'"),
         ({"modules_to_save": ["gate"]}, "its modules_to_save has 'model.layers.0.mlp.gate'"),

@@ -178,7 +178,9 @@ def test_a_tied_head_that_differs_is_refused() -> None:
     same = state | {"lm_head.weight": state["lm_head.weight"].clone()}
     load_from(part_on_meta(config, mesh_of(2)), same, family)
     same["lm_head.weight"][40] += 1
-    with pytest.raises(CheckpointMismatchError, match="a tied head must be the embedding"):
+    with pytest.raises(
+        CheckpointMismatchError, match="a tied output head must equal the embedding"
+    ):
         load_from(part_on_meta(config, mesh_of()), same, family)
 
 
@@ -212,7 +214,7 @@ def test_an_export_names_what_is_missing_and_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_an_unknown_family_names_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match=r"'opt' is of none.*llama \(LlamaForCausalLM\)"):
+    with pytest.raises(UnsupportedError, match=r"'opt' is not.*llama \(LlamaForCausalLM\)"):
         family_of("opt")
     assert find_family("OPTForCausalLM") is None
 

@@ -175,7 +175,7 @@ def test_a_note_of_the_user_passes_with_one_line_that_names_it(
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == 1
         assert f"'my_list', 'my_note_{case}' of a" in lines[0]
-        assert "Hugging Face's class does not read that" in lines[0]
+        assert "Hugging Face's class does not read them" in lines[0]
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "embedding_multiplier", "use_mrope"])

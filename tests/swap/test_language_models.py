@@ -249,6 +249,6 @@ def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not
             root.model.model.layers[0].self_attn.q_proj
         )
         with pytest.raises(
-            UnsupportedError, match=r"q_proj' is a Sequential, where the class builds a Linear"
+            UnsupportedError, match=r"q_proj' is a Sequential, but its class builds a Linear"
         ):
             parallelize(root, ParallelMesh.single())

@@ -253,7 +253,7 @@ def save_alone(rank: int, size: int, folder: str) -> str:
 
 def test_save_pretrained_after_a_run_on_one_rank_is_refused(tmp_path: Path) -> None:
     alone, _ = run_world(save_alone, 2, str(tmp_path))
-    assert "must be called on all of them" in alone
+    assert "must be called on all ranks" in alone
     assert "rank 1 did not join within 1 s" in alone
     assert not list(tmp_path.iterdir())
 
@@ -322,7 +322,7 @@ def check_states_on_ranks(rank: int, size: int) -> None:
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(size, pp=size))
     model = swapped(exact_twin("llama"), mesh)
-    with pytest.raises(UnsupportedError, match=r"output_hidden_states cannot be given with pp"):
+    with pytest.raises(UnsupportedError, match=r"output_hidden_states cannot be used with pp"):
         model(input_ids=TOKENS, output_hidden_states=True)
     elsewhere = model.lm_head if rank == 0 else model.model.embed_tokens
     with pytest.raises(

@@ -122,7 +122,7 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["absent"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointMismatchError, match="'absent' of .* not where it says"):
+    with pytest.raises(CheckpointMismatchError, match="'absent' of .* not in their files"):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(

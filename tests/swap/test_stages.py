@@ -102,7 +102,9 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
         "stages"
     ) in shared
     # One stage has nothing to cut, but a misspelt name is one.
-    assert "matches nothing" in refusal(Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1)
+    assert "matches no module" in refusal(
+        Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1
+    )
 
 
 def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
@@ -174,11 +176,11 @@ def test_hugging_face_models_say_what_their_stages_are() -> None:
     tokens = torch.zeros(1, 3, dtype=torch.long)
     for asked in ({"output_hidden_states": True}, {"use_cache": True}):
         with pytest.raises(
-            UnsupportedError, match="cannot be given with pp above 1: the call asks for it"
+            UnsupportedError, match="set by the call, cannot be used with pp above 1"
         ):
             model(tokens, **asked)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    assert "has stages of its own" in refusal(
+    assert "with its own stages" in refusal(
         llama, {"model.model.layers": "blocks"}, ParallelPlanError
     )
     config.output_hidden_states = True

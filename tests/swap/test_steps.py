@@ -90,10 +90,10 @@ def refuse(root: nn.Module, mesh: ParallelMesh, plan: Any, match: str, **others:
 @pytest.mark.parametrize(
     ("plan", "others", "match"),
     [
-        ({"*.head": "diagonal"}, {}, "is given 'diagonal'"),
-        ({"*.tail": "column"}, {}, "matches nothing"),
+        ({"*.head": "diagonal"}, {}, "the kind 'diagonal'"),
+        ({"*.tail": "column"}, {}, "matches no module"),
         ({"*.words": "column"}, {}, "of type Embedding"),
-        (None, {"pipeline_plan": {"*.head": "blocks"}}, "has it"),
+        (None, {"pipeline_plan": {"*.head": "blocks"}}, "has this kind"),
     ],
 )
 def test_an_error_in_deciding_leaves_the_module_as_it_was(
@@ -123,7 +123,7 @@ def test_a_block_with_hooks_leaves_the_module_as_it_was() -> None:
 def test_a_changed_model_built_whole_leaves_the_module_as_it_was() -> None:
     root = nn.ModuleDict({"root": Model()})
     root["root"].gpt.extra = nn.Linear(2, 2)
-    refuse(root, mesh_of(tp=2), PLAN, "has other parameters than its config says")
+    refuse(root, mesh_of(tp=2), PLAN, "its parameters differ from those of its config")
 
 
 @pytest.mark.parametrize("on_meta", [False, True])

@@ -104,7 +104,7 @@ class HeadParallelAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise UnsupportedError(
                 "is_causal=True needs attn_mask, because torch.nn.MultiheadAttention takes it as a "
-                "promise about that mask. Pass "
+                "hint about that mask. Pass "
                 "nn.Transformer.generate_square_subsequent_mask(seq_length) too."
             )
         if self.layer is not None and self.training and self.dropout > 0.0:

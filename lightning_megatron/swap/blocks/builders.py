@@ -132,9 +132,9 @@ def embedding_over_vocabulary(request: BlockRequest) -> nn.Module:
     for setting, is_set in settings.items():
         if is_set:
             raise UnsupportedError(
-                f"{setting} of the embedding {request.name!r} is not supported where its rows are "
-                "cut over tp: it needs all rows or dense all-reduces cannot carry it. Leave "
-                f"{setting} out or give it the kind 'replicate'."
+                f"{setting} of the embedding {request.name!r} is not supported with rows cut over "
+                f"tp, because it needs all rows or sparse gradients. Leave {setting} out, or give "
+                "the embedding the kind 'replicate'."
             )
     return EmbeddingOverVocabulary(
         source.num_embeddings, source.embedding_dim, request.mesh, padding_idx=source.padding_idx
@@ -298,8 +298,8 @@ def _refuse(request: BlockRequest, what: str, settings: dict[str, bool]) -> None
         if is_set:
             raise UnsupportedError(
                 f"the {what} {request.name!r} cannot be cut over tp: {setting} is not supported, "
-                "because heads and features are cut by the layout of torch's own layer. Change it, "
-                f"or give {request.name!r} the kind 'replicate'."
+                "because the cut follows the heads and features of torch's own layer. Change this "
+                f"setting, or give {request.name!r} the kind 'replicate'."
             )
 
 

@@ -155,9 +155,10 @@ def _sources_of(
         or len({p.requires_grad for p in present}) != 1
     ):
         raise UnsupportedError(
-            f"the tensors {', '.join(rule.sources)} of {request.name!r} must all exist and all be "
-            f"trained or none, because they become {rule.target}. Build the block without changing "
-            "its biases, or give it the kind 'replicate'."
+            f"the tensors {', '.join(rule.sources)} of {request.name!r} must all be present or all "
+            "be absent, and all trained or all frozen, because they become one parameter, "
+            f"{rule.target}. Leave the biases of the block as they were built, or give the block "
+            "the kind 'replicate'."
         )
     return present
 

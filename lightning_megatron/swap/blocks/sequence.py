@@ -57,9 +57,9 @@ class _Entry:
         apart = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
         if float(all_reduce_(apart, mesh.tp, "max")):
             raise UnsupportedError(
-                f"{self.name!r} of the kind 'sequence' must get the same on all tensor-parallel "
-                "ranks, as it does outside of 'column' and 'row': here each rank has another part "
-                "of the features. Use the kind 'dropout' or 'partial' between those, or "
+                f"{self.name!r} of the kind 'sequence' must get the same input on all "
+                "tensor-parallel ranks: here each rank has its own part of the features. Between a "
+                "'column' and a 'row' layer use the kind 'dropout' or 'partial'; elsewhere use "
                 "'replicate'."
             )
 

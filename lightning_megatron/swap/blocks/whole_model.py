@@ -51,9 +51,9 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """
     if not _is_ours(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
-            f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT or an "
-            "Encoder built without one, because only the latter can be cut afterwards. Build it "
-            "with mesh=self.device_mesh in configure_model."
+            f"{name!r} ({type(source).__name__}) must be built on this mesh, or be a GPT or an "
+            "Encoder built without a mesh, because only these can be cut later. Build it with "
+            "mesh=self.device_mesh in configure_model."
         )
     with torch.device("meta"):
         kind: Any = type(source)
@@ -97,8 +97,8 @@ def _check_names(name: str, source: _Whole, expected: _Whole) -> None:
     found = {key for key, _ in source.named_parameters()}
     if wanted != found:
         raise UnsupportedError(
-            f"the model {name!r} has other parameters than its config says "
-            f"({sorted(wanted ^ found)[0]!r}), so it cannot be cut after building. Build it with "
+            f"the model {name!r} cannot be cut after building, because its parameters differ from "
+            f"those of its config ({sorted(wanted ^ found)[0]!r}). Build it with "
             "mesh=self.device_mesh in configure_model and change it there."
         )
 

@@ -113,8 +113,9 @@ def _choose(
         if "auto" not in site.rules:
             raise UnsupportedError(
                 f"the layers of {site.name!r} cannot be cut over tp, because "
-                f"{type(encoder).__name__} may read their weights as torch.nn.TransformerEncoder "
-                "does. Use that class, or give it the kind 'replicate'."
+                f"{type(encoder).__name__} may read their weights directly, as "
+                "torch.nn.TransformerEncoder does. Use torch.nn.TransformerEncoder, or give "
+                f"{site.name!r} the kind 'replicate'."
             )
         chosen.append((site, "auto", site.rules["auto"]))
     return chosen
@@ -124,12 +125,12 @@ def _check_layout(chosen: Sequence[_RuledSite], mesh: ParallelMesh, has_stages: 
     for site, kind, _ in chosen:
         if mesh.cp.size > 1 and kind == "auto":
             raise UnsupportedError(
-                f"the attention of {site.name!r} sees whole sequences, but cp ({mesh.cp.size}) "
-                "cuts them. Use cp 1."
+                f"cp ({mesh.cp.size}) must be 1, because the attention of {site.name!r} needs "
+                "whole sequences. Use cp=1."
             )
         if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
             raise UnsupportedError(
-                f"the block {site.name!r} can be cut over tp only, because no pipeline stages are "
-                f"known of the model: pp is {mesh.pp.size}. Use pp 1, or name its list of blocks "
-                "in pipeline_plan."
+                f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {site.name!r} is a "
+                "block of a model without known pipeline stages. Use pp=1, or name the list of "
+                "blocks in pipeline_plan."
             )

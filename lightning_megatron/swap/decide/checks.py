@@ -30,9 +30,8 @@ def check_nothing_is_lost(site: ModuleSite, target: nn.Module, *, stays: bool = 
     if _COMPILED in site.name.split("."):
         around = site.name.split(f".{_COMPILED}")[0]
         raise UnsupportedError(
-            f"{around!r} was compiled, but {site.name!r} in it must be replaced: what was "
-            "compiled would go on with "
-            "the module that is gone. " + _remedy(target)
+            f"{around!r} was compiled, but its module {site.name!r} must be replaced, and the "
+            "compiled code would still run the old module. " + _remedy(target)
         )
     kept = set(target.modules())
     staying = {id(parameter) for parameter in target.parameters()}
@@ -54,17 +53,17 @@ def check_nothing_is_lost(site: ModuleSite, target: nn.Module, *, stays: bool = 
         keeps_hooks = stays and gone is site.module
         if gone not in kept and not inside_encoder and not keeps_hooks and hooks:
             raise UnsupportedError(
-                f"{name!r} has hooks, which a swap would lose, because another module takes its "
-                "site. Register them after the strategy has set the module up, or give "
-                f"{site.name!r} the kind 'replicate'."
+                f"{name!r} has hooks, which would be lost, because another module replaces it. "
+                f"Register them after the strategy has set up the module, or give {site.name!r} "
+                "the kind 'replicate'."
             )
         if gone not in kept:
             _check_parameters(name, gone, staying)
         if gone not in kept and gone._compiled_call_impl is not None:
             raise UnsupportedError(
                 (
-                    f"{name!r} was compiled, which a swap would lose, because another module takes "
-                    "its place. "
+                    f"{name!r} was compiled, and its compiled code would be lost, because another "
+                    "module replaces it. "
                 )
                 + _remedy(target)
             )
@@ -77,9 +76,9 @@ def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
             continue
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(
-                f"the parameter '{name}.{key}' has hooks for its gradient, which would be lost, "
-                "because this rank's part takes its place. Register them in on_fit_start; they are "
-                "then given the gradient of that part."
+                f"the parameter '{name}.{key}' has gradient hooks, which would be lost, because "
+                "this rank's part of the parameter replaces it. Register them in on_fit_start; "
+                "they then receive the gradient of this part."
             )
 
 
@@ -87,4 +86,4 @@ def _remedy(target: nn.Module) -> str:
     such_as = (
         ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
     )
-    return f"Compile in on_fit_start: there the new modules are{such_as}."
+    return f"Compile the new modules in on_fit_start{such_as}."

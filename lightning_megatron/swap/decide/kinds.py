@@ -187,7 +187,7 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     """
     if kind not in kinds:
         raise ParallelPlanError(
-            f"a kind of {plan} must be one of those that exist: {pattern!r} is given {kind!r}. Use "
+            f"{plan} gives {pattern!r} the kind {kind!r}, which does not exist. Use "
             f"{join_or([repr(known) for known in kinds])}."
         )
 
@@ -199,20 +199,21 @@ def _nothing_fits(
     matching: Sequence[ModuleSite],
 ) -> str:
     head = (
-        f"every pattern of the plan must match a module that {kind!r} is for: {pattern!r} matches "
+        f"every pattern of the plan must match a module that can have the kind {kind!r}: "
+        f"{pattern!r} matches "
     )
     if matching and matching[0].closed_by is not None:
         outer = next(site for site in sites if site.name == matching[0].closed_by)
         remedy = f"Use {{{outer.name!r}: 'auto'}}." if _fits("auto", outer) else "Leave it out."
         return (
             f"{head}{matching[0].name!r} inside {outer.name!r}, which reads the weights of its "
-            f"parts directly and is swapped whole or not at all. {remedy}"
+            f"parts directly, so that it must be replaced as a whole. {remedy}"
         )
     if matching:
         found = type(matching[0].module).__name__
         what = f"{head}{matching[0].name!r} of type {found}. {kind!r} is for {KINDS[kind]}. "
     else:
-        what = f"{head}nothing. A misspelt name would leave a layer whole. "
+        what = f"{head}no module. "
     names = list(
         dict.fromkeys(site.name for site in sites if site.closed_by is None and _fits(kind, site))
     )
@@ -233,7 +234,6 @@ def _check_shared(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> None
         theirs = kinds.get(other, "replicate")
         if mine != theirs:
             raise ParallelPlanError(
-                f"a module with two names must have one kind: {other!r} is {theirs!r}, "
-                f"{site.name!r} is {mine!r}. Both are the same module. Give both names the same "
-                "kind."
+                f"a module with two names must have one kind: {other!r} has the kind {theirs!r}, "
+                f"{site.name!r} has {mine!r}. Give both names the same kind."
             )

@@ -49,10 +49,7 @@ class OwnPlan:
     def __str__(self) -> str:
         """Describe the supported part of the plan."""
         if not self.kinds:
-            return (
-                f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can "
-                "give one"
-            )
+            return f"no known plan ({'; '.join(self.left)}): give one as tensor_parallel_plan"
         left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
         return f"its own plan{left}{', ...' if len(self.left) > _SHOWN else ''}"
 

@@ -67,10 +67,10 @@ def find_stages(
     for name in replaced:
         if stages.blocks.name.startswith(f"{name}."):
             raise ParallelPlanError(
-                f"pipeline_plan is for models that stay as they are: {stages.blocks.name!r} is in "
-                f"{name!r}, which becomes one of this package and has stages of its own. Leave "
-                "pipeline_plan out, or give the model a tensor_parallel_plan such as {'*': "
-                "'replicate'}."
+                f"pipeline_plan is for models that keep their own code: {stages.blocks.name!r} is "
+                f"in {name!r}, which is replaced by a model of this package with its own stages. "
+                "Leave pipeline_plan out, or keep the model by the tensor_parallel_plan such as "
+                "{'*': 'replicate'}."
             )
     around = [one.module for one in models if stages.blocks.is_inside([one.name])]
     if not around:
@@ -121,6 +121,6 @@ def _check_configuration(model: Any) -> None:
 
 def _refuse(name: str, where: str) -> None:
     raise UnsupportedError(
-        f"{name} cannot be given with pp above 1: {where} asks for it. Each stage knows its own "
-        f"blocks alone. Leave {name} out, or use pp=1."
+        f"{name}, set by {where}, cannot be used with pp above 1, because each stage has only the "
+        f"results of its own blocks. Leave {name} out, or use pp=1."
     )

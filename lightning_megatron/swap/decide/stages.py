@@ -28,7 +28,7 @@ from lightning_megatron.swap.decide.record import SwapRecord
 
 #: Kinds of a pipeline plan.
 KINDS: Mapping[str, str] = {
-    "blocks": "the nn.ModuleList or nn.Sequential whose blocks the stages share",
+    "blocks": "the nn.ModuleList or nn.Sequential whose blocks are divided among the stages",
     "first": "a module that runs before the blocks",
     "last": "a module that runs after the blocks",
 }
@@ -232,9 +232,8 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
         if not matching:
             near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
             raise ParallelPlanError(
-                f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. "
-                "A misspelt name would leave a module on the wrong stage. Did you mean "
-                f"{join_or([repr(name) for name in near])}?"
+                f"every pattern of pipeline_plan must match a module: {pattern!r} matches no "
+                f"module. Did you mean {join_or([repr(name) for name in near])}?"
             )
         found += matching if kind == "blocks" else []
     lists = [site.name for site in sites if type(site.module) in (nn.ModuleList, nn.Sequential)]
@@ -244,8 +243,8 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
             or "nothing"
         )
         raise ParallelPlanError(
-            "pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': "
-            f"{named} has it. Its blocks are what the stages share. Use "
+            "pipeline_plan must give exactly one nn.ModuleList or nn.Sequential the kind 'blocks', "
+            f"because its blocks are divided among the stages: {named} has this kind. Use "
             f"{join_or([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
         )
     return found[0]
@@ -290,8 +289,8 @@ def _check_sides(
         # A module without parameters runs on every stage, so a plan cannot assign it.
         if kind != "blocks" and not any(name in known or name in bare for name in matching):
             raise ParallelPlanError(
-                f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is "
-                f"not beside {blocks.name!r}. Stages share whole modules. Use "
+                f"pipeline_plan can give the kind {kind!r} only to a whole module outside of "
+                f"{blocks.name!r}: {matching[0]!r} is not one. Use "
                 f"{join_or([repr(name) for name in known])}."
             )
 
@@ -351,7 +350,7 @@ def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[st
             raise UnsupportedError(
                 f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across "
                 "pipeline stages. Only an embedding and an output layer that are cut alike over tp "
-                "can. Use separate weights, or pp=1."
+                "can share a weight. Use separate weights, or pp=1."
             )
         original = next(name for name, _, stage in shared if stage == 0)
         ties[next(name for name, _, stage in shared if stage == last)] = original

@@ -135,8 +135,8 @@ def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
     for name, parameter in module.named_parameters() if mesh.world.size > 1 else ():
         if is_lazy(parameter):
             raise UnsupportedError(
-                f"the lazy parameter {name!r} has no shape yet, so ranks cannot agree on its "
-                "value. Run one batch through the module in configure_model, or give the layer its "
+                f"the lazy parameter {name!r} must have a shape before its value is sent to other "
+                "ranks. Run one batch through the module in configure_model, or give the layer its "
                 "sizes."
             )
 

@@ -127,8 +127,8 @@ def _labels(values: Values) -> Mapping[str, Any]:
     counted = values["num_labels"]
     if named is not None and counted is not None and len(named) != counted:
         raise UnsupportedError(
-            f"num_labels must be the number of id2label: they are {counted} and {len(named)}. The "
-            "classifier has one output for each. Correct the configuration."
+            f"num_labels ({counted}) must equal the number of labels in id2label ({len(named)}), "
+            "because the classifier has one output for each label. Correct the configuration."
         )
     return {"num_labels": len(named) if named is not None else counted or 2}
 
@@ -147,7 +147,7 @@ def _head_dropout(values: Values) -> Mapping[str, Any]:
 
 
 def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
-    why = "positions have vectors that are added to those of tokens"
+    why = "position vectors are added to token vectors"
     return (
         Field("vocab_size", vocab_size, "vocab_size"),
         Field("hidden_size", 768, "hidden_size"),
@@ -163,7 +163,7 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("layer_norm_eps", 1e-12, "norm_eps"),
         Field("pad_token_id", padding, _padding),
         Field("position_embedding_type", "absolute", only=("absolute", None), why=why),
-        Field("is_decoder", False, only=(False, None), why="every position sees all others"),
+        Field("is_decoder", False, only=(False, None), why="every position attends to all others"),
     )
 
 
@@ -172,7 +172,7 @@ _MASKED = (
         "tie_word_embeddings",
         True,
         only=(True,),
-        why="the output layer has the weight of the embedding",
+        why="the output layer uses the weight of the embedding",
     ),
 )
 _CLASSES = (

@@ -80,10 +80,10 @@ def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...
         num_layers = sum(where) if isinstance(where, tuple) else count // where
         weight = values["router_aux_loss_coef"] * values["num_experts_per_tok"] / max(num_layers, 1)
         raise UnsupportedError(
-            "output_router_logits must be False: it is True. It adds a loss over the tokens of all "
-            "layers at once, which pipeline stages do not see together; here every layer has a "
-            f"loss of its own. Set it to False, and {SETTINGS} of the configuration to "
-            f"{{'aux_loss': {weight:.6g}}}, which weighs as much where layers are loaded alike "
+            "output_router_logits must be False: it is True. It adds one loss over the tokens of "
+            "all layers, which no pipeline stage has together; here every layer has its own loss. "
+            f"Set it to False, and {SETTINGS} of the configuration to {{'aux_loss': "
+            f"{weight:.6g}}}, which has the same weight if all layers have the same load "
             "(router_aux_loss_coef times num_experts_per_tok, for each layer with experts)."
         )
 
@@ -96,9 +96,8 @@ def _own_settings(values: Values) -> Mapping[str, Any]:
     if not isinstance(given, Mapping) or not given.keys() <= set(OF_TRAINING):
         raise UnsupportedError(
             f"{SETTINGS} of a configuration must be a mapping with some of "
-            f"{', '.join(OF_TRAINING)}: it is {shown(given)}. They are fields of ExpertsConfig "
-            "that no weights depend on; Hugging Face's fields say the others. Leave out what is "
-            "not among them."
+            f"{', '.join(OF_TRAINING)}: it is {shown(given)}. All other fields of ExpertsConfig "
+            "follow from Hugging Face's own fields. Leave out all other names."
         )
     return given
 
@@ -111,7 +110,7 @@ def _window_of_all(values: Values) -> Mapping[str, Any]:
         return {}
     first = values["max_window_layers"]
     if first:
-        why = "versions of transformers differ in whether all layers have the window then"
+        why = "versions of transformers disagree whether all layers have the window then"
         raise refusal("Qwen3-MoE", "max_window_layers", first, why, (None, 0))
     return window(values)
 
@@ -142,7 +141,10 @@ MIXTRAL = Family(
                 "router_jitter_noise",
                 0.0,
                 only=(0.0, None),
-                why="noise would be the router's alone, and is that of the experts as well there",
+                why=(
+                    "noise would change only the input of the router, and not the input of the "
+                    "experts"
+                ),
             ),
         ),
         FIXED,
@@ -216,10 +218,8 @@ QWEN3_MOE = Family(
     packed=_PACKED,
 )
 
-_NO_LATENTS = (
-    "every head has queries, keys and values of its own, none of them made of one latent vector"
-)
-_NO_CODE = "the family's router is this one"
+_NO_LATENTS = "latent attention is not implemented"
+_NO_CODE = "only this router is implemented"
 
 #: Its attention is refused whatever the sizes are, so that the tensors are those of routers and
 #: experts.
@@ -249,13 +249,13 @@ DEEPSEEK_V3 = Family(
                 "rope_interleave",
                 True,
                 only=(False, None),
-                why="halves of heads are rotated, not neighbours",
+                why="rotary positions pair the two halves of a head, not neighbouring elements",
             ),
             Field(
                 "output_router_logits",
                 False,
                 only=(False, None),
-                why="the model returns loss and logits alone",
+                why="the model returns only loss and logits",
             ),
         ),
         FIXED,
@@ -277,7 +277,7 @@ DEEPSEEK_V3 = Family(
                         "moe_layer_freq",
                         1,
                         only=(1, None),
-                        why="all layers after the first ones have experts",
+                        why="all layers after the dense ones have experts",
                     ),
                     Field("norm_topk_prob", True, "normalize_top_k"),
                     Field("routed_scaling_factor", 2.5, "score_scale"),

@@ -98,8 +98,8 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
         return
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointMismatchError(
-            f"{name} of a {family} configuration must be a mapping of names or None: it is "
-            f"{shown(value)}. It says how positions are rotated. Correct the configuration."
+            f"{name} of a {family} configuration must be a mapping or None, because it describes "
+            f"the rotary positions: it is {shown(value)}. Correct the configuration."
         )
     for key, one in value.items():
         if key in kind:

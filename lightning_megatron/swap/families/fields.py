@@ -120,7 +120,7 @@ IRRELEVANT = frozenset(
     }
 )
 
-_NO_OUTPUTS = "the model returns loss and logits alone"
+_NO_OUTPUTS = "the model returns only loss and logits"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Field:
         first = next(iter(given), self.name)
         for name, value in given.items():
             if name != first and value != given[first]:
-                why = f"it is another name of {first}, which is {shown(given[first])}"
+                why = f"it must equal {first} ({shown(given[first])}), which has the same meaning"
                 raise refusal(family, name, value, why, (given[first], None))
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
@@ -166,9 +166,18 @@ class Field:
 #: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are
 #: not as here.
 GENERAL = (
-    Field("is_encoder_decoder", False, only=(False, None), why="there is no cross attention"),
-    Field("add_cross_attention", False, only=(False, None), why="there is no cross attention"),
-    Field("cross_attention_hidden_size", None, only=(None,), why="there is no cross attention"),
+    Field(
+        "is_encoder_decoder", False, only=(False, None), why=("cross attention is not implemented")
+    ),
+    Field(
+        "add_cross_attention", False, only=(False, None), why=("cross attention is not implemented")
+    ),
+    Field(
+        "cross_attention_hidden_size",
+        None,
+        only=(None,),
+        why=("cross attention is not implemented"),
+    ),
     Field("output_hidden_states", False, only=(False, None), why=_NO_OUTPUTS),
     Field("output_attentions", False, only=(False, None), why=_NO_OUTPUTS),
     Field("pruned_heads", None, only=(None, {}), why="all layers have equally many heads"),
@@ -222,8 +231,8 @@ class ConfigTable:
         if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
             raise CheckpointMismatchError(
                 f"a {self.family} configuration must be a mapping of fields: it is "
-                f"{shown(config)}. Without names the values have no meaning. Give what "
-                "config.to_dict() returns, or what config.json holds."
+                f"{shown(config)}. Pass the result of config.to_dict(), or the content of "
+                "config.json."
             )
         self._values(config, GENERAL)
         found: ModelConfig = self.record(config)
@@ -288,7 +297,7 @@ class ConfigTable:
                     self.family,
                     name,
                     config[name],
-                    "nothing is known of this field, which may change the model",
+                    "this field is not known and may change the model",
                 )
         if overlooked - HARMLESS:
             warn_about_fields(self.family, tuple(sorted(overlooked - HARMLESS)))

@@ -93,8 +93,7 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
             f"{family.model_type} ({family.architecture})" for family in families(further)
         )
         raise UnsupportedError(
-            f"a model that is swapped as a whole must be of a known family: {name!r} is of none. "
-            f"The meaning of its tensors is not known. Use one of {known}, or give a Family of "
-            "your own."
+            f"a model that is replaced as a whole must be of a known family: {name!r} is not. Use "
+            f"one of {known}, or register your own Family."
         )
     return found

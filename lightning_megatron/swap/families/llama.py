@@ -54,17 +54,17 @@ def _windowed_layers(values: Values) -> Mapping[str, Any]:
         ]
     for layer, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
-            why = "attention looks at all positions before, or at a window of them"
+            why = "attention covers all previous positions, or a window of them"
             raise refusal(
                 "Qwen", f"layer_types[{layer}]", kind, why, ("full_attention", "sliding_attention")
             )
     windowed = tuple(kind == "sliding_attention" for kind in types)
     if len(windowed) != num_layers or (any(windowed) and width is None):
         raise UnsupportedError(
-            f"layer_types must name one kind for each of num_hidden_layers ({num_layers}), and "
+            f"layer_types must have one entry for each of num_hidden_layers ({num_layers}), and "
             "sliding_attention only with use_sliding_window and sliding_window: it has "
-            f"{len(windowed)}, {sum(windowed)} of them sliding, and the window is {width}. These "
-            "fields contradict each other. Correct the configuration."
+            f"{len(windowed)} entries, {sum(windowed)} of them sliding, and the window is {width}. "
+            "Correct the configuration."
         )
     if not any(windowed):
         return {}
@@ -83,8 +83,8 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     other = values["hidden_activation"]
     if other is not None and other != meant:
         why = (
-            f"hidden_act ({given}) says otherwise, and versions of transformers differ in which "
-            "counts"
+            f"hidden_act is {given}, and versions of transformers disagree which of the two they "
+            "use"
         )
         raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
     return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
@@ -114,7 +114,7 @@ LLAMA = Family(
                 "rope_interleaved",
                 False,
                 only=(False, None),
-                why="halves of heads are rotated, not neighbours",
+                why="rotary positions pair the two halves of a head, not neighbouring elements",
             ),
         ),
         FIXED,
@@ -194,7 +194,7 @@ GEMMA = Family(
                 "use_bidirectional_attention",
                 None,
                 only=(None, False),
-                why="no position sees a later one",
+                why="no position attends to a later one",
             ),
             Field(
                 "hidden_size",
@@ -222,7 +222,7 @@ PHI3 = Family(
                 "resid_pdrop",
                 0.0,
                 only=(0.0,),
-                why="dropout would come after the embedding as well",
+                why="dropout would also apply to the embedding",
             ),
             Field("attention_bias", False, only=(False, None), why=_NO_BIAS),
             Field("mlp_bias", False, only=(False, None), why=_NO_BIAS),

@@ -83,7 +83,10 @@ def _rule(
             isinstance(value, Mapping) for value in given.values()
         ):
             raise _refusal(
-                "rope_parameters", given, "one mapping for all layers", "all layers rotate alike"
+                "rope_parameters",
+                given,
+                "one mapping for all layers",
+                "all layers use the same rotary positions",
             )
         kind = given.get("rope_type") or given.get("type") or "default"
         kind = earlier.get(kind, kind)
@@ -112,11 +115,11 @@ def _rule(
         size = int(head_dim * share)
         if size % 2 or not size:
             why = (
-                f"that part of a head of {head_dim} is {size} elements, and pairs of them are "
-                "rotated"
+                f"it gives {size} of {head_dim} elements of a head, and rotary positions rotate "
+                "pairs of elements"
             )
             raise _refusal(
-                "partial_rotary_factor", share, "that of an even number of elements", why
+                "partial_rotary_factor", share, "a share with an even number of elements", why
             )
         rotary_base = float(base)
         rotary_dim = size if size < head_dim else None
@@ -131,7 +134,7 @@ def _agreed(values: Values, name: str | None, other: str) -> Any:
     first = None if name is None else values[name]
     second = values[other]
     if None not in (first, second) and first != second:
-        raise _refusal(other, second, f"that of {name} ({first})", "both give the same number")
+        raise _refusal(other, second, f"equal to {name} ({first})", "both set the same value")
     return second if first is None else first
 
 

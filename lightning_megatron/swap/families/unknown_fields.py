@@ -74,8 +74,8 @@ def warn_about_fields(family: str, names: tuple[str, ...]) -> None:
     if getattr(rank_zero_only, "rank", 0) == 0:
         logger.warning(
             (
-                "%s of a %s configuration: Hugging Face's class does not read that. It is passed "
-                "over here as well."
+                "%s of a %s configuration: Hugging Face's class does not read them, and this "
+                "package ignores them, too."
             ),
             ", ".join(repr(name) for name in names),
             family,

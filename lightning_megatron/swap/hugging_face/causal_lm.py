@@ -160,8 +160,9 @@ class HuggingFaceLM(ReplacedModel):
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"output_hidden_states cannot be given with pp ({gpt.mesh.pp.size}) above 1, "
-                "because each stage has the states of its own layers. Leave it out, or use pp=1."
+                f"output_hidden_states cannot be used with pp ({gpt.mesh.pp.size}) above 1, "
+                "because each stage has only the states of its own layers. Leave it out, or use "
+                "pp=1."
             )
         gpt.hidden_states = states = list[Tensor]()
         try:
@@ -278,8 +279,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             raise UnsupportedError(
-                f"a swapped language model takes no {name}: {type(value).__name__} was given. It "
-                f"keeps no cache and returns loss and logits alone. Leave {name} out."
+                f"a replaced language model takes no {name}: {type(value).__name__} was given. It "
+                f"keeps no cache and returns only loss and logits. Leave {name} out."
             )
 
 
@@ -288,7 +289,7 @@ def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor
     if len(given) != 1:
         raise UnsupportedError(
             "a language model takes either input_ids or inputs_embeds: "
-            f"{'both' if given else 'neither'} were given. Both describe the same input. Give one "
+            f"{'both' if given else 'neither'} were given. Both describe the same input. Pass one "
             "of them."
         )
     return given[0]

@@ -105,9 +105,9 @@ class ClassTensors:
         missing = set(members) - {self._key(name) for name in parts}
         if missing:
             raise CheckpointMismatchError(
-                f"a tensor that {self.family.architecture} has in one must have all its parts: "
-                f"{named(missing)} of {self.class_name(first)!r} missing. What the others would be "
-                "there is not known. Save them together."
+                f"a tensor that {self.family.architecture} stores as one must have all its parts: "
+                f"{named(missing)} of {self.class_name(first)!r} missing. Save all of them "
+                "together."
             )
         (found,) = pack(theirs, self.family.packed).values()
         return found
@@ -259,9 +259,9 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     differing = [one for one, other in states.items() if not _is_same(value, other)]
     if differing:
         raise UnsupportedError(
-            f"parameters that are one in {model.family.architecture} must have equal scalars: "
-            f"{key!r} is {value} of {name!r} and {states[differing[0]]} of {differing[0]!r}. One "
-            "process has one for all. Write the weights alone (--weights-only)."
+            f"parameters that {model.family.architecture} stores as one must have equal scalars in "
+            f"the optimizer state: {key!r} is {value} for {name!r} and {states[differing[0]]} for "
+            f"{differing[0]!r}. Write only the weights (--weights-only)."
         )
     return value
 
@@ -274,10 +274,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:
     return UnsupportedError(
-        "optimizer state must be shaped like its parameter or be a scalar to be stored otherwise: "
-        f"{key!r} of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shape)}. Where "
-        "its elements would go is not known. Use an element-wise optimizer such as AdamW, or the "
-        "weights alone."
+        "optimizer state must be shaped like its parameter or be a scalar to be converted: "
+        f"{key!r} of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shape)}. The "
+        "order of its elements is not known. Use an element-wise optimizer such as AdamW, or "
+        "convert only the weights."
     )
 
 

@@ -182,7 +182,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and name not in _IRRELEVANT:
             raise UnsupportedError(
-                f"a swapped encoder of this class takes no {name}: {type(value).__name__} was "
-                "given. It has no cache and no cross attention, and returns what follows the last "
-                f"layer. Leave {name} out."
+                f"a replaced encoder of this class takes no {name}: {type(value).__name__} was "
+                "given. It has no cache and no cross attention, and returns only the results of "
+                f"its last layer. Leave {name} out."
             )

@@ -38,8 +38,8 @@ class GeneratingLM(HuggingFaceLM):
         if self.gpt.cursor is not None:
             raise UnsupportedError(
                 f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, "
-                "because its stages are busy with other microbatches. Call it between steps, such "
-                "as in on_validation_epoch_end, or use pp 1."
+                "because the stages are busy with other microbatches. Call it between steps, such "
+                "as in on_validation_epoch_end, or use pp=1."
             )
         kwargs |= {"use_cache": False}
         if self.gpt.has_shared_experts:

@@ -59,7 +59,7 @@ class ModuleStub(nn.Module):
             self._refuse(
                 "cannot be called with pp above 1",
                 remedy,
-                "The first stage alone has the vectors of tokens",
+                "Only the first stage has the embedding",
             )
         return self._refuse("cannot be called by itself", "Call the whole model")
 
@@ -69,7 +69,8 @@ class ModuleStub(nn.Module):
         if name in vars(self).get(_KEYS, ()) and not is_here:
             raise AttributeError(
                 f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no "
-                "such parameter. Use those that named_parameters() lists on each rank, or pp=1."
+                "such parameter. Use the parameters that named_parameters() lists on each rank, or "
+                "pp=1."
             )
         return super().__getattr__(name)
 
@@ -101,7 +102,7 @@ class ModuleStub(nn.Module):
         for kind in ("_parameters", "_modules", "_buffers"):
             held = self.__dict__.get(kind, {})
             if name in held and held[name] is not value:
-                self._refuse(f"cannot be given another {name!r}", "Do that in configure_model")
+                self._refuse(f"cannot have its {name!r} replaced", "Do that in configure_model")
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -111,7 +112,7 @@ class ModuleStub(nn.Module):
             UnsupportedError: If the module has another parameter of this name.
         """
         if name in self._parameters and self._parameters[name] is not param:
-            self._refuse(f"cannot be given another {name!r}", "Do that in configure_model")
+            self._refuse(f"cannot have its {name!r} replaced", "Do that in configure_model")
         super().register_parameter(name, param)
 
     def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
@@ -143,13 +144,13 @@ class ModuleStub(nn.Module):
     ) -> None:
         if local_metadata.get("assign_to_params_buffers", False):
             self._refuse(
-                "cannot be given other tensors by load_state_dict", "Leave assign=True out"
+                "cannot have its tensors replaced by load_state_dict", "Leave assign=True out"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _refuse_hook(self) -> NoReturn:
         self._refuse(
-            "cannot have hooks", "Register them at the whole model, or at the LightningModule"
+            "cannot have hooks", "Register them on the whole model, or on the LightningModule"
         )
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
@@ -158,7 +159,7 @@ class ModuleStub(nn.Module):
         Raises:
             UnsupportedError: Always.
         """
-        reason = "Files would have what one rank holds"
+        reason = "The files would contain only this rank's parts"
         self._refuse(
             "cannot be written by itself",
             "Call save_pretrained of the whole model on all ranks",
@@ -168,9 +169,9 @@ class ModuleStub(nn.Module):
     def _refuse(self, what: str, remedy: str, reason: str = "It would have no effect") -> NoReturn:
         path = vars(self).get(_PATH) or "the model"
         raise UnsupportedError(
-            f"a part of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) "
-            f"keeps names and parameters, and layers of this package compute with them. {reason}. "
-            f"{remedy}."
+            f"a module of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) "
+            "only keeps the names of parameters, with which layers of this package compute. "
+            f"{reason}. {remedy}."
         )
 
 

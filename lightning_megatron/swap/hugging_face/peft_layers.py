@@ -35,10 +35,10 @@ _UNSUPPORTED = (
     *("monteclora_config", "trainable_token_indices", "use_bdlora"),
     *("use_dora", "use_qalora", "velora_config"),
 )
-_NO_VALUES = "Import peft at the top of the file, and leave low_cpu_mem_usage out"
+_NO_VALUES = "Import peft at the top of the file, and leave out low_cpu_mem_usage"
 _NO_EXPERTS = (
-    "Experts and routers stay as they are: give target_modules by name, such as ['q_proj', "
-    "'k_proj', 'v_proj', 'o_proj'], because 'all-linear' stands for experts, too"
+    "Experts and routers cannot be adapted: name the target_modules, such as ['q_proj', 'k_proj', "
+    "'v_proj', 'o_proj'], because 'all-linear' includes experts"
 )
 _OTHERS = "Choose target_modules among the linear layers of its blocks"
 
@@ -80,7 +80,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
             _refuse(
                 name,
                 f"{module!r} is a {type(layer).__name__}",
-                "Adapt linear layers with LoraConfig alone",
+                "Adapt only linear layers, with LoraConfig",
             )
         _check_layer(name, module, layer, *names)
     _check_saved(name, source, family, saved)
@@ -243,9 +243,8 @@ def _check_layer(name: str, module: str, layer: Any, adapter: str) -> None:
 
 def _refuse(name: str, problem: str, remedy: str) -> None:
     raise UnsupportedError(
-        f"an adapter must be LoRA of linear layers: {problem} ({name!r}). The layers that take the "
-        "place of Hugging Face's can have products of two matrices beside their weights, and "
-        f"nothing else. {remedy}."
+        f"an adapter must be LoRA of linear layers: {problem} ({name!r}). The layers that replace "
+        f"Hugging Face's implement no other adapter. {remedy}."
     )
 
 

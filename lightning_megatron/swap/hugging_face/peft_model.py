@@ -68,8 +68,8 @@ def _disabled(wrapper: nn.Module) -> Iterator[None]:
     ]
     if saved:
         raise UnsupportedError(
-            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What "
-            "they were before is not kept. Leave modules_to_save out."
+            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. Their "
+            "original weights are not kept. Leave modules_to_save out."
         )
     updates = [part for _, part in named_layers(wrapper) if isinstance(part, LowRankUpdates)]
     before = [part.is_enabled for part in updates]
@@ -85,9 +85,9 @@ def _disabled(wrapper: nn.Module) -> Iterator[None]:
 def _refused(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            f"{name} needs the layers of peft: a {type(wrapper).__name__} that is cut over ranks "
-            "has none. Nothing would be changed or saved. Save a checkpoint, and write the adapter "
-            "or the merged model with `lightning-megatron convert`."
+            f"{name} needs the layers of peft, which a {type(wrapper).__name__} that is cut over "
+            "ranks does not have. Save a checkpoint, and write the adapter or the merged model "
+            "with `lightning-megatron convert`."
         )
 
     return method

@@ -83,8 +83,8 @@ class ReplacedModel(nn.Module):
         """
         if only_trainable and self.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"num_parameters(only_trainable=True) needs one stage: pp is {self.mesh.pp.size}, "
-                "and each stage knows which of its own parameters are trained. Count before "
+                "num_parameters(only_trainable=True) needs pp=1, because each stage knows only of "
+                f"its own parameters which are trained: pp is {self.mesh.pp.size}. Count before "
                 "training in one process, or use pp=1."
             )
         table = {
@@ -152,9 +152,9 @@ class ReplacedModel(nn.Module):
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def method(self: ReplacedModel, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{name} cannot change a model that is cut over ranks: {type(self).__name__} has been "
-            "replaced. Each rank holds a part of every weight. Do that in configure_model, before "
-            "the strategy replaces the model."
+            f"{name} cannot change a model that is cut over ranks, because each rank holds a part "
+            f"of every weight: {type(self).__name__} has been replaced. Call it in "
+            "configure_model, before the strategy replaces the model."
         )
 
     method.__doc__ = f"Refuse {name}."

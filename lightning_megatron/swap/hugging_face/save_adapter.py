@@ -82,10 +82,10 @@ def _save_own_code(wrapper: Any, folder: Path, mesh: ParallelMesh) -> None:
     for name, config in wrapper.peft_config.items():
         if config.is_prompt_learning:
             raise UnsupportedError(
-                f"save_pretrained writes adapters of layers: {name!r} is of the type "
-                f"{config.peft_type}, which keeps no tensors in layers, and ranks hold parts of "
-                "the model. Save a checkpoint, and write a file for one process with "
-                "`lightning-megatron checkpoint consolidate`."
+                "save_pretrained writes only adapters with tensors in layers, because each rank "
+                f"holds a part of the model: {name!r} is of the type {config.peft_type}. Save a "
+                "checkpoint, and write a file for one process with `lightning-megatron checkpoint "
+                "consolidate`."
             )
     library = import_extra("peft.utils.save_and_load", "lora")
     state = wrapper.state_dict(keep_vars=True)

@@ -57,8 +57,9 @@ def save_folder(
     if model.adapter is not None:
         raise UnsupportedError(
             f"save_pretrained writes models without adapters: {type(model).__name__} has "
-            f"{model.adapter.name!r}. Its tensors are not those of the class. Save a checkpoint, "
-            "and write the adapter, or the merged model, with `lightning-megatron convert`."
+            f"{model.adapter.name!r}. Its tensors have other names than in the class. Save a "
+            "checkpoint, and write the adapter, or the merged model, with `lightning-megatron "
+            "convert`."
         )
     model.body.wait_for_parameters()
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -112,10 +113,10 @@ def save_as_it_is(
     if holds_replaced(model):
         parts = [name for name, part in model.named_modules() if computed_by(part) is not None]
         raise UnsupportedError(
-            f"save_pretrained writes models of one kind: {type(model).__name__} holds "
-            f"{named(parts)}, which compute with layers of this package. Their tensors are not "
-            "stored as the class around them has them. Call save_pretrained of each, or write a "
-            "file for one process with `lightning-megatron checkpoint consolidate`."
+            f"save_pretrained cannot write a model with replaced parts: {type(model).__name__} "
+            f"holds {named(parts)}, which compute with layers of this package and store other "
+            "tensors than their class. Call save_pretrained of each, or write a file for one "
+            "process with `lightning-megatron checkpoint consolidate`."
         )
     if any(is_peft_module(part) for part in model.modules()):
         raise UnsupportedError(
@@ -207,10 +208,10 @@ def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
             yield world
     except RankMismatchError as error:
         raise UnsupportedError(
-            "save_pretrained of a model that is cut over ranks must be called on all of them: each "
-            f"sends rank 0 what it has ({error}) Call it outside of `if trainer.is_global_zero:`, "
-            "in on_train_end or after the fit, or write a folder from a checkpoint with "
-            "`lightning-megatron convert`."
+            "save_pretrained of a model that is cut over ranks must be called on all ranks, "
+            f"because each sends its part to rank 0: {error} Call it outside of `if "
+            "trainer.is_global_zero:`, in on_train_end or after the fit, or write a folder from a "
+            "checkpoint with `lightning-megatron convert`."
         ) from error
 
 
@@ -281,8 +282,8 @@ def _limit(size: int | str | None) -> int:
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
             return int(float(number) * factor)
     raise UnsupportedError(
-        f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Files end "
-        f"before they exceed it. Use one of the units {', '.join(_UNITS)}."
+        f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Use one of "
+        f"the units {', '.join(_UNITS)}."
     )
 
 
@@ -310,6 +311,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ]
     if refused:
         raise UnsupportedError(
-            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. "
-            "Rank 0 writes safetensors files with what the other ranks send. Leave it out."
+            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}, "
+            "because rank 0 writes the safetensors files for all ranks. Leave it out."
         )

@@ -86,8 +86,8 @@ def _refuse_saved_modules(adapter: Adapter | None) -> None:
     if adapter is not None and adapter.saved:
         raise UnsupportedError(
             "modules that peft trains as a whole cannot be written as one file: "
-            f"{', '.join(adapter.saved)}. It keeps them as they were before, too, and that is "
-            "gone. Write the adapter or the merged model with `lightning-megatron convert`."
+            f"{', '.join(adapter.saved)}. peft also stores their original weights, which are not "
+            "kept here. Write the adapter or the merged model with `lightning-megatron convert`."
         )
 
 

@@ -108,8 +108,8 @@ def _giving_adapters_values() -> Iterator[None]:
         ):
             raise UnsupportedError(
                 "init_lora_weights must be True, False or 'gaussian' where weights are read later: "
-                f"{first!r}. It computes the adapter from the weights of its base. Build the model "
-                "in __init__."
+                f"{first!r}. Other values compute the adapter from the weights of the base. Build "
+                "the model in __init__."
             )
         inject(self, model, adapter_name, *args, **kwargs)
         _draw_adapters(model, adapter_name, first)
@@ -189,10 +189,10 @@ def read_missing_values(model: Any) -> Callable[[], None]:
                 name = plain_name(f"{path}.{key}" if path else key)
                 if name not in values:
                     raise UnsupportedError(
-                        "a model that is built without its weights must be as its class builds it: "
-                        f"{name!r} of a {cls.__name__} was put into it, and has no values. Build "
-                        "the model outside of configure_model, or leave it to the strategy to "
-                        "replace it: leave it out of the plan."
+                        "a model that is built without its weights must keep the modules that its "
+                        f"class builds: {name!r} was added to a {cls.__name__} and has no values. "
+                        "Build the model outside of configure_model, or leave the model out of the "
+                        "plan, so that the strategy replaces it."
                     )
                 value = values[name].detach()
                 if isinstance(old, nn.Parameter):

@@ -161,7 +161,7 @@ def _reading(
         loading.run(torch.initial_seed(), shows_progress)
         note = ""
         if loading.missing:
-            note = f"{named(loading.missing)} are not in {folder} and keep their first values."
+            note = f"{named(loading.missing)} are not in {folder} and keep their initial values."
         return _with_given(note, given)
 
     return fill
@@ -198,7 +198,7 @@ def _with_given(note: str, given: RenamedTensors) -> str:
     if not given.own:
         return note
     count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
-    return f"{count} have the values that configure_model gave them. {note}".strip()
+    return f"{count} keep the values from configure_model. {note}".strip()
 
 
 def _labels(

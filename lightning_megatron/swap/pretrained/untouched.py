@@ -122,7 +122,7 @@ def check_settings(
     if set(changed) - _OF_SHAPES:
         keys = [key for key in now if now[key] != built.get(key) and key != "pad_token_id"]
         what = f"{', '.join(keys)} of the configuration of {name!r} changed after it had been built"
-        _refuse(what, "Give from_pretrained or from_config what you want")
+        _refuse(what, "Pass the final values to from_pretrained or from_config")
 
 
 def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
@@ -145,7 +145,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
         is_or_not = "is not" if is_tied else "is"
         what = f"the weight of the output head of {name!r} {is_or_not} that of the embedding"
         _refuse(
-            what, f"Give from_pretrained or the configuration tie_word_embeddings={not is_tied}"
+            what, f"Pass to from_pretrained or the configuration tie_word_embeddings={not is_tied}"
         )
 
 
@@ -168,24 +168,24 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescr
             continue
         where = f"{name}.{path}" if path else name
         if "forward" in vars(module):
-            _refuse(f"{where!r} has another forward method", "Leave the method as it is")
+            _refuse(f"{where!r} has a forward method of its own", "Keep the method of its class")
         if not isinstance(module, part.kind):
             was = part.kind.__name__
             _refuse(
-                f"{where!r} is a {type(module).__name__}, where the class builds a {was}",
-                "Leave it as it is",
+                f"{where!r} is a {type(module).__name__}, but its class builds a {was}",
+                "Keep the module of the class",
             )
         for key, value in _settings(module):
             if key in part.settings and part.settings[key] != value:
-                what = (
-                    f"{key} of {where!r} is {value!r}, and was {part.settings[key]!r} when it was "
-                    "built"
-                )
-                _refuse(what, "Give from_pretrained or the configuration that value")
+                what = f"{key} of {where!r} is {value!r}, but was built as {part.settings[key]!r}"
+                _refuse(what, "Pass this value to from_pretrained or the configuration")
         for key, table in _tables(module):
             if key in part.tables and not _is_same(table, part.tables[key]):
                 what = f"the buffer {key} of {where!r} has other values than the class computes"
-                _refuse(what, "Give from_pretrained or the configuration settings that say so")
+                _refuse(
+                    what,
+                    "Pass the settings for these values to from_pretrained or the configuration",
+                )
 
 
 def _check_shared(name: str, model: nn.Module, parts: Mapping[str, ModuleDescription]) -> None:
@@ -193,7 +193,7 @@ def _check_shared(name: str, model: nn.Module, parts: Mapping[str, ModuleDescrip
     for path, module in model.named_modules(remove_duplicate=False):
         if path in parts and first.setdefault(id(module), path) != path:
             what = f"'{name}.{path}' is the module '{name}.{first[id(module)]}', too"
-            _refuse(what, "Give each place a module of its own")
+            _refuse(what, "Use a separate module at each place")
 
 
 def _is_same(table: Tensor, built: Tensor) -> bool:
@@ -225,6 +225,6 @@ def _refuse(what: str, remedy: str) -> None:
     raise UnsupportedError(
         f"a Hugging Face model that is replaced must compute what its class does: {what}. The "
         "layers that replace it would not have this change, and would compute other values. "
-        f"{remedy}, or leave the model to its own code: tensor_parallel_plan={{'model': "
-        "'replicate'}, with the name of the model."
+        f"{remedy}, or keep the model's own code by tensor_parallel_plan={{'model': 'replicate'}}, "
+        "with the name of the model."
     )

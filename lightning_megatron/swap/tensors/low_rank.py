@@ -167,7 +167,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
                 if key_of(module) in keys:
                     raise ValueError(
                         f"the names of layers that become {layer} must end differently: {module} "
-                        "has another's."
+                        "ends like another."
                     )
                 keys.add(key_of(module))
                 rank = ranks[module]
@@ -224,7 +224,7 @@ def full_factors(
             name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)
         }
         raise CheckpointMismatchError(
-            f"the factors must be those of the adapter of the model: {named(differing)} are "
+            f"the LoRA factors must match the adapter of the model: {named(differing)} are "
             "missing, left over or of another shape. Factors would keep their initial values, or "
             "tensors would be ignored. Use the LoraConfig that was trained."
         )

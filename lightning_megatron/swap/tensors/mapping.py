@@ -53,8 +53,8 @@ class TensorsInMemory:
         tensor = self.tensors[name].detach()
         if tensor.is_meta:
             raise CheckpointMismatchError(
-                f"a tensor must have values to be loaded: {name!r} is on the meta device. Only its "
-                "shape is known there. Load it first, or read the folder of its safetensors files."
+                f"a tensor must have values to be loaded: {name!r} is on the meta device. Load it "
+                "first, or read the folder of its safetensors files."
             )
         return tensor[slices]
 
@@ -139,8 +139,8 @@ class TensorMap:
         given = sum(source.num_rows for source in self.sources)
         if given != self.shape[0]:
             raise ValueError(
-                f"the sources of a tensor must have its rows: {self.target} has {self.shape[0]}, "
-                f"they have {given}. Each row of ours comes from one of theirs. Correct the table."
+                f"the sources of a tensor must have as many rows as the tensor: {self.target} has "
+                f"{self.shape[0]}, its sources have {given}. Correct the table."
             )
 
     @property

@@ -96,7 +96,7 @@ class Packed:
             what = "experts and equally many rows" if self.is_stack else "equally many rows"
             raise CheckpointMismatchError(
                 f"a tensor of {num_parts} parts must have {what} for each: {key!r} has shape "
-                f"{shape}. It cannot be cut. Load the weights that belong to the configuration."
+                f"{shape}. Load the weights that belong to the configuration."
             )
         size = rows[0] // num_parts
         for index in range(counts[0]) if self.is_stack else (None,):

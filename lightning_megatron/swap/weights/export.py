@@ -64,8 +64,7 @@ def foreign_tensors(
             problem = "given twice" if name in known else "unknown"
             raise CheckpointMismatchError(
                 f"the tensors must be those of a {family.architecture} of this configuration: "
-                f"{name!r} is {problem}. Each is written once. Give the parameters of the whole "
-                "model."
+                f"{name!r} is {problem}. Give the parameters of the whole model."
             )
         tensor = left.pop(name)
         if tuple(full.shape) != tensor.shape:
@@ -221,9 +220,9 @@ def export_adapter(
     found = dict(full_tensors)
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
-            f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} "
-            "missing or unknown. peft would initialise them at random. Give those of the whole "
-            "model."
+            "an adapter must be written with all its tensors: "
+            f"{named(wanted.keys() ^ found.keys())} missing or unknown. peft would initialise them "
+            "at random. Give the tensors of the whole model."
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -258,6 +257,7 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
 def _plain(value: Any) -> str:
     if not isinstance(value, torch.dtype):
         raise TypeError(
-            f"a configuration is written as JSON, which has no {type(value).__name__}: {value!r}."
+            f"a configuration must hold values of JSON, which has no {type(value).__name__}: "
+            f"{value!r}."
         )
     return str(value).removeprefix("torch.")

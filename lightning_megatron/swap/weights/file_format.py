@@ -60,10 +60,10 @@ class FileFormat:
         is_class = isinstance(kind, type)
         if not is_class or not issubclass(kind, library.PreTrainedModel):
             raise UnsupportedError(
-                "a model whose files have other tensors than it has in memory must be of a class "
-                f"of transformers: {architecture!r} is not in {library.__version__}. The class "
-                "says how they are converted. Call save_pretrained of the model on all ranks, in a "
-                "run that has loaded the checkpoint."
+                "a model whose files store other tensors than its memory must have a class in "
+                f"transformers, which converts them: {architecture!r} is not in transformers "
+                f"{library.__version__}. Call save_pretrained of the model on all ranks, in a run "
+                "that has loaded the checkpoint."
             )
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 

@@ -255,9 +255,8 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
         for part, rows in packed_rows(name, key, reader, family.packed):
             if own.setdefault(part, rows) != rows:
                 raise CheckpointMismatchError(
-                    f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of "
-                    f"a {family.architecture}, under two names. One would be lost. Remove one of "
-                    "them."
+                    f"a tensor must be present once: {own[part].name!r} and {key!r} are two names "
+                    f"of the same tensor of {family.architecture}. Remove one of them."
                 )
     return RenamedTensors(reader, own)
 
@@ -332,7 +331,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
         if target in table and table[target].shape != spec.full_shape:
             raise CheckpointMismatchError(
                 f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the "
-                f"table gives {table[target].shape}. They are of different configurations. Build "
+                f"table gives {table[target].shape}. The two have different configurations. Build "
                 "the model with the configuration that the family makes."
             )
     # A part of the model that is on this rank has all its parameters here.
@@ -343,8 +342,8 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
         raise CheckpointMismatchError(
             "a table must have the model's parameters: parameters without a source are "
             f"{named(unfilled) or 'none'}, sources without a parameter {named(unused) or 'none'}. "
-            "They are of different configurations. Build the model with the configuration that the "
-            "family makes."
+            "The two have different configurations. Build the model with the configuration that "
+            "the family makes."
         )
 
 
@@ -365,9 +364,9 @@ def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None
         embedding = reader.read(family.embedding, slices)
         if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
             raise CheckpointMismatchError(
-                f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} "
-                f"differ in rows {slices[0].start} to {slices[0].stop}. One of them would be lost. "
-                "Set tie_word_embeddings to false."
+                f"a tied output head must equal the embedding: {family.head!r} and "
+                f"{family.embedding!r} differ in rows {slices[0].start} to {slices[0].stop}. Only "
+                "one of them would be loaded. Set tie_word_embeddings to false."
             )
 
 

@@ -84,8 +84,8 @@ class SafetensorsFolder:
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
-                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. It describes "
-                "the model of the weights. Save the model with save_pretrained."
+                f"a Hugging Face folder must have a {CONFIG}, which describes the model: "
+                f"{self.path} has none. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
         return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
@@ -113,9 +113,9 @@ class SafetensorsFolder:
             if not dtype.is_floating_point or twin is not None:
                 other = "" if twin is None else f", and {found[twin]!r} {twin}"
                 raise CorruptDataError(
-                    "weights must be floating-point numbers, and of one type where types are "
-                    f"equally wide: {name!r} of {self.path} is {dtype}{other}. The bytes of one "
-                    "type would be read as another. Save the model again, with one type."
+                    "weights must be floating-point numbers, and must not mix types of the same "
+                    f"width: {name!r} of {self.path} is {dtype}{other}. The bytes of one type "
+                    "would be read as another. Save the model again, with one type."
                 )
 
     def names(self) -> Iterable[str]:
@@ -156,8 +156,8 @@ class SafetensorsFolder:
     def _at(self, name: str) -> StoredTensor:
         if name not in self._tensors:
             raise CheckpointMismatchError(
-                f"a tensor that is read must be there: {self.path} has no {name!r}. It has "
-                f"{named(self._tensors)}. Use a folder of the same family and size."
+                f"the folder must have every tensor of the model: {self.path} has no {name!r}. It "
+                f"has {named(self._tensors)}. Use a folder of the same family and size."
             )
         return self._tensors[name]
 
@@ -176,8 +176,8 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise CorruptDataError(
-            f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It "
-            "is damaged or of another format. Copy the folder again."
+            f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. The "
+            "file is damaged or has another format. Copy the folder again."
         )
     files = sorted(set(weight_map.values()))
     _check_files(folder, files)
@@ -185,8 +185,9 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
     lacking = [name for name, file in weight_map.items() if name not in found[file]]
     if lacking:
         raise CheckpointMismatchError(
-            f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are "
-            "not where it says. Index and files are of different saves. Copy the folder again."
+            f"every file must have the tensors that {INDEX} lists for it: {named(lacking)} of "
+            f"{folder} are not in their files. Index and files are from different saves. Copy the "
+            "folder again."
         )
     hidden = [
         f"{name} in {file}"
@@ -196,8 +197,9 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
     ]
     if hidden:
         raise CheckpointMismatchError(
-            f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of "
-            f"{folder} are not. Index and files are of different saves. Copy the folder again."
+            f"{INDEX} must list every tensor of a file under this file: {named(hidden)} of "
+            f"{folder} are not listed. Index and files are from different saves. Copy the folder "
+            "again."
         )
     return {name: found[file][name] for name, file in weight_map.items()}
 
@@ -209,8 +211,8 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
         raise CheckpointMismatchError(
             f"every file that {INDEX} names must be a safetensors file of its own folder: "
             f"{named(outside)} of {folder} are not, or are links to files elsewhere. An index "
-            "could name any file of this machine. Put the files into the folder, as hard links "
-            "where copies are too large."
+            "could name any file of this machine. Put the files into the folder; hard links save "
+            "space."
         )
     absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
@@ -224,9 +226,8 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
     for (start, count), numbers in series.items():
         if len(numbers) != int(count) or max(numbers) > int(count):
             raise CheckpointMismatchError(
-                f"{INDEX} must name every file of a series: of the {int(count)} files "
-                f"{start}-...-of-{count} of {folder} it names {len(numbers)}. Tensors would be "
-                "missing. Copy the index again."
+                f"{INDEX} must name every file of a series: it names {len(numbers)} of the "
+                f"{int(count)} files {start}-...-of-{count} of {folder}. Copy the index again."
             )
 
 
@@ -244,8 +245,8 @@ def _is_inside(folder: Path, file: str) -> bool:
 def _refuse(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointMismatchError(
-            f"weights are read from a local folder: {folder} is none. Nothing is downloaded. "
-            "Download the model first, and give the path of its folder."
+            f"weights are read from a local folder: {folder} is not a folder, and nothing is "
+            "downloaded. Download the model first, and pass the path of its folder."
         )
     others = sorted(
         path.name
@@ -254,11 +255,11 @@ def _refuse(folder: Path) -> None:
     )
     if others:
         raise UnsupportedError(
-            f"weights must be in safetensors files: {folder} has {named(others)} alone. Pickled "
-            "files are read as a whole and can run code. Save the model again with "
+            f"weights must be in safetensors files: {folder} has only {named(others)}. Pickled "
+            "files must be read as a whole and can run code. Save the model again with "
             "save_pretrained, which writes safetensors."
         )
     raise CheckpointMismatchError(
-        f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files of other "
-        "names are not looked at. Give the folder that save_pretrained wrote."
+        f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files with "
+        "other names are not read. Use the folder that save_pretrained wrote."
     )

@@ -104,7 +104,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if not 2 <= length <= min(_LARGEST_HEADER, size - LENGTH_BYTES):
             raise CorruptDataError(
                 f"a safetensors file must begin with the length of its header: {path} ({size} "
-                f"bytes) says {length}. It is truncated or of another format. Copy it again."
+                f"bytes) gives {length}. The file is truncated or has another format. Copy it "
+                "again."
             )
         content = file.read(length)
     entries = parse_object(content, str(path), "Copy it again.")
@@ -122,14 +123,14 @@ def _check_with_library(path: Path, found: Mapping[str, StoredTensor]) -> None:
             names = set(file.keys())
     except (library.SafetensorError, OSError) as error:
         raise CorruptDataError(
-            f"a safetensors file must be as its format says: {path} is not ({error}). It is "
-            "damaged, or was written by something else. Copy it again."
+            f"a safetensors file must follow its format: {path} does not ({error}). The file is "
+            "damaged or has another format. Copy it again."
         ) from error
     if names != found.keys():
         raise CorruptDataError(
             f"a safetensors file must have the tensors that its header names: {path} has "
-            f"{named(names ^ found.keys())} in one reading of it alone. It is damaged. Copy it "
-            "again."
+            f"{named(names ^ found.keys())} in only one of two readings. The file is damaged. Copy "
+            "it again."
         )
 
 
@@ -146,21 +147,21 @@ def _stored(name: str, entry: Any, path: Path, begin: int, file_size: int) -> St
     ):
         raise CorruptDataError(
             f"a header must give dtype, shape and data_offsets of every tensor: {path} does not "
-            f"for {name!r}. It is damaged. Copy it again."
+            f"for {name!r}. The file is damaged. Copy it again."
         )
     shape = tuple(sizes)
     start, stop = offsets
     if kind not in DTYPES:
         raise UnsupportedError(
-            f"the elements of a tensor must be of a type that torch has: {name!r} in {path} has "
-            f"{kind}. Use one of {', '.join(DTYPES)}."
+            f"the elements of a tensor must have a type of torch: {name!r} in {path} has {kind}. "
+            f"Use one of {', '.join(DTYPES)}."
         )
     dtype = DTYPES[kind]
     if stop - start != prod(shape) * dtype.itemsize or begin + stop > file_size:
         raise CorruptDataError(
-            f"a tensor must be inside its file: {name!r} of shape {shape} and type {kind} is said "
-            f"to be at bytes {start} to {stop} of {file_size - begin} in {path}. The file is "
-            "truncated or damaged. Copy it again."
+            f"a tensor must be inside its file: {name!r} of shape {shape} and type {kind} has the "
+            f"bytes {start} to {stop} of {file_size - begin} in {path}. The file is truncated or "
+            "damaged. Copy it again."
         )
     return StoredTensor(path, dtype, shape, begin + start)
 
