@@ -29,10 +29,10 @@ class _Reader:
         if is_path and is_sharded_checkpoint(path):
             raise CheckpointMismatchError(
                 f"load_from_checkpoint reads one file: {os.fspath(path)} is a directory that "
-                "MegatronStrategy saved. Its tensors are in several files, as the ranks held them. "
-                f"Write one file with `lightning-megatron checkpoint consolidate {os.fspath(path)} "
-                "plain.ckpt --weights-only` and load that, or give the directory as ckpt_path to "
-                "fit, validate, test or predict with MegatronStrategy."
+                "MegatronStrategy saved. Its tensors are in several files. Write one file with "
+                f"`lightning-megatron checkpoint consolidate {os.fspath(path)} plain.ckpt "
+                "--weights-only` and load that file, or pass the directory as ckpt_path to fit, "
+                "validate, test or predict with MegatronStrategy."
             )
         return self.load(path_or_url, *args, **kwargs)
 

@@ -119,9 +119,8 @@ class MegatronStrategy(TrainerAnswers):
         """
         if self._run is None:
             raise RuntimeError(
-                "a strategy has parameters, optimizers and steps from the `setup` hook on: no run "
-                "of this strategy has reached it. Call fit, validate, test or predict of its "
-                "Trainer."
+                "parameters, optimizers and steps exist from the `setup` hook on, which no run of "
+                "this strategy has reached. Call fit, validate, test or predict of its Trainer."
             )
         return self._run
 

@@ -206,8 +206,9 @@ class Run:
         reader = parameter_reader(trainer)
         if reader is not None:
             rank_zero_info(
-                f"Updated parameters are gathered before {reader} runs, which might read them, and "
-                "not during the next forward pass; overlap_parameters=True says that it does not."
+                f"Updated parameters are gathered before {reader} runs, which may read them, and "
+                "not during the next forward pass; if it does not read them, set "
+                "overlap_parameters=True."
             )
         return reader is None
 

@@ -243,8 +243,8 @@ def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(
 @pytest.mark.usefixtures("no_process")
 def test_manual_optimization_is_refused_with_several_stages() -> None:
     message = (
-        "manual optimization cannot be used with pp (2) above 1, because the schedule runs the backward passes itself, "
-        "while later forward passes are still to come. Use automatic optimization, or pp=1."
+        "manual optimization cannot be used with pp (2) above 1, because the schedule runs backward passes "
+        "between forward passes. Use automatic optimization, or pp=1."
     )
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         trainer(2, MegatronStrategy(pp=2)).fit(ManualLM(GPTConfig.gpt2(**SIZES)), windows())
@@ -257,8 +257,8 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"cp": 2},
             UnsupportedError,
-            "cp (2) above 1 is not available in this version, because no attention here works on a part of the "
-            "sequence yet. Use cp=1, and sequence_parallel for long sequences.",
+            "cp (2) above 1 is not available in this version, because no attention layer is implemented "
+            "for a part of the sequence. Use cp=1, and sequence_parallel for long sequences.",
         ),
         (
             {"order": "tp-cp-xp-dp-pp"},
@@ -494,6 +494,6 @@ def test_a_last_batch_with_too_few_microbatches_is_refused_before_the_first_step
     check_last_batch(0, options, layout)
     check_last_batch(4, options, layout)
     with pytest.raises(
-        ParallelPlanError, match=r"it has 3 samples, which are 3 microbatches. Use drop_last=True"
+        ParallelPlanError, match=r"it has 3 samples, which make 3 microbatches. Use drop_last=True"
     ):
         check_last_batch(3, options, layout)

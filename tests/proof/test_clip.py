@@ -71,7 +71,7 @@ def _world(rank: int, size: int) -> dict[str, list[float]]:
     only_blocks = {"model.vision_model.encoder.layers": "blocks"}
     with pytest.raises(UnsupportedError, match="'model.text_model': 'last'"):
         fit(MegatronStrategy(pp=2, pipeline_plan=only_blocks), size)
-    with pytest.raises(UnsupportedError, match="couples its samples.*microbatch_size='batch'"):
+    with pytest.raises(UnsupportedError, match="mixes its samples.*microbatch_size='batch'"):
         fit(MegatronStrategy(pp=2, pipeline_plan=STAGES), size)
     return {
         "tp2": fit(MegatronStrategy(tp=2), size),

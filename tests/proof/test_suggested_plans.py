@@ -168,6 +168,6 @@ def test_plans_that_refusals_name_train_as_one_process_does() -> None:
 
 def test_a_module_without_blocks_is_told_that_no_plan_would_do() -> None:
     with pytest.raises(
-        UnsupportedError, match="2 blocks of one kind, so that no pipeline_plan would do"
+        UnsupportedError, match="at least 2 blocks of one kind, and this module has none"
     ):
         pipelined_module(BoringModel(), mesh_of(pp=2))

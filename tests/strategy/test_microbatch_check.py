@@ -160,7 +160,7 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "a ragged mean": (ragged, "Return num_tokens beside the loss"),
     "wrong token counts": (
         miscounted,
-        "num_tokens of two microbatches is 7 at once and 14 one after the other",
+        "num_tokens of two microbatches is 7 in one call and 14 in separate calls",
     ),
     "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
     "a quantile": (
@@ -301,7 +301,7 @@ def recurrent(module: Step, batch: Any) -> Tensor:
 
 SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
     "weights of as many classes": (
-        weighted, None, with_weights, "runs on 4 samples, and not on .*The first dimension of a tensor in the batch may not count samples",
+        weighted, None, with_weights, "runs on 4 samples, but fails on .*The first dimension of a tensor in the batch may not count samples",
     ),
     "time first": (
         recurrent, lambda: nn.LSTM(FEATURES, 16), time_major, "training_step must run on microbatches|the loss of two"
@@ -342,10 +342,10 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
         return nn.Sequential(nn.Linear(FEATURES, 16), norm)
 
     with pytest.raises(
-        UnsupportedError, match=r"batch statistics are those of a whole batch, .* net\.1 would norm"
+        UnsupportedError, match=r"batch statistics need the whole batch, .* net\.1 would norm"
     ):
         fit(mean, MegatronStrategy(microbatch_size=size), net(False))
-    with pytest.raises(UnsupportedError, match="batch statistics are those of a whole batch"):
+    with pytest.raises(UnsupportedError, match="batch statistics need the whole batch"):
         fit(mean, MegatronStrategy(), net(False), by_hand)
     fit(mean, MegatronStrategy(microbatch_size=size), net(True))
     assert fit(mean, MegatronStrategy(), net(False)).losses == fit(mean, "auto", net(False)).losses
@@ -384,7 +384,7 @@ def test_half_precision_warns_of_labels_that_rounding_could_hide(
 
     with caplog.at_level(logging.WARNING):
         fit(small, MegatronStrategy(microbatch_size=1), precision="bf16-mixed")
-    assert ("Labels of -100 are unequally many" in caplog.text) == warns
+    assert ("different numbers of labels of -100" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -413,9 +413,9 @@ def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
         assert torch.equal(found, expected)
     if step is keeps:
         assert len(tried.outputs) == len(untried.outputs) == 8 // size
-        assert size == SIZE or "training_step keeps something in the module, and" in caplog.text
+        assert size == SIZE or "training_step stores values in the module, and" in caplog.text
         assert "self._hparams" not in caplog.text
     else:
-        assert "keeps something" not in caplog.text
+        assert "stores values" not in caplog.text
     if step in (python_draws, numpy_draws) and size < SIZE:
         assert "cannot compare the loss of training_step" in caplog.text

@@ -81,7 +81,7 @@ def test_what_is_no_token_count_is_refused(count: Any) -> None:
 def test_all_microbatches_count_or_none() -> None:
     assert token_counts_in([torch.ones(()), {"loss": 1}, None]) is None
     assert token_counts_in([{"num_tokens": 2}, None, {"num_tokens": 0}]) == [2, 0, 0]
-    with pytest.raises(ValueError, match="missing for 1 of 2, first for number 1"):
+    with pytest.raises(ValueError, match="missing for 1 of 2, first for microbatch 1"):
         token_counts_in([{"num_tokens": 2}, {"loss": 1.0}])
 
 

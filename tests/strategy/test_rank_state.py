@@ -107,7 +107,7 @@ def test_bytes_that_no_generator_has_are_refused_by_name() -> None:
     before = torch.get_rng_state()
     for state in (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255)):
         values = {**sound()["generators"], "torch": state}
-        message = "rank 0 in a is not: a state of a random generator is refused"
+        message = "rank 0 in a is not: a random generator does not accept its state"
         with pytest.raises(CorruptDataError, match=message), naming_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
     assert torch.equal(torch.get_rng_state(), before)

@@ -109,5 +109,5 @@ def test_data_ranks_do_not_depend_on_the_axes_that_share_data() -> None:
 
 
 def test_the_mesh_exists_only_while_the_trainer_runs() -> None:
-    with pytest.raises(RuntimeError, match="exists while the Trainer runs"):
+    with pytest.raises(RuntimeError, match="exists only while the Trainer runs"):
         _ = strategy_of(1).mesh

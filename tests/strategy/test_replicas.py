@@ -359,18 +359,18 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "a row for every feature": (
         lambda: Regress(lambda: Net(nn.PReLU(12))),
         {"tp": 2, "tensor_parallel_plan": PLAN},
-        r"ParallelPlanError: a module between .* tp \(2\) .*'net.between' \(PReLU\) gets 6 of 12, and its weight is "
-        r"for all .*Use \{'net.between': 'features'\}",
+        r"ParallelPlanError: a module between .* tp \(2\) .*'net.between' \(PReLU\) gets 6 of 12 features, but its "
+        r"weight is for all .*Use \{'net.between': 'features'\}",
     ),
     "a norm of all features, by hand": (
         lambda: ByHand(lambda: Net(nn.LayerNorm(12))),
         {"tp": 2, "tensor_parallel_plan": PLAN},
-        r"ParallelPlanError: .*'net.between' \(LayerNorm\) gets 6 of 12, .*move it behind the 'row' .*'column_gather'",
+        r"ParallelPlanError: .*'net.between' \(LayerNorm\) gets 6 of 12 features, .*move it after the 'row' .*'column_gather'",
     ),
     "a layer that sums": (
         lambda: Regress(plain_net),
         {"tp": 2, "tensor_parallel_plan": {"net.up": "column"}},
-        r"ParallelPlanError: .*'net.down' \(Linear\) gets 6 of 12, .*Use \{'net.down': 'row'\}",
+        r"ParallelPlanError: .*'net.down' \(Linear\) gets 6 of 12 features, .*Use \{'net.down': 'row'\}",
     ),
     "norm of a cut weight": (
         lambda: LogsNorm(plain_net),
@@ -418,12 +418,12 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "a row layer without a column layer": (
         lambda: Regress(plain_net),
         {"tp": 2, "tensor_parallel_plan": {"net.down": "row"}},
-        r"ParallelPlanError: .*'net.down' \('row'\) gets all of its 12 features, .* \{'net.down': 'row_split'\}",
+        r"ParallelPlanError: .*'net.down' \('row'\) gets all 12 features, .* \{'net.down': 'row_split'\}",
     ),
     "two column layers": (
         lambda: Regress(plain_net),
         {"tp": 2, "tensor_parallel_plan": {"net.*": "column"}},
-        r"ParallelPlanError: .*'net.down' \('column'\) gets this rank's 6 features, and takes all 12\..*"
+        r"ParallelPlanError: .*'net.down' \('column'\) gets this rank's 6 features, but needs all 12\..*"
         r"'column_gather'",
     ),
     "nothing, for the noise is drawn": (

@@ -42,7 +42,9 @@ class Slots(TinyLM):
 def test_there_is_no_run_before_the_setup() -> None:
     strategy = trainer_of().strategy
     assert isinstance(strategy, MegatronStrategy)
-    with pytest.raises(RuntimeError, match="from the `setup` hook on: no run of this strategy"):
+    with pytest.raises(
+        RuntimeError, match="from the `setup` hook on, which no run of this strategy"
+    ):
         strategy.run  # noqa: B018
     assert strategy.expert_statistics is None
 

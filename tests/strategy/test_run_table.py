@@ -52,7 +52,10 @@ def test_a_plain_script_shows_the_choices_of_experts_once() -> None:
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr)
     assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
-    assert rows["sequence parallel"] == ("on", "tp is above 1; sequences must divide by tp")
+    assert rows["sequence parallel"] == (
+        "on",
+        "tp is above 1; sequence lengths must be multiples of tp",
+    )
     assert rows["precision"][0] == "bf16-mixed"
     assert rows["products of experts"] == ("loop", "cpu: ends are on the host already")
     assert rows["expert transport"][0] == "all_to_all"

@@ -192,7 +192,7 @@ def test_names_of_one_parameter_are_changed_alike_or_refused(tmp_path: Path) -> 
     )
     module.factor = 2.0
     with pytest.raises(
-        UnsupportedError, match=r"'second\.weight' otherwise than the first of its names"
+        UnsupportedError, match=r"'second\.weight', but not the parameter's first name"
     ):
         trainer.save_checkpoint(tmp_path / "other")
 
@@ -253,7 +253,7 @@ def test_ranks_save_what_they_agree_on_and_refuse_what_is_not_known(tmp_path: Pa
             assert torch.equal(found[name]["changed"]["extra"], torch.arange(6.0).view(2, 3))
             assert found[name]["plain"].keys() == found[name]["changed"].keys() - {"extra"}
         assert "alike on all tensor-parallel ranks" in found["tp2 first"]
-        assert "by one of its shape alone" in found["tp2 transposed"]
+        assert "only by one of the same shape" in found["tp2 transposed"]
         assert "'shard' is not" in found["tp2 shard"]
 
 

@@ -67,9 +67,9 @@ class ExpertLoad(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, MegatronStrategy):
             raise UnsupportedError(
-                "ExpertLoad logs what MegatronStrategy counts: the strategy is "
-                f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
-                "the callback out."
+                "ExpertLoad needs MegatronStrategy, which counts the tokens of each expert: the "
+                f"strategy is {type(trainer.strategy).__name__}. Use "
+                "strategy=MegatronStrategy(...), or leave the callback out."
             )
 
     @override
@@ -89,7 +89,7 @@ class ExpertLoad(Callback):
         if not layers:
             raise UnsupportedError(
                 "ExpertLoad needs a model with experts: no router has counted a token in this "
-                "step. It logs what routers do. Leave the callback out."
+                "step. Leave the callback out."
             )
         self._last = layers
         self._busiest[logged_step(trainer)] = torch.stack(

@@ -128,7 +128,7 @@ class MemoryReport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, MegatronStrategy):
             raise UnsupportedError(
-                "MemoryReport counts what MegatronStrategy holds: the strategy is "
+                "MemoryReport needs MegatronStrategy, whose memory it reports: the strategy is "
                 f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave "
                 "the callback out."
             )

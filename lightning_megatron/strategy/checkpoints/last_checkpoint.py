@@ -59,19 +59,19 @@ def find_last(
                 continue
         except CorruptDataError as error:
             damages.append(str(error))
-            rank_zero_warn(f"ckpt_path='last' passes over the newest checkpoint: {error}")
+            rank_zero_warn(f"ckpt_path='last' skips the newest checkpoint: {error}")
         else:
             rank_zero_info(f"ckpt_path='last' is {source.path}")
             return source
     if damages:
         raise CorruptDataError(
-            f"ckpt_path='last' needs one whole checkpoint: all {len(damages)} in "
-            f"{', '.join(folders)} are damaged. The newest: {damages[0]} Name one to try it, or "
-            "give ckpt_path=None to begin anew."
+            f"ckpt_path='last' needs an undamaged checkpoint: all {len(damages)} in "
+            f"{', '.join(folders)} are damaged. The newest: {damages[0]} Pass the path of one to "
+            "try it, or ckpt_path=None to begin anew."
         )
     rank_zero_warn(
         f"ckpt_path='last' finds no complete checkpoint in {', '.join(folders) or 'any folder'}: "
-        "weights stay as they are, and a fit begins at its first step."
+        "weights keep their values, and a fit begins at its first step."
     )
     return None
 

@@ -104,9 +104,9 @@ def order_groups(
             if places != sorted(places) or -1 in places:
                 raise CheckpointMismatchError(
                     "parameters of an optimizer group must be in the model's order to be numbered "
-                    f"as in one process: those of group {number} on one of {len(stages)} stages "
-                    "are not. How one process would mix the stages' parameters is not known. Build "
-                    "the group from self.named_parameters() without sorting it, or use pp=1."
+                    f"as in one process: the parameters of group {number} on one of {len(stages)} "
+                    "stages are not. Build the group from self.named_parameters() without sorting "
+                    "it, or use pp=1."
                 )
     num_groups = max(len(one) for one in stages)
     return [
@@ -136,8 +136,8 @@ def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str
     if len(numbers) != len(names):
         raise CheckpointMismatchError(
             f"an optimizer group must have the parameters that were saved: {len(numbers)} were "
-            f"saved, the group has {len(names)} ({', '.join(names[:3])}, ...). torch numbers "
-            "parameters, so each state would go to another one. Restore configure_optimizers as it "
-            "was, or load the weights alone."
+            f"saved, the group has {len(names)} ({', '.join(names[:3])}, ...). torch numbers the "
+            "parameters, so each state would be loaded into another parameter. Restore "
+            "configure_optimizers as it was, or load the weights alone."
         )
     return list(names)

@@ -108,11 +108,12 @@ def naming_damaged_states(where: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         text = " ".join(str(error).split())[:200]
-        raise _damaged(where, f"a state of a random generator is refused by it ({text})") from error
+        raise _damaged(where, f"a random generator does not accept its state ({text})") from error
 
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state of a rank in a checkpoint must be as it was written: that of {where} is not: "
-        f"{reason}. The fit would go on with other random numbers or data. Use another checkpoint."
+        f"the state of a rank in a checkpoint must be as it was written: the state of {where} is "
+        f"not: {reason}. The fit would continue with other random numbers or data. Use another "
+        "checkpoint."
     )

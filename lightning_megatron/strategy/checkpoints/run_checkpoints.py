@@ -56,8 +56,8 @@ def refuse_storage_options(storage_options: object) -> None:
     """
     if storage_options is not None:
         raise TypeError(
-            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because "
-            "every rank writes its own files. Leave it out."
+            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because every "
+            "rank writes its own files. Leave storage_options out."
         )
 
 
@@ -295,9 +295,8 @@ class RunCheckpoints:
             self._random_states = state.values["generators"]
         else:
             rank_zero_info(
-                "The checkpoint was saved with another number of data-parallel ranks: what the "
-                "training draws from torch's, numpy's and Python's default generators goes on from "
-                "the seed of this run."
+                "The checkpoint was saved with another number of data-parallel ranks: the default "
+                "generators of torch, numpy and Python continue from the seed of this run."
             )
         fit_loop = metadata.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         if "combined_loader" not in fit_loop:
@@ -310,9 +309,9 @@ class RunCheckpoints:
         if any(state.values["dataloaders"]):
             rank_zero_warn(
                 "The checkpoint was saved with another number of data-parallel ranks, among which "
-                "its dataloaders had divided the samples: their states are left out, and they "
-                "start at the beginning of the epoch. TokenDataModule counts samples and goes on "
-                "exactly."
+                "its dataloaders had divided the samples: dataloader states are ignored, and "
+                "dataloaders start at the beginning of the epoch. TokenDataModule counts samples "
+                "and continues at the exact position."
             )
 
     def restore_random_states(self, device: torch.device) -> None:

@@ -130,8 +130,8 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
     if names:
         rank_zero_warn(
             f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict "
-            f"({len(names)} in all) cannot be saved: only tensors can. Put such values into the "
-            "checkpoint in on_save_checkpoint, under a key of their own."
+            f"({len(names)} in all) cannot be saved, because only tensors can be. Put such values "
+            "into the checkpoint in on_save_checkpoint, under a key of their own."
         )
 
 
@@ -150,10 +150,10 @@ def _compare(
             continue
         if not isinstance(value, Tensor):
             complaints.append(
-                "what on_save_checkpoint puts into checkpoint['state_dict'] must be tensors: "
-                f"{name!r} is a {type(value).__name__}. The state_dict is saved as tensors that "
-                "every layout can load. Put other values into the checkpoint under a key of their "
-                "own."
+                "values that on_save_checkpoint puts into checkpoint['state_dict'] must be "
+                f"tensors: {name!r} is a {type(value).__name__}. The state_dict is saved as "
+                "tensors that every layout can load. Put other values into the checkpoint under a "
+                "key of their own."
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
@@ -165,17 +165,17 @@ def _compare(
             if axis.size > 1 and value.shape != now.shape:
                 complaints.append(
                     f"with {axis.name} ({axis.size}) above 1 on_save_checkpoint may replace a "
-                    f"tensor of checkpoint['state_dict'] by one of its shape alone: {name!r} was "
-                    f"{tuple(now.shape)} and is {tuple(value.shape)}. It is not known which part "
-                    "of the full tensor each rank has. Keep the shape, put the tensor into the "
+                    f"tensor of checkpoint['state_dict'] only by one of the same shape: {name!r} "
+                    f"was {tuple(now.shape)} and is {tuple(value.shape)}. The part of the full "
+                    "tensor on each rank would be unknown. Keep the shape, put the tensor into the "
                     "checkpoint under a key of its own, or change it in the file that "
                     "'lightning-megatron checkpoint consolidate' writes."
                 )
             elif not _is_equal(value, given.get(first_name[name])):
                 complaints.append(
                     "names that share one parameter must have one value: on_save_checkpoint has "
-                    f"changed {name!r} otherwise than the first of its names. They are saved once. "
-                    "Change all of them alike."
+                    f"changed {name!r}, but not the parameter's first name in the same way. The "
+                    "parameter is saved once. Change all its names alike."
                 )
     removed = own.keys() - given.keys()
     return (
@@ -204,14 +204,15 @@ def _check(
         )
         complaints += [
             "on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel "
-            f"ranks: {name!r} is changed, added or left out on some of them. Each has a part of "
-            "the full tensor. Do it on every rank."
+            f"ranks: {name!r} is changed, added or left out on some of them. Each rank has a part "
+            "of the full tensor. Make the same change on every rank."
             for name in sorted(odd)
         ]
         complaints += [
             "a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on "
-            f"all tensor and pipeline-parallel ranks: {name!r} is not. It is not known how parts "
-            "lie in a full tensor. Add whole tensors, or use a key of their own in the checkpoint."
+            f"all tensor and pipeline-parallel ranks: {name!r} is not. The place of parts in a "
+            "full tensor is not known. Add whole tensors, or put the parts into the checkpoint "
+            "under a key of their own."
             for name, digest in report.added.items()
             if by_name.setdefault(name, digest) != digest
         ]

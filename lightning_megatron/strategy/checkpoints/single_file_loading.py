@@ -67,7 +67,7 @@ def no_optimizers(path: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"a checkpoint to continue training from must hold optimizer states: {path!r} was saved "
         "with save_weights_only=True. Load it with validate, test or predict, or continue from a "
-        "full one."
+        "full checkpoint."
     )
 
 
@@ -159,8 +159,8 @@ def load_full_optimizer(
     if len(groups) != len(names):
         raise CheckpointMismatchError(
             f"an optimizer must have the parameter groups that were saved: {len(groups)} were "
-            f"saved, it has {len(names)}. Restore configure_optimizers as it was, or load the "
-            "weights alone."
+            f"saved, the optimizer has {len(names)}. Restore configure_optimizers as it was, or "
+            "load the weights alone."
         )
     state_of: dict[str, Mapping[str, Any]] = {}
     for group, group_names in zip(groups, names, strict=True):
@@ -229,9 +229,9 @@ def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) 
     ]
     if wrong:
         raise CheckpointMismatchError(
-            "an optimizer's state must be shaped like its parameter: what was saved with the "
-            f"number of {name!r} has shape {wrong[0]}, the parameter {shape}. The parameters were "
-            "numbered in another order. Restore configure_optimizers as it was, or load the "
+            "an optimizer's state must be shaped like its parameter: the state saved with the "
+            f"number of {name!r} has shape {wrong[0]}, the parameter has {shape}. The parameters "
+            "were numbered in another order. Restore configure_optimizers as it was, or load the "
             "weights alone."
         )
 
@@ -253,9 +253,9 @@ def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_devi
     if value.numel() > 1 and tuple(piece.main.shape) != shape:
         raise UnsupportedError(
             f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} "
-            f"of {name!r} has shape {tuple(value.shape)}, the parameter {shape}. How such state is "
-            "cut is not known. Use an element-wise optimizer such as AdamW, or load the weights "
-            "alone."
+            f"of {name!r} has shape {tuple(value.shape)}, the parameter has {shape}. It is not "
+            "known how to cut such a state. Use an element-wise optimizer such as AdamW, or load "
+            "the weights alone."
         )
     return value.to(piece.main.device, dtype)
 

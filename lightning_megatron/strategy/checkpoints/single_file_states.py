@@ -48,8 +48,8 @@ def check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool)
             reason = f"loops.fit_loop has no complete counts {missing[0]!r}"
     if reason is not None:
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: in {path} {reason}. It is damaged or "
-            "edited. Use another one, or load the weights in your module instead."
+            f"a checkpoint file must be one of Lightning: in {path} {reason}. The file is damaged "
+            "or edited. Use another checkpoint, or load the weights in your module."
         )
 
 
@@ -71,8 +71,8 @@ def check_training_states(
     if len(optimizers) != len(states):
         raise CheckpointMismatchError(
             f"a module must have the optimizers that were saved: {len(states)} were saved, "
-            f"configure_optimizers returns {len(optimizers)}. Each state would go to another one. "
-            "Restore configure_optimizers as it was, or load the weights alone."
+            f"configure_optimizers returns {len(optimizers)}. Each state would be loaded into "
+            "another optimizer. Restore configure_optimizers as it was, or load the weights alone."
         )
     _check_schedulers(schedulers, checkpoint.get("lr_schedulers", ()))
 
@@ -114,8 +114,8 @@ def check_states(
                 raise CorruptDataError(
                     "an optimizer's states must be of the same kind for all parameters of a group: "
                     f"{shown[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
-                    f"that of {len(forms) - len(wrong)} other parameter(s). The checkpoint is "
-                    "damaged or edited. Use another one, or load the weights alone."
+                    f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
+                    "or edited. Use another one, or load the weights alone."
                 )
     for name, state in states.items():
         for key, value in state.items():
@@ -127,10 +127,10 @@ def check_states(
                     else repr(value)[:40]
                 )
                 raise CorruptDataError(
-                    f"an optimizer's state must be like its parameter: {key!r} of {name!r} is "
-                    f"{found}, the parameter is {tuple(full[name].shape)} and {full[name].dtype}. "
-                    "The checkpoint is damaged or edited, or its parameters were numbered in "
-                    "another order. Use another one, or load the weights alone."
+                    f"an optimizer's state must have the shape and dtype of its parameter: {key!r} "
+                    f"of {name!r} is {found}, the parameter is {tuple(full[name].shape)} and "
+                    f"{full[name].dtype}. The checkpoint is damaged or edited, or its parameters "
+                    "were numbered in another order. Use another one, or load the weights alone."
                 )
 
 
@@ -142,7 +142,7 @@ def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
     for number, (scheduler, state) in enumerate(zip(schedulers, saved, strict=False)):
         reason = None
         if not isinstance(state, Mapping):
-            reason = f"{state!r} is no mapping"
+            reason = f"{state!r} is not a mapping"
         else:
             for key, own in scheduler.state_dict().items():
                 if key in ("last_epoch", "_step_count") and type(state.get(key)) is not int:
@@ -154,10 +154,10 @@ def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
                     reason = f"{key} is {state.get(key)!r} and must be a list of {len(own)} rates"
         if reason is not None:
             raise CorruptDataError(
-                "the state of a learning rate scheduler must have the form that it was saved in: "
-                f"in that of number {number} ({type(scheduler).__name__}) {reason}. The fit would "
-                "go on with other rates. Restore configure_optimizers as it was, use another "
-                "checkpoint, or load the weights alone."
+                "the state of a learning rate scheduler must have the form in which it was saved: "
+                f"in the state of scheduler {number} ({type(scheduler).__name__}) {reason}. The "
+                "fit would continue with other learning rates. Restore configure_optimizers as it "
+                "was, use another checkpoint, or load the weights alone."
             )
 
 

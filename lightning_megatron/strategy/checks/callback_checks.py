@@ -49,7 +49,7 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
             raise UnsupportedError(
                 f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp "
                 f"({layout.pp}) or ep ({layout.ep}) above 1, because it runs the module on rank 0 "
-                "alone, which would wait for the ranks that hold the rest. Use log_graph=False."
+                "alone, which would wait for the other ranks. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, keeps in _KEEPS.items():
@@ -103,16 +103,16 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
         if resets_weights(callback):
             raise UnsupportedError(
                 f"{type(callback).__name__} cannot be used with "
-                "use_lottery_ticket_hypothesis=True: Lightning's callback puts other memory under "
-                "the parameters, and optimizers here train parts of buffers. Use "
+                "use_lottery_ticket_hypothesis=True: Lightning's callback replaces the memory of "
+                "the parameters, but the optimizers train parts of flat buffers. Use "
                 "use_lottery_ticket_hypothesis=False."
             )
         gone = [part for part in pruned_modules(callback) if id(part) not in known]
         if gone:
             raise UnsupportedError(
                 f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this "
-                "strategy has replaced by a layer of its own before the first step. The mask would "
-                "change nothing. Leave the callback out, or train with strategy='ddp'."
+                "strategy has replaced by its own layer before the first step. The mask would have "
+                "no effect. Leave the callback out, or train with strategy='ddp'."
             )
 
 

@@ -79,10 +79,10 @@ def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
     plan = suggested_plan(module, mesh.layout)
     if plan is None:
         return (
-            "Other modules have stages where their blocks are in a list: no nn.ModuleList or "
-            f"nn.Sequential here has {mesh.layout.pp * mesh.layout.vpp} blocks of one kind, so "
-            "that no pipeline_plan would do. Use pp=1 with tp or dp, or a model of such blocks, "
-            "such as lightning_megatron.GPT with mesh=self.device_mesh."
+            "A pipeline_plan needs an nn.ModuleList or nn.Sequential with at least "
+            f"{mesh.layout.pp * mesh.layout.vpp} blocks of one kind, and this module has none. Use "
+            "pp=1 with tp or dp, or a model with such a list, such as lightning_megatron.GPT with "
+            "mesh=self.device_mesh."
         )
     return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
 
@@ -108,7 +108,7 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     if outside:
         raise UnsupportedError(
             f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined "
-            f"model: {', '.join(outside[:5])} would be trained on the last stage alone. Move them "
+            f"model: {', '.join(outside[:5])} would be trained on the last stage only. Move them "
             "into the model, freeze them, or use pp=1."
         )
     observer = (
@@ -117,9 +117,8 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     if observer is not None:
         raise UnsupportedError(
             f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the "
-            "loss, and each stage but the last runs its backward passes from what the next stage "
-            "has sent. Change the loss in training_step, look at gradients in on_after_backward or "
-            "on_before_optimizer_step, or use pp=1."
+            "loss, which only the last stage has. Change the loss in training_step, look at "
+            "gradients in on_after_backward or on_before_optimizer_step, or use pp=1."
         )
 
 

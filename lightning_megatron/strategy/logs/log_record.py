@@ -252,16 +252,16 @@ def _scalar(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"`self.log({name!r}, ...)` takes a tensor with one element: shape "
-                f"{tuple(value.shape)}. Only scalars can be logged. Reduce it first, as in "
-                "value.mean()."
+                f"`self.log({name!r}, ...)` takes a tensor with one element: its shape is "
+                f"{tuple(value.shape)}. Reduce it first, as in value.mean()."
             )
         return value.detach().reshape(())
     if isinstance(value, Number):
         return torch.tensor(value)
     raise ValueError(
         f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a "
-        f"torchmetrics.Metric: {type(value).__name__}. Use `self.log_dict` for several values."
+        f"torchmetrics.Metric: it is a {type(value).__name__}. Use `self.log_dict` for several "
+        "values."
     )
 
 

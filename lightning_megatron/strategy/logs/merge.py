@@ -32,7 +32,7 @@ def loss_in(output: Any) -> Tensor | None:
     if loss is not None and not isinstance(loss, Tensor):
         raise ValueError(
             "training_step must return the loss as a tensor, a mapping with the key 'loss', or "
-            f"None: {type(loss).__name__}."
+            f"None: it is a {type(loss).__name__}."
         )
     return loss
 
@@ -63,8 +63,8 @@ def token_count_in(output: Any) -> Weight | None:
         shown = tuple(count.shape) if isinstance(count, Tensor) else repr(count)
         raise ValueError(
             "num_tokens must be a number of tokens or a tensor with one element, 0 or more: "
-            f"{shown}. It is the weight of the microbatch's loss. Return how many labels the mean "
-            "was taken over, such as (labels != -100).sum()."
+            f"{shown}. It is the weight of the microbatch's loss. Return the number of labels in "
+            "the mean, such as (labels != -100).sum()."
         )
     return count
 
@@ -89,8 +89,9 @@ def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
     if missing:
         raise ValueError(
             "a step must return num_tokens for every microbatch or for none: it is missing for "
-            f"{len(missing)} of {len(outputs)}, first for number {missing[0]}. A mean over tokens "
-            "and one over samples cannot be mixed. Return 0 for a microbatch without a valid token."
+            f"{len(missing)} of {len(outputs)}, first for microbatch {missing[0]}. Means over "
+            "tokens and over samples cannot be mixed. Return 0 for a microbatch without a valid "
+            "token."
         )
     return [0 if count is None else count for count in counts]
 

@@ -99,7 +99,7 @@ def _layout_choices(
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
         why = "asked for"
         if options.sequence_parallel is None:
-            why = "tp is above 1; sequences must divide by tp"
+            why = "tp is above 1; sequence lengths must be multiples of tp"
         value = "on" if options.shards_sequence else "off"
         choices.append(Choice("sequence parallel", value, why))
     if layout.pp > 1:

@@ -211,8 +211,8 @@ class AttributeSync:
                 self._warned.add(location)
                 log.warning(
                     "%s has changed in the steps of the last pipeline stage and cannot be sent to "
-                    "the others: %s: %s. Hooks on other ranks see their own. Keep tensors, numbers "
-                    "and plain containers in the module.",
+                    "the others: %s: %s. Hooks on other ranks see the values of their own rank. "
+                    "Keep tensors, numbers and plain containers in the module.",
                     ".".join(
                         ("self", *location[0].split(".")[bool(not location[0]) :], location[2])
                     ),

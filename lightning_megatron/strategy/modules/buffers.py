@@ -154,13 +154,12 @@ class BatchStatistics:
         names = [name for name, norm in self._norms if _takes_statistics(norm)]
         if names:
             raise UnsupportedError(
-                "batch statistics are those of a whole batch, which is cut into "
-                f"{num_microbatches} microbatches: "
-                f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} would normalise "
-                "by, or keep, the statistics of each microbatch. Use microbatch_size='batch', call "
-                "eval() on these norms in the train() of the module, use norms without batch "
-                "statistics such as GroupNorm, or say by check_microbatches=False that statistics "
-                "of microbatches are meant."
+                f"batch statistics need the whole batch, which is cut into {num_microbatches} "
+                f"microbatches: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''} "
+                "would use or keep the statistics of each microbatch. Use microbatch_size='batch', "
+                "call eval() on these norms in the train() of the module, use norms without batch "
+                "statistics such as GroupNorm, or use check_microbatches=False if statistics of "
+                "microbatches are intended."
             )
 
 
@@ -187,9 +186,8 @@ def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
             raise UnsupportedError(
-                f"a SyncBatchNorm sums its statistics over all {mesh.world.size} ranks: {name!r} "
-                f"would count the copies of tp ({mesh.tp.size}), and wait for stages of pp "
-                f"({mesh.pp.size}) that do not have it. Use BatchNorm, or "
-                "convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
-                "configure_model."
+                f"a SyncBatchNorm over all {mesh.world.size} ranks needs tp ({mesh.tp.size}) and "
+                f"pp ({mesh.pp.size}) of 1: {name!r} would count samples once for each rank of tp, "
+                "and wait for stages without it. Use BatchNorm, or convert_sync_batchnorm(..., "
+                "process_group=self.device_mesh.data.group) in configure_model."
             )

@@ -60,7 +60,7 @@ def find_models(module: nn.Module, recompute: Recompute | None) -> list[LayeredM
     if recompute not in (None, "none") and not models:
         raise UnsupportedError(
             f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
-            "none. Plain modules would ignore it. Use a lightning_megatron.GPT, "
+            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT, "
             "torch.utils.checkpoint in the module, or recompute=None."
         )
     if recompute is not None:

@@ -79,7 +79,7 @@ def check_trained_somewhere(
         if not any(map(sum, counts)):
             raise UnsupportedError(
                 f"an optimizer must have parameters on some pipeline stage: number {number} "
-                f"({name}) has none on any of {len(stages)}. Nothing would be trained. Give it "
+                f"({name}) has no parameters on any of {len(stages)} stages. Build it from "
                 "parameters of self in configure_optimizers."
             )
         if is_saved and len(set(map(len, counts))) > 1:
@@ -99,5 +99,5 @@ def check_trained_somewhere(
                 "a parameter group must have the same hyperparameters on all pipeline stages to be "
                 f"saved: {key!r} of group {group} of optimizer {number} ({name}) is {values} by "
                 "stage. A checkpoint merges groups by number, and states of schedulers as well, so "
-                f"that a resumed fit would train all stages with the values of one. {_WAY_OUT}"
+                f"a resumed fit would train all stages with the values of one stage. {_WAY_OUT}"
             )

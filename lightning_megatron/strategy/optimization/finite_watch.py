@@ -193,11 +193,10 @@ def describe(found: Sequence[Finding]) -> str:
         spread = f" At batch {rest[-1].step} so {verb} {_listed(rest)}."
     return (
         f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
-        f"{'was' if len(began) == 1 else 'were'} not, before anything else was.{spread} Training "
-        f"would go on with numbers that mean nothing. Look at the batch that {_ranks(ranks)} had "
-        "read, use a lower learning rate, a longer warm-up or gradient_clip_val, or a precision "
-        "with a wider range. check_gradients=True looks at every step, check_gradients=False at "
-        "none."
+        f"{'was' if len(began) == 1 else 'were'} not, before any other value.{spread} Further "
+        f"training would have no meaning. Look at the batch that {_ranks(ranks)} had read, use a "
+        "lower learning rate, a longer warm-up or gradient_clip_val, or a precision with a wider "
+        "range. check_gradients=True looks at every step, check_gradients=False at none."
     )
 
 

@@ -24,9 +24,9 @@ def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) ->
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return (
         f"all gradients must be finite: training batch {step} gave {'; '.join(places)}{more}. The "
-        "optimizer would spread them over all weights, so they are caught before the sum over the "
-        f"ranks. Look at the batch that {where} had read, use a lower learning rate or a longer "
-        "warm-up, or a precision with a wider range, such as bf16-mixed."
+        f"optimizer would spread them to all weights. Look at the batch that {where} had read, use "
+        "a lower learning rate or a longer warm-up, or a precision with a wider range, such as "
+        "bf16-mixed."
     )
 
 

@@ -66,8 +66,8 @@ class MixtureRuntime:
             rank_zero_warn(
                 "layers with experts are in evaluation mode "
                 f"({', '.join(map(str, idle[:5]))}{', ...' if len(idle) > 5 else ''}): their "
-                "routers have no losses of their own, and count no tokens to change biases by. "
-                "Hugging Face's from_pretrained gives a model so; call its train() in "
+                "routers compute no auxiliary losses and do not update their biases. Hugging "
+                "Face's from_pretrained returns a model in evaluation mode; call its train() in "
                 "configure_model."
             )
 

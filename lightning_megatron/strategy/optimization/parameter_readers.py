@@ -25,10 +25,10 @@ _HOOKS = (
 )
 #: Warning about a hook that reads gradients of a sharded model.
 SEES_PARTS = (
-    "finds in parameter.grad the gradients of what this rank holds of the model, which are parts "
-    "with tp, pp or ep above 1; norms and other numbers of a parameter are those of the whole one. "
-    "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips "
-    "by norm."
+    "reads in parameter.grad only the gradients of the parameters or parts of parameters that this "
+    "rank holds, with tp, pp or ep above 1; norms of single parameters are computed over all their "
+    "parts. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer "
+    "clips by norm."
 )
 #: Hooks in which user code commonly reads gradients.
 _GRADIENT_HOOKS = (

@@ -144,8 +144,8 @@ class MegatronPrecision(Precision):
                 raise UnsupportedError(
                     f"precision {self.precision} needs real parameters: {name!r} is "
                     f"{parameter.dtype}. The main parameters of an optimizer are float32, which "
-                    "would drop imaginary parts. Use precision 32-true or 64-true, or a real "
-                    "parameter with torch.view_as_complex in the step."
+                    "has no imaginary parts. Use precision 32-true or 64-true, or a real parameter "
+                    "with torch.view_as_complex in the step."
                 )
         # `to` would convert complex buffers as well, and drop their imaginary parts.
         return module.bfloat16() if dtype is torch.bfloat16 else module.half()
@@ -183,8 +183,8 @@ class MegatronPrecision(Precision):
     def _training(self) -> TrainingState:
         if self._state is None:
             raise RuntimeError(
-                "gradients and optimizers exist while the Trainer runs: from the `setup` hook to "
-                "the `teardown` hook."
+                "gradients and optimizers exist only while the Trainer runs, from the `setup` hook "
+                "to the `teardown` hook."
             )
         return self._state
 

@@ -76,7 +76,7 @@ class ReplicaCheck:
             shown = ", ".join(sorted(found)[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
             rank_zero_info(
                 f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, "
-                f"which has a part of their gradients: these are summed over tp. {shown}."
+                f"so their gradients are summed over tp: {shown}."
             )
         return True
 

@@ -78,8 +78,8 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
             raise ParallelPlanError(
                 "with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with "
                 f"{ranks_per_host} ranks on a host, tp ({layout.tp}) and order {options.order!r}, "
-                f"ranks {ranks} are not. They read each other's memory. Use a tp that divides "
-                f"{ranks_per_host} and an order that begins with tp, or leave "
+                f"ranks {ranks} are not. These ranks read each other's memory. Use a tp that "
+                f"divides {ranks_per_host} and an order that begins with tp, or leave "
                 "overlap_tensor_parallel out."
             )
 
@@ -97,8 +97,7 @@ def check_optimization(module: LightningModule, pp: int) -> None:
     if pp > 1 and not module.automatic_optimization:
         raise UnsupportedError(
             f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs "
-            "the backward passes itself, while later forward passes are still to come. Use "
-            "automatic optimization, or pp=1."
+            "backward passes between forward passes. Use automatic optimization, or pp=1."
         )
 
 
@@ -147,6 +146,6 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
     except ParallelPlanError as error:
         raise ParallelPlanError(
             f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, "
-            f"which are {rule.count_for(num_samples)} microbatches. Use drop_last=True in the "
+            f"which make {rule.count_for(num_samples)} microbatches. Use drop_last=True in the "
             f"training dataloader. {error}"
         ) from error

@@ -175,28 +175,28 @@ class StrategyOptions:
         self._check_schedule()
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
-                "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the "
-                "tensor-parallel ranks. Use tp of 2 or more, or leave sequence_parallel out."
+                "sequence_parallel (True) needs tp above 1, because it divides the sequence among "
+                "the tensor-parallel ranks. Use tp of 2 or more, or leave sequence_parallel out."
             )
         if self.overlap_tensor_parallel and not self.shards_sequence:
             raise ParallelPlanError(
                 f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {self.tp}, "
-                f"sequence_parallel {self.shards_sequence}. It cuts the products at the border of "
-                "a sequence that is shared, which there is none of. Use tp of 2 or more with "
-                "sequence_parallel, or leave it out."
+                f"sequence_parallel {self.shards_sequence}. It overlaps the products with the "
+                "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
+                "or leave overlap_tensor_parallel out."
             )
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
-                f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is "
-                "cut into slices where every rank has the whole state. Use zero=1, or leave "
-                "optimizer_slices out."
+                f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because without it "
+                "every rank has the whole optimizer state. Use zero=1, or leave optimizer_slices "
+                "out."
             )
         # Ranks compare the content of the file, because its path may differ.
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":
             raise ParallelPlanError(
-                "nccl_options must be left out with process_group_backend 'gloo', which has no "
-                "such settings. Use 'nccl'."
+                "nccl_options cannot be used with process_group_backend 'gloo', which does not "
+                "have these settings. Use 'nccl', or leave nccl_options out."
             )
 
     @classmethod
@@ -275,15 +275,15 @@ class StrategyOptions:
         if self.cp > 1:
             raise UnsupportedError(
                 f"cp ({self.cp}) above 1 is not available in this version, because no attention "
-                "here works on a part of the sequence yet. Use cp=1, and sequence_parallel for "
-                "long sequences."
+                "layer is implemented for a part of the sequence. Use cp=1, and sequence_parallel "
+                "for long sequences."
             )
 
     def _check_schedule(self) -> None:
         if self.vpp > 1 and self.schedule_name != "interleaved":
             raise ParallelPlanError(
                 f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above "
-                "1, because only that one runs several chunks on a stage. Use "
+                "1, because only this schedule runs several chunks on a stage. Use "
                 "schedule='interleaved', or vpp=1."
             )
         if self.vpp == 1 and self.schedule_name == "interleaved":

@@ -61,8 +61,8 @@ class RankStrategy(MeshCommunication, ABC):
         """
         if self._mesh is None:
             raise RuntimeError(
-                "the mesh exists while the Trainer runs: from the `setup` hook to the `teardown` "
-                "hook."
+                "the mesh exists only while the Trainer runs, from the `setup` hook to the "
+                "`teardown` hook."
             )
         return self._mesh
 
@@ -114,8 +114,8 @@ class RankStrategy(MeshCommunication, ABC):
         log.debug("layout: %s", self.layout)
         if self._layer_sync is not None:
             raise UnsupportedError(
-                "Trainer(sync_batchnorm=True) cannot be used with this strategy: batch statistics "
-                "over microbatches and stages would differ from those of the batch. Use norms "
+                "Trainer(sync_batchnorm=True) cannot be used with this strategy: the statistics of "
+                "microbatches and stages would differ from the statistics of the batch. Use norms "
                 "without batch statistics."
             )
         check_backend(self.options.process_group_backend, self.root_device)

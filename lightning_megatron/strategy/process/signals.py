@@ -185,8 +185,8 @@ def link_for_slurm(path: str, slurm_path: str) -> None:
     """
     if "://" in path or "://" in slurm_path:
         rank_zero_warn(
-            f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds the "
-            "latter."
+            f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds "
+            f"{path}."
         )
         return
     link = Path(slurm_path)

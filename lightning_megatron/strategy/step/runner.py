@@ -319,8 +319,8 @@ class StepRunner:
         if self._mesh.pp.is_last and losses.num_missing and self._mesh.world.size > 1:
             raise RuntimeError(
                 "training_step must return a loss on every rank and for every microbatch: it "
-                "returned None. The other ranks wait for its gradients. Return a loss that is "
-                "zero, such as 0.0 * output.sum(), to skip a batch."
+                "returned None. The other ranks wait for the gradients of this rank. To skip a "
+                "batch, return a loss of zero, such as 0.0 * output.sum()."
             )
 
     def _agreed_token_scale(self, microbatches: list[Microbatch]) -> int:
@@ -343,9 +343,9 @@ class StepRunner:
         elif is_counted != self._is_counted:
             raise ValueError(
                 "training_step must return num_tokens for every batch of a fit or for none: it "
-                f"{'does now and did not' if is_counted else 'does not now and did'} before. "
-                "Gradients of several ranks and batches are averaged over tokens or over samples, "
-                "never both. Return 0 for a batch without a valid token."
+                f"{'does so now, but did not' if is_counted else 'does not do so now, but did'} "
+                "before. Gradients are averaged either over tokens or over samples. Return 0 for a "
+                "batch without a valid token."
             )
 
 

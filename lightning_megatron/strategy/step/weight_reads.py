@@ -176,10 +176,10 @@ class _Guard(TorchFunctionMode):
         file = reader.f_code.co_filename
         line = reader.f_lineno
         raise UnsupportedError(
-            f"{self._step} must not read a weight of which this rank has a part: {name!r} is "
-            f"{reason}, and {file}:{line} reads it: {linecache.getline(file, line).strip()!r}. "
-            "What is computed of it (a penalty, a norm) would be that of a part. Use the "
-            "optimizer's weight_decay for a penalty, the strategy's checkpoints for values"
+            f"{self._step} must not read a weight of which this rank holds a part: {name!r} is "
+            f"{reason}, and {file}:{line} reads it: {linecache.getline(file, line).strip()!r}. A "
+            "penalty or a norm would be computed from this part only. Use the optimizer's "
+            "weight_decay for a penalty, the strategy's checkpoints to read values"
             + (
                 ", or give its layer the kind 'replicate' in tensor_parallel_plan."
                 if "tp" in reason

@@ -171,7 +171,7 @@ class _FeatureTrial:
         errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
         if errors:
             self._warn(
-                "code between cut layers takes this rank's part of the features alone "
+                "code between cut layers works only on this rank's part of the features "
                 f"({errors[0]})"
             )
             return
@@ -189,9 +189,7 @@ class _FeatureTrial:
             cut.seen, again.seen, tolerance
         )
         if self._any_rank(bool(unrepeatable)):
-            self._warn(
-                "it gives other values when Python and NumPy draw other numbers, or at another time"
-            )
+            self._warn("its values depend on random numbers of Python or NumPy, or on the time")
             return
         self._judge(values, difference)
 
@@ -244,18 +242,18 @@ class _FeatureTrial:
         if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
         raise ParallelPlanError(
-            f"{self._step} must give the same whether a rank of tp ({tp}) has its part of the "
-            f"features or all of them: {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give "
+            f"{self._step} must give the same values on this rank's part of the features and on "
+            f"all features (tp is {tp}): {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give "
             "these layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
-            "tensor_parallel_plan (which takes the place of a plan that a Hugging Face model "
-            f"brings), or compute over heads, or behind the 'row' layer. {_TO_MEAN_IT}"
+            "tensor_parallel_plan (which replaces the plan of a Hugging Face model), or compute "
+            f"per head, or after the 'row' layer. {_TO_MEAN_IT}"
         )
 
     def _text_of(self, difference: _Difference | None) -> str:
         """Name the layers between which user code mixes features."""
         rule = (
-            "works across features, of which each rank has a part (a sum, a mean, chunk, a size "
-            "that is divided by)"
+            "works across features, but each rank has only a part of them (a sum, a mean, chunk, "
+            "or a division by the size)"
         )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if difference is None or (difference.kind == "column" and not difference.before):
@@ -273,9 +271,7 @@ class _FeatureTrial:
 
     def _warn(self, reason: str) -> None:
         if self._mesh.world_cpu.rank == 0:
-            log.warning(
-                "%s cannot be compared with itself on all features: %s.", self._step, reason
-            )
+            log.warning("%s cannot be checked on all features: %s.", self._step, reason)
 
 
 def _differences(
@@ -317,4 +313,4 @@ def _uncompiled(module: LightningModule) -> Iterator[None]:
         yield
 
 
-_TO_MEAN_IT = "check_microbatches=False takes it as it is."
+_TO_MEAN_IT = "If this is intended, use check_microbatches=False."

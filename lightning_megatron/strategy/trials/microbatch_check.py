@@ -33,9 +33,9 @@ _MOST = 16
 #: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
 _COARSE = 1e-4
 _WAYS_OUT = (
-    "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by "
-    "microbatch_size='batch', cut it yourself by a collate function that returns a list of "
-    "Microbatch, or say by check_microbatches=False that microbatches are meant."
+    "Return num_tokens beside the loss if it is a mean over tokens, keep the batch whole by "
+    "microbatch_size='batch', cut it in a collate function that returns a list of Microbatch, or "
+    "use check_microbatches=False if the difference is intended."
 )
 
 
@@ -118,8 +118,8 @@ class MicrobatchTrials:
                 if trial.runs_whole():
                     raise UnsupportedError(
                         f"{key[0]} must run on microbatches, because its batch is cut into "
-                        f"{len(microbatches)}: it runs on {whole.num_samples} samples, and not on "
-                        f"{parts[0].num_samples} ({type(error).__name__}: {error}). The first "
+                        f"{len(microbatches)}: it runs on {whole.num_samples} samples, but fails "
+                        f"on {parts[0].num_samples} ({type(error).__name__}: {error}). The first "
                         f"dimension of a tensor in the batch may not count samples. {_WAYS_OUT}"
                     ) from error
                 raise
@@ -275,8 +275,8 @@ class _MicrobatchTrial:
         kept = sorted(changed)
         if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
             log.warning(
-                "%s keeps something in the module, and is called once for each microbatch: %s will "
-                "hold an entry for each, or what the last one left.",
+                "%s stores values in the module, and is called once for each microbatch: %s will "
+                "hold an entry for each microbatch, or the values of the last one.",
                 self._step,
                 ", ".join(kept[:5]),
             )
@@ -286,18 +286,18 @@ class _MicrobatchTrial:
         counts = [ignored_in(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
-                "Labels of -100 are unequally many in the microbatches of a batch. In half "
-                "precision a mean over the others cannot be told from rounding: if the loss of %s "
-                "is one, return num_tokens beside it, or microbatches of few labels will weigh too "
-                "much.",
+                "The microbatches of a batch have different numbers of labels of -100. If the loss "
+                "of %s is a mean over the other labels, which half precision does not let this "
+                "check find out, return num_tokens beside it, or microbatches with few labels will "
+                "have too much weight.",
                 self._step,
             )
 
     def _warn_of_unrepeatable(self, names: Sequence[str]) -> None:
         if names:
             log.warning(
-                "check_microbatches cannot compare %s of %s: the same samples give another value "
-                "when Python and NumPy draw other numbers, or at another time.",
+                "check_microbatches cannot compare %s of %s: its value depends on random numbers "
+                "of Python or NumPy, or on the time.",
                 ", ".join(names),
                 self._step,
             )
@@ -340,14 +340,14 @@ def _differences(
 
 def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
     listed = "; ".join(
-        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} at once and "
-        f"{parts:.7g} one after the other"
+        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} in one call and "
+        f"{parts:.7g} in separate calls"
         for name, (whole, parts, count) in found.items()
     )
     return (
-        f"{step} must give the same for microbatches and for their batch, because it is called on "
-        f"{size} samples at a time and the results are averaged: {listed}. The step couples its "
-        "samples, or is not their mean."
+        f"{step} must give the same values for microbatches and for their batch, because it is "
+        f"called on {size} samples at a time and the results are averaged: {listed}. The step "
+        "mixes its samples, or its loss is not their mean."
     )
 
 

@@ -63,8 +63,8 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     kind = type(module).__name__
     return (
         f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
-        f"part of the features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all "
-        "of them, because the plan cuts a layer before it and leaves it whole. "
+        f"part of the features: {name!r} ({kind}) gets {part} of {whole} features, but its {key} "
+        "is for all of them, because the plan cuts a layer before it and not this module. "
         f"{_way_out(module, name)} Or give the layer before it the kind 'column_gather' in "
         "tensor_parallel_plan."
     )
@@ -77,20 +77,20 @@ def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp:
     rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
     if isinstance(module, RowParallelLinear) and not module.split_input and given == whole:
         return (
-            f"{rule}: {name!r} ('row') gets all of its {whole} features, and takes this rank's "
-            f"{whole // tp}. Use {{{name!r}: 'row_split'}} in tensor_parallel_plan, or the kind "
-            "'column' for the layer before it. If that has it, let code between the two take sizes "
-            "from its tensors."
+            f"{rule}: {name!r} ('row') gets all {whole} features, but needs this rank's "
+            f"{whole // tp}. Use {{{name!r}: 'row_split'}} in tensor_parallel_plan, or give the "
+            "layer before it the kind 'column'. If it already has this kind, take sizes from the "
+            "tensors in the code between the two."
         )
     if isinstance(module, RowParallelLinear) and module.split_input and given * tp == whole:
         return (
-            f"{rule}: {name!r} ('row_split') gets this rank's {given} features, and splits all "
+            f"{rule}: {name!r} ('row_split') gets this rank's {given} features, but splits all "
             f"{whole} itself. Use {{{name!r}: 'row'}} in tensor_parallel_plan, or the kind "
             "'column_gather' for the layer before it."
         )
     if isinstance(module, ColumnParallelLinear) and given * tp == whole:
         return (
-            f"{rule}: {name!r} ('column') gets this rank's {given} features, and takes all "
+            f"{rule}: {name!r} ('column') gets this rank's {given} features, but needs all "
             f"{whole}. Give the layer before it the kind 'column_gather' in tensor_parallel_plan, "
             f"or {name!r} the kind 'row'."
         )
@@ -108,11 +108,11 @@ def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
         return
     shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_SHOWN])
     error.add_note(
-        f"The plan cuts features over tp ({tp}): between a 'column' and the next 'row' layer code "
-        f"sees one part of {tp} of them. These are cut: "
-        f"{shown}{', ...' if len(layers) > _SHOWN else ''}. If that is what does not fit, take "
-        "sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the layers "
-        "around the code the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        f"The plan cuts features over tp ({tp}): code between a 'column' and the next 'row' layer "
+        f"gets 1/{tp} of them. These layers are cut: "
+        f"{shown}{', ...' if len(layers) > _SHOWN else ''}. If sizes do not fit for this reason, "
+        "take sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the "
+        "layers around the code the kinds 'column_gather' and 'row_split', or 'replicate', in "
         "tensor_parallel_plan."
     )
 
@@ -121,10 +121,7 @@ def _way_out(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Linear):
         return f"Use {{{name!r}: 'row'}}, which sums over the parts."
     if isinstance(module, _NORMS):
-        return (
-            "It computes over all features, so that it cannot be cut itself: move it behind the "
-            "'row' layer."
-        )
+        return "It computes over all features and cannot be cut: move it after the 'row' layer."
     return f"Use {{{name!r}: 'features'}}, which cuts parameters that have a row for every feature."
 
 
