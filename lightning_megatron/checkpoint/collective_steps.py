@@ -93,9 +93,8 @@ def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSav
     more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
     return CheckpointSaveError(
         f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of "
-        f"{num_ranks} rank(s): {shown}{more}. Without it the checkpoint could not be loaded, so "
-        "what was written of it was removed; earlier checkpoints are as they were. Make room "
-        "there, or save to another folder."
+        f"{num_ranks} rank(s): {shown}{more}. The incomplete checkpoint was removed; earlier "
+        "checkpoints are unchanged. Free space there, or save to another folder."
     )
 
 

@@ -90,8 +90,8 @@ def consolidate(
     saved = stored.tensors
     if one_process is None:
         raise CheckpointMismatchError(
-            "a checkpoint must say how one process holds its model to be written as one file: "
-            f"{os.fspath(path)} does not. An earlier version saved it. Load it with "
+            "a checkpoint must describe the state of one process to be written as one file: "
+            f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
             "MegatronStrategy and save it again."
         )
     shapes = {name: one.shape for name, one in saved.items()}
@@ -145,8 +145,8 @@ def _new_file(out: str | os.PathLike[str]) -> Path:
     target = Path(out)
     if target.is_dir():
         raise CheckpointMismatchError(
-            f"a checkpoint is written as one file: {target} is a directory. What is in it would "
-            "have to be removed first. Use the name of a file that is there or not."
+            f"a checkpoint is written as one file: {target} is a directory. Pass the name of a "
+            "file."
         )
     return target
 
@@ -248,7 +248,7 @@ def _numbered(
     """Return an optimizer's state dict in torch's form, with numbers in place of names."""
     if isinstance(numbering, str):
         raise UnsupportedError(
-            f"{numbering} Until then, write the weights alone (--weights-only): they do not depend "
+            f"{numbering} Until then, write only the weights (--weights-only), which do not depend "
             "on the order."
         )
     # Several of our parameters can be one parameter of the model's class: it takes the position of
@@ -260,9 +260,9 @@ def _numbered(
     for name in (name for names in groups for name in names):
         if name in number_of:
             raise UnsupportedError(
-                "parameters that are one in the class of a Hugging Face model must be in one group "
-                f"of an optimizer: those of {name!r} are in several. One process has one group for "
-                "all. Write the weights alone (--weights-only)."
+                "parameters that the class of a Hugging Face model stores as one must be in one "
+                f"group of an optimizer: the parameters of {name!r} are in several. Write only the "
+                "weights (--weights-only)."
             )
         number_of[name] = len(number_of)
     by_key: dict[str, dict[str, Any]] = {}

@@ -195,17 +195,17 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not root.exists(HEADER):
         raise CheckpointMismatchError(
             f"a sharded checkpoint must be a directory with {HEADER}: {os.fspath(path)!r} is not. "
-            "One that was interrupted while saving is never complete. Pass the directory that "
-            "save_checkpoint wrote."
+            f"An interrupted save leaves no {HEADER}. Pass the directory that save_checkpoint "
+            "wrote."
         )
     header = Header.read(root)
     if header.folder == ".":
         return Checkpoint(os.fspath(path), header, root)
     if not _REMOTE.fullmatch(header.folder):
         raise CorruptDataError(
-            f"the files of a checkpoint must be in a folder that saving made: {root.name}/{HEADER} "
-            f"names {header.folder!r}. Another name could lead out of the checkpoint. Use another "
-            "checkpoint."
+            "the files of a checkpoint must be in a folder that a save created: "
+            f"{root.name}/{HEADER} names {header.folder!r}. Another name could lead out of the "
+            "checkpoint. Use another checkpoint."
         )
     return Checkpoint(os.fspath(path), header, root.child(header.folder))
 
@@ -282,7 +282,7 @@ def _remove_leftover(path: Path) -> bool:
     try:
         remove_path(path)
     except OSError as error:
-        logger.warning("%s could not be removed, the next save tries again: %s", path, error)
+        logger.warning("%s could not be removed; the next save tries again: %s", path, error)
         return False
     return True
 

@@ -100,7 +100,7 @@ class Header:
         try:
             checksum = fields.pop("checksum")
             if checksum != _sum_of(fields):
-                raise ValueError("its checksum is not that of its content")
+                raise ValueError("its checksum does not match its content")
             files = {name: _record(name, record) for name, record in fields.pop("files").items()}
             found = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
             found._check_values()
@@ -121,7 +121,7 @@ class Header:
 
 def _record(name: str, record: Any) -> FileRecord:
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        raise ValueError("it lists what are not names of files")
+        raise ValueError("it lists values that are not names of files")
     found = FileRecord(**record)
     if type(found.size) is not int or found.size < 0:
         raise ValueError(f"the size of {name} must be a number of bytes: it is {found.size!r}")
@@ -138,7 +138,6 @@ def _sum_of(fields: Mapping[str, Any]) -> str:
 
 def _damaged(folder: Folder, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"a checkpoint must have a readable {HEADER}: {folder.name}/{HEADER} is not ({reason}). It "
-        "names the layout that saved the checkpoint and the files that belong to it. Use another "
-        "checkpoint."
+        f"a checkpoint must have a readable {HEADER}: {folder.name}/{HEADER} is not ({reason}). "
+        "This file lists the layout and the files of the checkpoint. Use another checkpoint."
     )

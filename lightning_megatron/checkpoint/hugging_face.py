@@ -182,8 +182,8 @@ def export_model(
     saved = find_model(path, name, unsafe)
     if merge and (isinstance(saved, SavedOwnCodeModel) or saved.adapter is None):
         raise UnsupportedError(
-            f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights "
-            "are what was trained. Leave merge out."
+            f"only an adapter can be merged: the model in {os.fspath(path)} has no adapter. Leave "
+            "merge out."
         )
     if isinstance(saved, SavedOwnCodeModel):
         saved.export(out, max_file_bytes, dtype)
@@ -247,8 +247,8 @@ def _architecture(source: SafetensorsFolder) -> str:
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in (*classes, kind)):
         raise CheckpointMismatchError(
             "architectures of a configuration must be a list of names, and model_type a name: they "
-            f"are {shown(classes)} and {shown(kind)} in {source.path}. They say what the tensors "
-            "mean. Correct config.json."
+            f"are {shown(classes)} and {shown(kind)} in {source.path}. They determine the meaning "
+            "of the tensors. Correct config.json."
         )
     return next(iter(classes), kind)
 
@@ -262,8 +262,7 @@ def _chosen(
     if name is None or name not in models:
         what = "it has" if name is None else f"{name!r} is none of them:"
         raise CheckpointMismatchError(
-            "a model that is exported must be one of Hugging Face's in the checkpoint: "
-            f"{os.fspath(path)}: {what} {known}. Others have no form there. Name one of those that "
-            "are there."
+            f"only Hugging Face models of a checkpoint can be exported: {os.fspath(path)}: {what} "
+            f"{known}. Name one of its Hugging Face models."
         )
     return name, models[name]

@@ -32,12 +32,12 @@ def check_hyperparameters(
         for key in taken.keys() & own.keys() - {"params", "param_names"}:
             if not _has_same_type(own[key], taken[key]):
                 raise CheckpointMismatchError(
-                    "a hyperparameter in a checkpoint must have the type that the optimizer has: "
+                    "a hyperparameter in a checkpoint must have the same type as in the optimizer: "
                     f"{key!r} of group {number}{which} is {taken[key]!r} "
                     f"({type(taken[key]).__name__}) there, and {own[key]!r} "
-                    f"({type(own[key]).__name__}) in configure_optimizers. The optimizer would "
-                    "compute with a value that it has not checked. Restore configure_optimizers as "
-                    "it was, or load the weights alone."
+                    f"({type(own[key]).__name__}) in configure_optimizers. The optimizer does not "
+                    "check loaded values. Restore configure_optimizers as it was, or load the "
+                    "weights alone."
                 )
 
 

@@ -59,11 +59,11 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
         ValueError: If a check fails; the message gives the reason.
     """
     if type(index.state_dict_metadata) is not dict or type(index.storage_data) is not dict:
-        raise ValueError("it is no list of tensors and their places")
+        raise ValueError("it is not a list of tensors and their places")
     smallest: dict[tuple[str, tuple[int, ...] | None], int] = {}
     for name, entry in index.state_dict_metadata.items():
         if type(name) is not str:
-            raise ValueError(f"{name!r} is no name of a tensor")
+            raise ValueError(f"{name!r} is not the name of a tensor")
         if type(entry) is TensorStorageMetadata:
             smallest |= {
                 (name, offsets): size for offsets, size in _check_tensor(name, entry).items()
@@ -75,7 +75,7 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
     places = {_key_of(key): where for key, where in index.storage_data.items()}
     if places.keys() != smallest.keys() or len(places) != len(index.storage_data):
         name = min(str(one) for one in (places.keys() ^ smallest.keys() or places.keys()))
-        raise ValueError(f"pieces and places are not those of each other: {name}")
+        raise ValueError(f"pieces and places do not match: {name}")
     _check_places(places, smallest, files)
 
 
@@ -97,7 +97,7 @@ def check_ranks(index: Metadata, world_size: int) -> None:
     if found and (
         len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
     ):
-        raise ValueError(f"it has values of {len(found)} ranks, the header says {world_size}")
+        raise ValueError(f"it has values of {len(found)} ranks, but the header says {world_size}")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ...], int]:
@@ -127,7 +127,7 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ..
     count = sum(prod(sizes) for _, sizes in boxes)
     if count != prod(shape) or _overlap(boxes):
         raise ValueError(
-            f"the pieces of {name!r} do not have each of its {prod(shape)} elements once"
+            f"the pieces of {name!r} do not cover each of its {prod(shape)} elements once"
         )
     return {offsets: prod(sizes) * properties.dtype.itemsize for offsets, sizes in boxes}
 
@@ -139,7 +139,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
         or any(type(size) is not int or size < 0 for size in sizes)
         or prod(sizes) > _MOST_ELEMENTS
     ):
-        raise ValueError(f"{name!r} has sizes that no tensor has")
+        raise ValueError(f"{name!r} has sizes that are impossible for a tensor")
     return sizes
 
 
@@ -170,7 +170,7 @@ def _intersect(one: _Box, other: _Box) -> bool:
 
 def _key_of(key: Any) -> tuple[str, tuple[int, ...] | None]:
     if type(key) is not MetadataIndex or type(key.fqn) is not str:
-        raise ValueError(f"{key!r} is no name of a piece")
+        raise ValueError(f"{key!r} is not the name of a piece")
     return key.fqn, None if key.offset is None else _sizes(key.fqn, key.offset)
 
 
@@ -191,17 +191,17 @@ def _check_places(
             )
         if getattr(where, "transform_descriptors", None):
             raise ValueError(
-                f"{name!r} was changed on its way to the file, which is never done here"
+                f"{name!r} was transformed while it was written, which this package never does"
             )
     for (name, offsets), where in places.items():
         start = where.offset
         length = where.length
         if type(start) is not int or type(length) is not int or length < smallest[name, offsets]:
-            raise ValueError(f"{name!r} cannot be {length} bytes at {start}")
+            raise ValueError(f"{name!r} cannot have {length} bytes at byte {start}")
         if start != ends[where.relative_path]:
             raise ValueError(
-                f"{name!r} is said to be at byte {start} of {where.relative_path}, the one before "
-                f"it ends at {ends[where.relative_path]}"
+                f"{name!r} should be at byte {start} of {where.relative_path}, but the tensor "
+                f"before it ends at byte {ends[where.relative_path]}"
             )
         ends[where.relative_path] += length
     _check_ends(ends, files)
@@ -210,7 +210,7 @@ def _check_places(
 def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
     for name, end in ends.items():
         if end != files[name].size:
-            raise ValueError(f"{name} has {files[name].size} bytes, and the tensors in it {end}")
+            raise ValueError(f"{name} has {files[name].size} bytes, but its tensors have {end}")
 
 
 def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPiece]:
@@ -218,7 +218,7 @@ def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPie
     found = {}
     for name in names:
         entry = index.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
+        assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in entry.chunks:
             found[name, tuple(chunk.offsets)] = StoredPiece(
                 tuple(chunk.sizes), entry.properties.dtype

@@ -264,7 +264,7 @@ def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} holds a "
-            f"{type(found).__name__} in place of named values. It is damaged. Use another "
+            f"{type(found).__name__} in place of named values. The file is damaged. Use another "
             "checkpoint."
         )
     return found

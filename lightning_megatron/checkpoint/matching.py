@@ -86,8 +86,8 @@ def match(
         complaints += _listed("unexpected in the checkpoint", unexpected)
     if complaints:
         raise CheckpointMismatchError(
-            f"the checkpoint's tensors must be the model's: {'; '.join(complaints)}. Weights would "
-            "be left as they are or dropped. Build the model with the configuration that was saved"
+            f"the tensors of the checkpoint must match the model: {'; '.join(complaints)}. Build "
+            "the model with the saved configuration"
             + ("." if all_shapes else ", or load with strict=False.")
         )
     return found

@@ -144,8 +144,8 @@ _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "callbacks": ("a mapping", _is_mapping),
     "lr_schedulers": ("a list", lambda value: isinstance(value, list)),
     "optimizer_states": (
-        "a list of torch's states of optimizers, each with state and param_groups, in which a "
-        "number stands once and states of one name are all tensors or all plain values",
+        "a list of torch optimizer states, each with state and param_groups, with unique parameter "
+        "numbers, in which states of one name are all tensors or all plain values",
         lambda value: isinstance(value, list) and all(map(_is_plain_optimizer, value)),
     ),
     OPTIMIZERS: (
@@ -189,7 +189,7 @@ def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> Non
     check_values(values, where)
     for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
         if name in values and values[name] != number:
-            raise _damaged(where, f"its {name} is {values[name]}, that of the header {number}")
+            raise _damaged(where, f"its {name} is {values[name]}, but the header says {number}")
 
 
 def check_names(
@@ -215,7 +215,7 @@ def check_names(
     # Checkpoints of earlier versions do not list the tensors without elements.
     known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
     used = {aliases.get(name, name) for name in names}
-    _same("the names of its state dict are not those of its tensors", known - used, where)
+    _same("the names of its state dict do not match its tensors", known - used, where)
     if "empty" in one_process:
         _same(
             "its state dict has names without tensors",
@@ -224,7 +224,7 @@ def check_names(
         )
         wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
         _same("tensors without values have elements", wrong, where)
-    _same("a name comes twice", _twice(names), where)
+    _same("a name occurs twice", _twice(names), where)
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
         if shape is not None and (
@@ -236,11 +236,13 @@ def check_names(
             groups = [group["parameters"] for group in optimizer["groups"]]
             if list(map(sorted, groups)) != list(map(sorted, numbering)):
                 raise _damaged(
-                    where, "the numbered parameters of an optimizer are not those of its groups"
+                    where, "the numbered parameters of an optimizer do not match its groups"
                 )
     if len(optimizers) not in (0, len(one_process["numbering"])):
         raise _damaged(
-            where, f"{len(optimizers)} optimizers are numbered as {len(one_process['numbering'])}"
+            where,
+            f"{len(optimizers)} optimizers have {len(one_process['numbering'])} lists of "
+            "parameter numbers",
         )
     for index, optimizer in enumerate(optimizers):
         found: dict[str, dict[str, Any]] = {}
@@ -250,13 +252,13 @@ def check_names(
         check_states(index, optimizer["groups"], found, where)
         known = {name for group in optimizer["groups"] for name in group["parameters"]}
         _same(
-            "values are of no parameter of their optimizer",
+            "values belong to no parameter of their optimizer",
             optimizer["values"].keys() - known,
             where,
         )
     starts = (MODEL, CURRENT, *(f"optimizer.{index}.state." for index in range(len(optimizers))))
     _same(
-        "nothing says what they are",
+        "their meaning is not recorded",
         (name for name in shapes if not name.startswith(starts)),
         where,
     )
@@ -296,6 +298,6 @@ def _same(what: str, names: Iterable[str], where: str) -> None:
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the values of a checkpoint must be as it was written: {where} is not: {reason}. What is "
-        "loaded from it would be wrong. Use another checkpoint."
+        f"the values of a checkpoint must be as they were written: {where} is not: {reason}. Use "
+        "another checkpoint."
     )

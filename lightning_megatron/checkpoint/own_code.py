@@ -64,16 +64,16 @@ class SavedOwnCodeModel:
         adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
         if adapted:
             raise UnsupportedError(
-                "a model that computes with its own code is written without an adapter: peft has "
-                f"wrapped layers of this {name} ({named(adapted)}). Files of the class have no "
-                "such tensors. Call save_pretrained of the PeftModel on all ranks, or let "
+                "a model with its own code must be written without an adapter: peft has wrapped "
+                f"layers of this {name} ({named(adapted)}), and files of the class have no place "
+                "for their tensors. Call save_pretrained of the PeftModel on all ranks, or let "
                 "`lightning-megatron checkpoint consolidate` write a file for one process."
             )
         empty = {f"{MODEL}{one}": shape for one, shape in one_process.get("empty", {}).items()}
         missing = set(entries.values()) - Stored.open(path).tensors.keys() - empty.keys()
         if missing:
             raise CheckpointMismatchError(
-                f"the tensors must be those of the whole {name}: {named(missing)} missing in "
+                f"a checkpoint must have all tensors of {name}: {named(missing)} missing in "
                 f"{os.fspath(path)}. Hugging Face would initialise them at random. Save a "
                 "checkpoint with all weights."
             )
@@ -136,7 +136,7 @@ class SavedOwnCodeModel:
         kind = getattr(library, self.architecture, None)
         if kind is None:
             raise UnsupportedError(
-                f"a folder is compared by the class of its model: {self.architecture!r} is not in "
+                f"--verify needs the class of the model: {self.architecture!r} is not in "
                 f"transformers {library.__version__}. Leave --verify out."
             )
         model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)

@@ -94,7 +94,7 @@ def check_saved_groups(
     """
     saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
     moved = [
-        f"{name} is in group {number}, saved in {saved.get(original[name], 'none')}"
+        f"{name} is in group {number}, but was saved in {saved.get(original[name], 'none')}"
         for number, names in enumerate(names_of_groups)
         for name in names
         if saved.get(original[name]) != number
@@ -109,11 +109,11 @@ def check_saved_groups(
     complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
     present = set().union(*(one[2] for one in everyone))
     dropped = [name for name in saved if name not in present]
-    complaints += [f"saved but in no group: {', '.join(dropped[:10])}"] if dropped else []
+    complaints += [f"saved, but now in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:
         raise CheckpointMismatchError(
             "an optimizer must have the parameter groups that were saved: "
-            f"{'; '.join(complaints)}. Its state would go to other parameters. Restore "
+            f"{'; '.join(complaints)}. Its state would be loaded into other parameters. Restore "
             "configure_optimizers as it was, or load the weights alone."
         )
 

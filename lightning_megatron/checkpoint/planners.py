@@ -136,7 +136,7 @@ class ShardLoadPlanner(LoadPlanner):
         items = []
         for name, wanted in self._tensors.items():
             saved = self._metadata.state_dict_metadata[wanted.source]
-            assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is no tensor"
+            assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is not a tensor"
             boxes = wanted.placement.boxes()
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

@@ -171,8 +171,8 @@ class Save:
             found = read_record(folder, name)
             if found != written:
                 raise OSError(
-                    f"{folder.name}/{name} holds {found.size} bytes with checksum "
-                    f"{found.checksum}, written were {written.size} with {written.checksum}"
+                    f"{folder.name}/{name} has {found.size} bytes with checksum {found.checksum}, "
+                    f"but {written.size} bytes with checksum {written.checksum} were written"
                 )
         return records
 

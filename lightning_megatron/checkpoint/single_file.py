@@ -51,9 +51,10 @@ def read_single_file(
             raise _damaged(text, error) from error
         raise UnsupportedError(
             "a checkpoint must hold nothing but tensors and plain values to be read safely: "
-            f"{text} holds more ({lines[0]}). Reading other objects can run any code that the file "
-            "names. If you trust the types, tell torch.serialization.add_safe_globals([...]) of "
-            "them before loading; if you trust the file, load it with weights_only=False."
+            f"{text} holds other objects ({lines[0]}). Reading other objects can run any code that "
+            "the file names. If you trust the types, pass them to "
+            "torch.serialization.add_safe_globals([...]) before loading; if you trust the file, "
+            "load it with weights_only=False."
         ) from error
     except Exception as error:  # a manipulated pickle can raise anything
         if isinstance(error, OSError) and error.filename is not None:
@@ -61,8 +62,8 @@ def read_single_file(
         raise _damaged(text, error) from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. Load "
-            "it in your module instead."
+            f"a checkpoint file must be written by Lightning: {text} has no mapping 'state_dict'. "
+            "Load it in your module instead."
         )
     check_values(found, text)
     return found
@@ -87,7 +88,7 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
         raise _damaged(text, error) from error
     if wrong is not None:
         raise _damaged(
-            text, ValueError(f"the checksum of {wrong} inside is not that of its content")
+            text, ValueError(f"the checksum of {wrong} inside does not match its content")
         )
     return os.path.getsize(text)
 
@@ -95,6 +96,6 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
 def _damaged(path: str, error: Exception) -> CorruptDataError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return CorruptDataError(
-        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). It is "
-        "damaged, cut off, or no checkpoint. Use another one."
+        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). The file is "
+        "damaged, truncated or not a checkpoint. Use another one."
     )

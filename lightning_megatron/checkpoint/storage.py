@@ -166,7 +166,7 @@ class LocalFolder:
         """Open a regular file inside for reading; reading a pipe or device might never end."""
         path = self.path / name
         if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(path))
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
         return open(path, "rb")
 
     @contextmanager
@@ -206,9 +206,9 @@ class RemoteFolder:
             system, root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
             raise UnsupportedError(
-                f"a URL must be of a kind that fsspec can open: {self.url!r} is not ({error}). "
-                "Without its package nothing is read or written there. Install that, or correct "
-                "the beginning of the URL."
+                f"a URL must have a protocol that fsspec can open: {self.url!r} does not "
+                f"({error}). Install the package of the protocol, or correct the beginning of the "
+                "URL."
             ) from error
         return system, root
 

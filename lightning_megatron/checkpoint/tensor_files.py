@@ -111,7 +111,7 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
             raise CorruptDataError(
                 f"every piece of a tensor must be in a file that {checkpoint.path} lists: "
                 f"{item.storage_index.fqn} is in {getattr(where, 'relative_path', None)!r}. Its "
-                "list of tensors is of another checkpoint. Use another one."
+                "list of tensors belongs to another checkpoint. Use another checkpoint."
             )
         by_file.setdefault(where.relative_path, []).append((where, item))
     for name, items in sorted(by_file.items()):
@@ -132,14 +132,14 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     if found != wanted:
-        raise damaged(checkpoint, name, f"it has {found} bytes, {wanted} were written")
+        raise damaged(checkpoint, name, f"it has {found} bytes, but {wanted} were written")
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
     """Return the error for a damaged file of a checkpoint."""
     return CorruptDataError(
         f"a file of a checkpoint must be as it was written: {checkpoint.file(name)} is not: "
-        f"{reason}. What is loaded from it would be wrong. Use another checkpoint."
+        f"{reason}. Use another checkpoint."
     )
 
 
@@ -187,14 +187,14 @@ def _stored_tensor(
         raise damaged(
             checkpoint,
             name,
-            f"there is a {type(tensor).__name__} and no tensor at byte {where.offset}",
+            f"at byte {where.offset} there is a {type(tensor).__name__} instead of a tensor",
         )
     if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
         raise damaged(
             checkpoint,
             name,
             f"the tensor at byte {where.offset} has the shape {tuple(tensor.shape)} and the type "
-            f"{tensor.dtype}, its list says {piece.shape} and {piece.dtype}",
+            f"{tensor.dtype}, but the list of tensors says {piece.shape} and {piece.dtype}",
         )
     return tensor
 
@@ -248,6 +248,6 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
         raise damaged(
             checkpoint,
             name,
-            f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}",
+            f"it has {found.size} bytes and checksum {found.checksum}, but {wanted} were written",
         )
     return content

@@ -49,7 +49,7 @@ class _IndexUnpickler(pickle.Unpickler):
         ):
             return found
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which has no place in a list of tensors"
+            f"it names {module}.{name}, which does not belong in a list of tensors"
         )
 
 
@@ -61,7 +61,7 @@ def read_index(file: IO[bytes]) -> Metadata:
     """
     found = _IndexUnpickler(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
-        raise pickle.UnpicklingError("it is no list of tensors")
+        raise pickle.UnpicklingError("it is not a list of tensors")
     return found
 
 

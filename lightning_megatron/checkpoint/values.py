@@ -57,13 +57,13 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
             raise UnsupportedError(
                 "a checkpoint must hold nothing but tensors and plain values to be read safely: "
                 f"{what} holds {', '.join(types[:_SHOWN]) or _first_line(error)}. Reading other "
-                "objects can run any code that the file names. If you trust the types, tell "
-                "torch.serialization.add_safe_globals([...]) of them before loading; if you trust "
-                "the file, load it with weights_only=False."
+                "objects can run any code that the file names. If you trust the types, pass them "
+                "to torch.serialization.add_safe_globals([...]) before loading; if you trust the "
+                "file, load it with weights_only=False."
             ) from error
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} cannot be read "
-            f"({_first_line(error)}). It is damaged. Use another checkpoint."
+            f"({_first_line(error)}). The file is damaged. Use another checkpoint."
         ) from error
 
 

@@ -89,7 +89,7 @@ def find_newest(
         if damage is None:
             return str(path)
         if axis.rank == 0:
-            logger.warning("%s is passed over: %s", path, damage)
+            logger.warning("%s is skipped: %s", path, damage)
     return None
 
 
@@ -99,7 +99,7 @@ def _newest_first(folder: str | os.PathLike[str]) -> list[str]:
         try:
             ages[path] = find_checkpoint(path).header.age
         except (CorruptDataError, UnsupportedError, CheckpointMismatchError) as error:
-            logger.warning("%s is passed over: %s", path, error)
+            logger.warning("%s is skipped: %s", path, error)
     return sorted(ages, key=ages.__getitem__, reverse=True)
 
 
@@ -123,7 +123,7 @@ def _check_content(checkpoint: Checkpoint, name: str) -> None:
     found = read_record(checkpoint.folder, name)
     if found != wanted:
         raise damaged(
-            checkpoint, name, f"its checksum is {found.checksum}, {wanted.checksum} was written"
+            checkpoint, name, f"its checksum is {found.checksum}, but {wanted.checksum} was written"
         )
 
 
@@ -155,6 +155,6 @@ def _to_send(error: BaseException | None) -> BaseException | None:
     if not isinstance(error, OSError):
         logger.warning("a check of a checkpoint failed", exc_info=error)
     return CorruptDataError(
-        f"every file of a checkpoint must be readable: {describe(error)}. What is in it is not "
-        "known. Use another checkpoint, or repair the file system."
+        f"every file of a checkpoint must be readable: {describe(error)}. Use another "
+        "checkpoint, or repair the file system."
     )

@@ -204,9 +204,9 @@ class CheckpointWriter:
             if key not in self._warned_keys:
                 self._warned_keys.add(key)
                 logger.warning(
-                    "the checkpoint holds what loading refuses unless it is told otherwise: %s. "
-                    "Save plain values and tensors, or load with "
-                    "torch.serialization.add_safe_globals([...]) or weights_only=False.",
+                    "the checkpoint holds values that loading refuses by default: %s. Save plain "
+                    "values and tensors, or load with torch.serialization.add_safe_globals([...]) "
+                    "or weights_only=False.",
                     key,
                 )
 
@@ -289,7 +289,7 @@ class _Background:
             self.failure = CheckpointSaveError(
                 "all ranks must take part in a save: this one lost the others while saving "
                 f"{os.fspath(self.save.path)} ({describe(caught.error)}). The checkpoint is not "
-                "complete, earlier ones are as they were. Look for the rank that failed first."
+                "complete; earlier checkpoints are unchanged. Look for the rank that failed first."
             )
             self.failure.__cause__ = caught.error
         self._make_changes()
@@ -308,7 +308,7 @@ class _Background:
 
     def _keep(self, change: _Change) -> None:
         logger.warning(
-            "%s is kept as it is, because the save of %s failed",
+            "%s is kept, because the save of %s failed",
             os.fspath(change.path),
             os.fspath(self.save.path),
         )

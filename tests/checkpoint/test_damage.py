@@ -88,7 +88,7 @@ def test_the_newest_whole_checkpoint_is_found_by_step_epoch_and_time(
     assert find_newest(tmp_path, whole=False) == str(tmp_path / "k")
     with caplog.at_level(logging.WARNING):
         assert find_newest(tmp_path) == str(tmp_path / "m")
-    assert f"{tmp_path / 'k'} is passed over" in caplog.text
+    assert f"{tmp_path / 'k'} is skipped" in caplog.text
     assert "k/__0_0.distcp" in caplog.text
     cut(tmp_path / "m" / "checkpoint.json")
     (tmp_path / "a" / "meta.pt").unlink()

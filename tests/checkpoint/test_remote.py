@@ -117,7 +117,7 @@ def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) ->
     ):
         memory.pipe_file(f"/run/checkpoints/{path}", b"x")
     assert list_checkpoints(ROOT) == [f"{ROOT}/a"]
-    with pytest.raises(CheckpointMismatchError, match="interrupted while saving"):
+    with pytest.raises(CheckpointMismatchError, match="An interrupted save leaves"):
         load_metadata(f"{ROOT}/b")
     clean_unfinished(ROOT)
     assert [name for name in files(memory) if len(name) == 1] == ["w", "z"]

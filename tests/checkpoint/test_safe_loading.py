@@ -167,7 +167,7 @@ def test_a_checkpoint_does_not_reach_outside_of_its_folder(tmp_path: Path, elsew
         read_full(path)
     header = read_header(path)
     replace(header, folder=elsewhere).write(LocalFolder(path))
-    with pytest.raises(CorruptDataError, match="folder that saving made"):
+    with pytest.raises(CorruptDataError, match="folder that a save created"):
         load_metadata(path)
     replace(header, files={**header.files, elsewhere: header.files["meta.pt"]}).write(
         LocalFolder(path)

@@ -202,7 +202,7 @@ def test_an_interrupted_save_is_never_seen_and_does_not_hinder_the_next(tmp_path
     unfinished_path(path).mkdir()
     (unfinished_path(path) / "__0_0.distcp").write_bytes(b"half")
     assert not is_sharded_checkpoint(path)
-    with pytest.raises(CheckpointMismatchError, match="interrupted while saving"):
+    with pytest.raises(CheckpointMismatchError, match="An interrupted save leaves"):
         load_metadata(path)
     save_checkpoint(path, entries(), {}, {}, MESH)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]

@@ -342,7 +342,7 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
         return nn.Sequential(nn.Linear(FEATURES, 16), norm)
 
     with pytest.raises(
-        UnsupportedError, match=r"batch statistics need the whole batch, .* net\.1 would norm"
+        UnsupportedError, match=r"batch statistics need the whole batch, .* net\.1 would use"
     ):
         fit(mean, MegatronStrategy(microbatch_size=size), net(False))
     with pytest.raises(UnsupportedError, match="batch statistics need the whole batch"):

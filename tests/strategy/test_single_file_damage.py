@@ -73,13 +73,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "epoch": (lambda values: values.update(epoch=-1), "epoch must be a whole number"),
     "optimizers": (
         lambda values: values.update(optimizer_states=[-1]),
-        "optimizer_states must be a list of torch's",
+        "optimizer_states must be a list of torch optimizer states",
     ),
     "state": (lambda values: first_state(values).update(exp_avg=1.5), "optimizer_states must be"),
     "step": (lambda values: first_state(values).update(step=None), "optimizer_states must be"),
     "numbers": (
         lambda values: values["optimizer_states"][0]["param_groups"][0]["params"].append(0),
-        "a number stands once",
+        "unique parameter numbers",
     ),
     "count": (
         lambda values: loop_of(values)["epoch_progress"]["total"].update(completed="x"),
