@@ -76,15 +76,15 @@ class SegmentList:
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise ValueError(
-                    f"a segment may read what is there before it: {segment.name!r} reads "
-                    f"{missing}, and there is {sorted(known)}. Segments run in order. Move it "
-                    "behind the one that writes it."
+                    f"a segment can only read values of earlier segments: {segment.name!r} reads "
+                    f"{missing}, available are {sorted(known)}. Move it after the segment that "
+                    "writes this value."
                 )
             known.update(segment.writes)
         if self.output not in known:
             raise ValueError(
-                f"a segment must write the output {self.output!r}: they write {sorted(known)}. "
-                "Name one of these."
+                f"a segment must write the output {self.output!r}: the segments write "
+                f"{sorted(known)}. Use one of these names."
             )
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:

@@ -69,7 +69,7 @@ def _choose(capability: tuple[int, int]) -> KernelChoice:
             f"compute capability {capability[0]}.{capability[1]} is below 8.0",
         )
     try:
-        return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is there")
+        return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is installed")
     except ImportError as error:
         return KernelChoice(None, f"Triton cannot be imported ({error})")
 

@@ -149,7 +149,7 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
     if initializer is None:
         raise ValueError(
             f"parameter {name!r} has no initializer. Only layers of this package have "
-            "initializers. Create it on a real device and fill it yourself."
+            "initializers. Create the parameter on a real device and initialise it."
         )
     spec = shard_spec_of(parameter)
     # The padding of a padded shard stays zero.

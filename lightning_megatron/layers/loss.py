@@ -88,7 +88,7 @@ def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None
     if outside.any():
         raise IndexError(
             f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The embedding "
-            "has no row for it. Check that the tokenizer of the data is the one of the model."
+            "has no row for it. Check that data and model use the same tokenizer."
         )
 
 
@@ -226,8 +226,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError(
-                "the backward pass of the loss ran twice: its first run wrote the gradient over "
-                "the logits. Compute the loss again before each backward pass."
+                "the backward pass of the loss ran twice: its first run overwrote the logits with "
+                "the gradient. Compute the loss again before each backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: _Terms = ctx.terms

@@ -224,8 +224,8 @@ def _reason_against_fusion(
     """Return why the fused kernel cannot rotate, with the remedy; None if it can."""
     if tables[0].shape[1] > 1:
         return (
-            "every row has positions of its own. Leave position_ids out of batches whose rows all "
-            "count from 0"
+            "every row has its own positions. Leave out position_ids if all rows of a batch count "
+            "from 0"
         )
     model = "This is the model's architecture, which no option changes"
     if has_norms:

@@ -14,8 +14,8 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.nest import leaves, rebuild
 
 _WAYS_OUT = (
-    "Use microbatch_size='batch' to leave the batch whole, or return a list of Microbatch from the "
-    "collate function to cut it yourself."
+    "Use microbatch_size='batch' to keep the batch whole, or return a list of Microbatch from the "
+    "collate function."
 )
 
 
@@ -137,14 +137,15 @@ def _agreed_size(batch: Any) -> int:
     if not sizes:
         raise ParallelPlanError(
             "a batch must hold a tensor whose first dimension counts its samples: "
-            f"{type(batch).__name__} has none. Microbatches are cut along it. {_WAYS_OUT}"
+            f"{type(batch).__name__} has none. Microbatches are cut along this dimension. "
+            f"{_WAYS_OUT}"
         )
     total = next(iter(sizes.values()))
     if any(size != total for size in sizes.values()):
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise ParallelPlanError(
             f"all tensors of a batch must have the same first dimension: {listed}. Microbatches "
-            "are cut along it, so that it must count samples, and not time steps or classes. "
+            "are cut along this dimension, so it must count samples, not time steps or classes. "
             f"{_WAYS_OUT}"
         )
     return total

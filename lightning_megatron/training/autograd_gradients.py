@@ -26,7 +26,7 @@ def moving_into(slot: GradientSlot) -> Callable[[nn.Parameter], None]:
         if gradient.layout != torch.strided:
             raise UnsupportedError(
                 f"gradients must be dense: one of shape {tuple(parameter.shape)} is "
-                f"{gradient.layout}. Flat buffers cannot hold it. Use sparse=False in the "
+                f"{gradient.layout}. Flat buffers hold dense tensors only. Use sparse=False in the "
                 "embedding."
             )
         slot.add(gradient)

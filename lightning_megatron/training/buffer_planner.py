@@ -94,8 +94,9 @@ class BufferPlanner:
         if self._config.slices == "elements" and granularity != "elements":
             raise UnsupportedError(
                 "optimizer_slices 'elements' needs an optimizer that treats every element alike: "
-                f"{type(optimizer).__name__} looks at whole parameters. Parts of them would be "
-                "trained otherwise. Use optimizer_slices='auto' or 'parameters', or zero=0."
+                f"{type(optimizer).__name__} uses whole parameters. The update of a part would "
+                "differ from that of the whole parameter. Use optimizer_slices='auto' or "
+                "'parameters', or zero=0."
             )
         return granularity if self._config.slices == "auto" else self._config.slices
 

@@ -102,7 +102,7 @@ class FusedUpdate:
                 "bf16-mixed or 16-mixed."
             )
         else:
-            logger.debug("Optimizer steps are torch's own: %s.", reason)
+            logger.debug("Optimizer steps run in torch's optimizer: %s.", reason)
 
     def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
         """Refuse moments that are not float32 if torch's own step would update them.
@@ -129,10 +129,10 @@ class FusedUpdate:
             return f"{type(optimizer).__name__} is not torch's AdamW or Adam"
         for number, group in enumerate(optimizer.param_groups):
             if group.get("fused") is not True:
-                return f"group {number} of {type(optimizer).__name__} does not say fused=True"
+                return f"group {number} of {type(optimizer).__name__} does not set fused=True"
             for name in ("amsgrad", "maximize", "differentiable", "capturable"):
                 if group.get(name):
-                    return f"group {number} of {type(optimizer).__name__} says {name}=True"
+                    return f"group {number} of {type(optimizer).__name__} sets {name}=True"
             if isinstance(group["lr"], Tensor) or any(
                 isinstance(beta, Tensor) for beta in group["betas"]
             ):

@@ -276,9 +276,8 @@ class GradientReducer:
             name = next(name for name in names if self._bucket_of[name].pending is not None)
             raise RuntimeError(
                 "a parameter's gradient must be complete when its sum over the ranks starts: "
-                f"{name!r} got another one afterwards, because the model uses it more often now "
-                "than in the steps before. Its gradient would miss a part. Use "
-                "MegatronStrategy(overlap_gradients=False)."
+                f"{name!r} received a second gradient afterwards, because the model uses it more "
+                "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
             )
         for name in names:
             seen[name] = seen.get(name, 0) + 1

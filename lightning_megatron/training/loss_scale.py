@@ -44,8 +44,9 @@ class DynamicLossScale:
         coerced_arguments(DynamicLossScale.__init__, locals())
         if minimum > initial:
             raise ParallelPlanError(
-                f"the initial loss scale must not be below the minimum: initial {initial}, minimum "
-                f"{minimum}. Use an initial scale of {max(minimum, 1.0)} or more."
+                "the initial loss scale must not be below the minimum: the initial scale is "
+                f"{initial}, the minimum is {minimum}. Use an initial scale of {max(minimum, 1.0)} "
+                "or more."
             )
         self.scale = float(initial)
         self.growth_interval = growth_interval
@@ -108,10 +109,9 @@ class DynamicLossScale:
         if self._overflows_at_floor >= self.floor_patience:
             raise RuntimeError(
                 f"the loss scale must leave gradients finite: {self._overflows_at_floor} steps in "
-                f"a row overflowed at the lowest scale, {self.minimum}. Lowering it further cannot "
-                "help, and every step would be skipped. The loss or "
-                "the weights have diverged: lower the learning rate, clip gradients, or use "
-                'precision "bf16-mixed".'
+                f"a row overflowed at the lowest scale, {self.minimum}. All further steps would be "
+                "skipped. The loss or the weights have diverged: lower the learning rate, clip "
+                'gradients, or use precision "bf16-mixed".'
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -307,10 +307,10 @@ class MainParameters:
                 if id(parameter) not in self._names_by_id:
                     raise UnsupportedError(
                         f"an optimizer must hold the module's own parameters: group {index} of "
-                        f"{type(optimizer).__name__} holds one of shape {tuple(parameter.shape)} "
-                        "that the module does not have now. Its gradient would not be averaged "
-                        "over the ranks. Build the optimizer in configure_optimizers, from "
-                        "self.parameters()."
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the module. Its gradient would "
+                        "not be averaged over the ranks. Build the optimizer in "
+                        "configure_optimizers, from self.parameters()."
                     )
 
     def _make_buffer(

@@ -73,25 +73,23 @@ class PartialUse:
         is_whole = name in self._whole
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
-                "what is computed between a 'column' and a 'row' layer must come from 'column' "
-                f"layers: the gradient of {name!r} is complete in one use of it and this rank's "
-                "part in another, so that no sum over tp is right. Pass what is used there through "
-                "the 'column' layer, or give the layers around it the kind 'replicate' in "
-                "tensor_parallel_plan."
+                "a parameter must be used either between a 'column' and a 'row' layer or "
+                f"elsewhere: {name!r} is used in both places, so its gradient can neither be "
+                "summed over tp nor be left as it is. Use it only in one place, or give the layers "
+                "around it the kind 'replicate' in tensor_parallel_plan."
             )
         if not is_whole:
             if "whole" in regions:
                 raise ParallelPlanError(
-                    "a parameter that is cut over tp must be used by its own layer alone: "
-                    f"{name!r} is read by other code, which sees this rank's part, "
-                    f"{tuple(parameter.shape)} of {spec.full_shape}. Its result would be that of a "
-                    "part. Leave the parameter out of such code, or give its layer the kind "
-                    "'replicate' in tensor_parallel_plan."
+                    f"a parameter that is cut over tp must be used only by its own layer: {name!r} "
+                    f"is read by other code, which gets this rank's part, {tuple(parameter.shape)} "
+                    f"of {spec.full_shape}. Leave the parameter out of such code, or give its "
+                    "layer the kind 'replicate' in tensor_parallel_plan."
                 )
         elif spec.partial and "part" not in regions:
             raise ParallelPlanError(
-                "the kind 'partial' is for what is used between a 'column' and a 'row' layer: "
-                f"{name!r} is used on all features, and its gradient would count once for each "
+                "the kind 'partial' is for parameters between a 'column' and a 'row' layer: "
+                f"{name!r} is used on all features, so its gradient would be counted once for each "
                 "rank of tp. Leave its module out of tensor_parallel_plan."
             )
         elif not spec.partial and "part" in regions:

@@ -72,11 +72,10 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     )
     raise ReplicaMismatchError(
         "the ranks of tp must compute the same loss, because they have the same samples: it is "
-        f"{values}. Each of them would train its part of the layers for another number. If a term "
-        "of the loss, such as a penalty, is computed between a 'column' and a 'row' layer, each "
-        "rank has its own features there: compute it of what comes after the 'row' layer, or give "
-        "the layers around it the kinds 'column_gather' and 'row_split', or 'replicate', in "
-        "tensor_parallel_plan. If the step draws numbers of its own, seed them alike on every rank."
+        f"{values}. If a term of the loss, such as a penalty, is computed between a 'column' and a "
+        "'row' layer, each rank has its own features there: compute it after the 'row' layer, or "
+        "give the layers around it the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        "tensor_parallel_plan. If the step draws random numbers, use the same seed on every rank."
     )
 
 
@@ -257,19 +256,19 @@ def _refuse(
         found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     raise ReplicaMismatchError(
-        f"the ranks of {axis.name} must hold the same copy of a parameter, and train it alike: "
+        f"the ranks of {axis.name} must hold equal copies of a parameter, and update them equally: "
         f"they differ in {'; '.join(found)}{more}. {way_out}"
     )
 
 
 _WAY_OUT_OF_PARTS = (
-    "Trained on, the copies would drift apart. If it is used between a 'column' and a 'row' layer, "
-    "each rank has a part of its gradient: give its module the kind 'partial' in "
-    "tensor_parallel_plan, or the layers around it the kind 'replicate'. If code writes into "
-    "parameters or gradients, let it do the same on every rank."
+    "The copies would diverge. If the parameter is used between a 'column' and a 'row' layer, each "
+    "rank has a part of its gradient: give its module the kind 'partial' in tensor_parallel_plan, "
+    "or the layers around it the kind 'replicate'. If your code writes into parameters or "
+    "gradients, make the same change on every rank."
 )
 _WAY_OUT_OF_WRITES = (
-    "Trained on, the copies would drift apart. Nothing in a training step makes them differ: look "
-    "for code that writes into parameters on some ranks only, or with other values, and let it do "
-    "the same on every rank."
+    "The copies would diverge. A training step alone keeps them equal: look for code that writes "
+    "into parameters on some ranks only, or with different values, and make the same change on "
+    "every rank."
 )

@@ -59,7 +59,9 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
         apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
     except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
         logger.info(
-            "%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error
+            "%s could not be tested (%s): its state is divided by whole parameters.",
+            type(optimizer).__name__,
+            error,
         )
         return "parameters"
     if not all(map(torch.allclose, together, apart)):
@@ -95,9 +97,9 @@ def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: 
         seen = "whole parameters" if granularity == "parameters" else "the whole model"
         raise UnsupportedError(
             "an optimizer must treat every element alike when the model is cut over tp or pp: "
-            f"{type(optimizer).__name__} looks at {seen}. Each rank would see a part, and the "
-            "result would depend on the layout. Use an element-wise optimizer such as AdamW, SGD "
-            "or Adagrad, or tp and pp of 1."
+            f"{type(optimizer).__name__} uses {seen}. Each rank has only a part, and the result "
+            "would depend on the layout. Use an element-wise optimizer such as AdamW, SGD or "
+            "Adagrad, or tp=1 and pp=1."
         )
 
 

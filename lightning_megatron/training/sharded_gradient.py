@@ -129,8 +129,8 @@ class ShardedGradient(Tensor):
 def _check_joined(name: str, mesh: ParallelMesh) -> None:
     if name == "linalg_vector_norm" and (mesh.pp.size > 1 or mesh.ep.size > 1):
         raise UnsupportedError(
-            f"torch.nn.utils.clip_grad_norm_ cannot join norms with pp ({mesh.pp.size}) or ep "
-            f"({mesh.ep.size}) above 1, because other ranks hold other parameters, and each would "
-            "clip by another norm. Use self.clip_gradients(optimizer, value, 'norm') or "
-            "Trainer(gradient_clip_val=...), which count them all."
+            f"torch.nn.utils.clip_grad_norm_ cannot be used with pp ({mesh.pp.size}) or ep "
+            f"({mesh.ep.size}) above 1, because it computes the norm of this rank's parameters "
+            "only. Use self.clip_gradients(optimizer, value, 'norm') or "
+            "Trainer(gradient_clip_val=...), which compute the norm over all ranks."
         )

@@ -48,7 +48,7 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
             "every parameter must live on one pipeline stage: "
             f"{', '.join(map(repr, repeated[:5]))} {'are' if len(repeated) > 1 else 'is'} on "
             "several. Their gradients would differ from stage to stage. Move them into the "
-            "pipelined model, or use pp of 1."
+            "pipelined model, or use pp=1."
         )
     found = []
     for stage in stages:
@@ -59,8 +59,8 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
             if original is None:
                 raise UnsupportedError(
                     f"a tied parameter must have its original on another stage: {copy!r} is a copy "
-                    f"of {tied_to!r}, which no stage holds. Its gradient would miss a part. Build "
-                    "all stages from the same model."
+                    f"of {tied_to!r}, which no stage holds. Its gradient would be incomplete. "
+                    "Build all stages from the same model."
                 )
             found.append((original, copy))
     return found

@@ -96,9 +96,9 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
         if first != last:
             raise UnsupportedError(
                 "a tied embedding must be trained alike on the first and the last stage: "
-                f"{original!r} is in {first}, its copy {copy!r} in {last}. The two would drift "
-                "apart. Make groups in the same number and order on every stage, empty ones too, "
-                "in configure_optimizers."
+                f"{original!r} is in {first}, its copy {copy!r} in {last}. The two would diverge. "
+                "Build the same number of groups in the same order on every stage, empty ones "
+                "included, in configure_optimizers."
             )
 
 
@@ -153,10 +153,10 @@ class TiedCopies:
         for name, was_trained in self._followed.items():
             if self._main.parameter(name).requires_grad != was_trained:
                 raise UnsupportedError(
-                    "a tied embedding may be frozen and unfrozen between epochs alone with pp "
-                    f"above 1: {name!r} has requires_grad={not was_trained} now, and had "
-                    f"{was_trained} when the epoch began. Its copy on the last stage learns of "
-                    "that at the beginning of an epoch. Set requires_grad in on_train_epoch_start, "
+                    "with pp above 1 a tied embedding can be frozen and unfrozen only between "
+                    f"epochs: {name!r} has requires_grad={not was_trained} now, and had "
+                    f"{was_trained} when the epoch began. Its copy on the last stage is updated at "
+                    "the beginning of an epoch. Set requires_grad in on_train_epoch_start, "
                     "on_train_start or configure_model, or use pp=1."
                 )
 

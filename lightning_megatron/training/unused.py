@@ -58,12 +58,12 @@ class UnusedParameters:
                 unused |= {name for name, flag in zip(alike, flags.tolist(), strict=True) if flag}
             self._warn(
                 unused - self._dormant,
-                "had no gradient on any rank, and are left as they are until they do",
+                "have no gradient on any rank, and keep their values until they have one",
             )
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
         filled = [name for name in names if name in self._without and name not in self._dormant]
-        self._warn(filled, "had no gradient on this rank, and take part with zeros")
+        self._warn(filled, "have no gradient on this rank, which uses zeros instead")
         self._without.difference_update(names)
         return self._dormant
 
@@ -74,8 +74,8 @@ class UnusedParameters:
             if not self._has_warned_of_zero_grad:
                 self._has_warned_of_zero_grad = True
                 logger.warning(
-                    "Gradients do not add up over optimizer steps here: zero_grad() was not called "
-                    "after one that used the gradient of %s, and it starts from zero all the same.",
+                    "Gradients are not accumulated over optimizer steps: the gradient of %s was "
+                    "set to zero after a step, although zero_grad() was not called.",
                     name,
                 )
 

@@ -101,8 +101,8 @@ class UserWrites:
             if place and other != name:
                 raise UnsupportedError(
                     f"parameters must keep memory of their own while they are trained: {other!r} "
-                    f"and {name!r} share theirs after an assignment to parameter.data. Each is "
-                    "trained with a gradient and a state of its own. Copy values by "
+                    f"and {name!r} share their memory after an assignment to parameter.data. Each "
+                    "has its own gradient and optimizer state. Copy values by "
                     "parameter.data.copy_(other), or use one parameter in both places from the "
                     "beginning."
                 )

@@ -43,7 +43,7 @@ def test_a_value_that_nothing_reads_any_more_is_let_go() -> None:
 
 def test_segments_that_read_what_is_not_there_are_refused() -> None:
     first = Segment("first", abs, ("y",), ("z",))
-    with pytest.raises(ValueError, match=r"'first' reads \['y'\], and there is \['x'\]"):
+    with pytest.raises(ValueError, match=r"'first' reads \['y'\], available are \['x'\]"):
         SegmentList([first], ("x",), "z")
     with pytest.raises(ValueError, match="must write the output 'out'"):
         SegmentList([first], ("y",), "out")

@@ -302,7 +302,7 @@ def test_half_types_keep_their_dtype_and_use_float32_statistics() -> None:
 def test_fused_ranges_cannot_be_gathered() -> None:
     mesh = ParallelMesh.single()
     qkv = SelfAttention(8, 2, mesh).qkv
-    with pytest.raises(ValueError, match="even cut"):
+    with pytest.raises(ValueError, match="equal parts"):
         ColumnParallelLinear(8, 24, mesh, ranges=qkv.weight.shard_spec.ranges, gather_output=True)
 
 

@@ -464,7 +464,7 @@ def _copies_that_drift_apart(rank: int, size: int) -> None:
         "group 1 with"
     )
     with pytest.raises(
-        UnsupportedError, match=re.escape(message) + r".*Make groups in the same number and order"
+        UnsupportedError, match=re.escape(message) + r".*Build the same number of groups"
     ):
         trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
 

@@ -114,7 +114,7 @@ def _unequal(rank: int, size: int) -> str:
 def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
     for rank, error in enumerate(run_world(_unequal, 2)):
         assert (
-            f"this rank has {SEQUENCE - 4 * rank}, the others from {SEQUENCE - 4} to {SEQUENCE}"
+            f"this rank has {SEQUENCE - 4 * rank}, the others have {SEQUENCE - 4} to {SEQUENCE}"
             in error
         )
 

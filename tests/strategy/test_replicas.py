@@ -332,7 +332,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "raw backward": (
         lambda: ByHand(lambda: Net(nn.PReLU())),
         {"tp": 2, "tensor_parallel_plan": PLAN},
-        r"ReplicaMismatchError: the ranks of tp must hold the same copy .* the gradients 'net.between.weight' "
+        r"ReplicaMismatchError: the ranks of tp must hold equal copies .* the gradients 'net.between.weight' "
         r"\(gradient norm [\d.e-]+ on rank 0, [\d.e-]+ on rank 1\).*give its module the kind 'partial'",
     ),
     "partial where all features are": (
@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "not from a column layer": (
         lambda: Regress(lambda: Gated(nn.GELU())),
         {"tp": 2, "tensor_parallel_plan": PLAN},
-        r"ParallelPlanError: .*'net.norm.(weight|bias)' is complete in one use of it and this rank's part in another",
+        r"ParallelPlanError: .*'net.norm.(weight|bias)' is used in both places",
     ),
     "penalty": (
         lambda: Penalty(plain_net),

@@ -57,7 +57,7 @@ def test_a_plain_script_shows_the_choices_of_experts_once() -> None:
         "tp is above 1; sequence lengths must be multiples of tp",
     )
     assert rows["precision"][0] == "bf16-mixed"
-    assert rows["products of experts"] == ("loop", "cpu: ends are on the host already")
+    assert rows["products of experts"] == ("loop", "cpu: the host has the group sizes already")
     assert rows["expert transport"][0] == "all_to_all"
     assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
     # A CPU has nothing faster.
@@ -126,7 +126,7 @@ def test_rotary_embeddings_without_the_fused_kernel_warn_once(
     if case == "positions":
         tables = rotary.position_tables(torch.arange(5).repeat(2, 1), size)
     norms = (torch.relu, torch.relu) if case == "norms" else None
-    reasons = {"positions": "Leave position_ids out", "norms": "normalised", "part": "4 of the 8"}
+    reasons = {"positions": "Leave out position_ids", "norms": "normalised", "part": "4 of the 8"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

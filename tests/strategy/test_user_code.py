@@ -304,7 +304,7 @@ def test_swapped_weights_are_evaluated_saved_and_swapped_back(
                 module.generator.weight, "data", module.generator_twin.weight.data
             ),
             (
-                "'generator.weight' and 'generator_twin.weight' share theirs after an assignment "
+                "'generator.weight' and 'generator_twin.weight' share their memory after an assignment "
                 "to parameter.data"
             ),
         ),

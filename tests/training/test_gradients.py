@@ -249,7 +249,7 @@ def test_unused_parameters_are_named_once_in_the_log(results: list[dict[str, Any
 
 def test_a_gradient_after_its_sum_has_started_is_an_error(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert "'weight' got another one afterwards" in result["late"]
+        assert "'weight' received a second gradient afterwards" in result["late"]
         assert "overlap_gradients=False" in result["late"]
 
 

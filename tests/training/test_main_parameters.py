@@ -321,5 +321,5 @@ def test_every_group_of_an_optimizer_is_tried_with_its_own_settings(
 def test_an_optimizer_that_looks_at_whole_parameters_needs_them() -> None:
     lamb = Lamb([nn.Parameter(torch.ones(1))])
     check_granularity(lamb, "parameters", cut=False)
-    with pytest.raises(UnsupportedError, match="Lamb looks at whole parameters"):
+    with pytest.raises(UnsupportedError, match="Lamb uses whole parameters"):
         check_granularity(lamb, "parameters", cut=True)

@@ -72,6 +72,6 @@ def test_numbers_of_a_gradient_in_parts_are_those_of_the_whole_one() -> None:
     expected = {name: float(number(full())) for name, number in NUMBERS.items()}
     for found in run_world(two_ranks, 2):
         message = found.pop("message")
-        assert message.startswith("torch.nn.utils.clip_grad_norm_ cannot join norms with pp (2)")
+        assert message.startswith("torch.nn.utils.clip_grad_norm_ cannot be used with pp (2)")
         for how, numbers in found.items():
             assert numbers == pytest.approx(expected), how

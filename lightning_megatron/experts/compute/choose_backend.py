@@ -147,7 +147,7 @@ def _choose(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
 ) -> BackendChoice:
     if device.type != "cuda":
-        return BackendChoice("loop", f"{device.type}: ends are on the host already")
+        return BackendChoice("loop", f"{device.type}: the host has the group sizes already")
     neither = _why_no_kernel(dtype, in_features, out_features)
     if neither is not None:
         return BackendChoice("loop", neither)

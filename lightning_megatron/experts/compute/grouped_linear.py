@@ -98,8 +98,8 @@ def grouped_swiglu(
     if kernels is None:
         raise UnsupportedError(
             "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
-            f"{rows.dtype} on {rows.device}. The kernels of this project compute the gradients. "
-            "Use grouped_linear and an activation."
+            f"{rows.dtype} on {rows.device}. Only the Triton kernels compute its gradients. Use "
+            "grouped_linear and an activation."
         )
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()
@@ -196,8 +196,8 @@ class _IntoSlots(torch.autograd.Function):
         if _versions(ctx.weights) != ctx.versions:
             raise RuntimeError(
                 "weights must not change between a forward and its backward pass: one of a grouped "
-                "product was modified by an inplace operation. The gradient would be that of "
-                "another function. Step the optimizer after the backward pass."
+                "product was modified by an inplace operation. The gradient would be wrong. Step "
+                "the optimizer after the backward pass."
             )
         grad = grads[0].contiguous()
         grad_rows = None

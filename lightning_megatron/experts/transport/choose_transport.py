@@ -77,7 +77,7 @@ def _transport(
     """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
     if ep == 1:
-        return "none", "ep is 1, so that this rank has all experts"
+        return "none", "ep is 1: this rank has all experts"
     if asked != "auto":
         return transport_over_ep(top_k, ep, asked), "asked for"
     why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"

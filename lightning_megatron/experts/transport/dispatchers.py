@@ -333,7 +333,7 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     if -smallest != largest:
         raise RankMismatchError(
             "the ranks that share experts must have equally many tokens in a microbatch: this rank "
-            f"has {num_tokens}, the others from {-smallest} to {largest}. An all-gather and puts "
-            "take equal parts. Pad sequences to one length, or use expert_transport='all_to_all' "
-            "with etp 1."
+            f"has {num_tokens}, the others have {-smallest} to {largest}. All-gathers and puts "
+            "need equal parts. Pad sequences to one length, or use expert_transport='all_to_all' "
+            "with etp=1."
         )

@@ -246,8 +246,7 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     if reason is not None:
         raise UnsupportedError(
             "expert_transport ('one_sided') needs GPUs that write into each other's memory: "
-            f"{reason}. The sending rank writes tokens there itself. Use 'all_gather', "
-            "'all_to_all' or 'auto'."
+            f"{reason}. Use 'all_gather', 'all_to_all' or 'auto'."
         )
     kernels = choose_kernels(device).kernels
     assert kernels is not None, "there would be a reason against puts"

@@ -61,8 +61,8 @@ def build_library(
                 _build(folder, sources, toolchain, num_jobs, say)
     except OSError as error:
         raise UnsupportedError(
-            f"the folder of built kernels must be writable: {cache} is not ({error}). A build is "
-            "kept there. Use another with --cache, or free space."
+            f"the folder of built kernels must be writable: {cache} is not ({error}). Use another "
+            "folder with --cache, or free space."
         ) from error
     return describe(folder / LIBRARY)
 
@@ -151,9 +151,9 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         last = "\n".join(done.stdout.strip().splitlines()[-15:])
         raise UnsupportedError(
-            f"the kernels must compile: {' '.join(command)} ended with {done.returncode}. "
-            f"It said:\n{last}\nA compile that was killed had too little memory: use fewer "
-            "--jobs. For all else use another CUDA toolkit."
+            f"the kernels must compile: {' '.join(command)} ended with {done.returncode}. It "
+            f"said:\n{last}\nIf the compiler was killed, memory was too small: use fewer --jobs. "
+            "Otherwise use another CUDA toolkit."
         )
 
 

@@ -78,7 +78,7 @@ def why_no_library(cache: Path, sources: Sources) -> str:
     others = sorted({path.parent.name.split("-")[0] for path in libraries})
     wheel = "no wheel is installed"
     if others:
-        wheel = f"the wheel in {folder} is of other sources ({', '.join(others)})"
+        wheel = f"the wheel in {folder} was built from other sources ({', '.join(others)})"
     return (
         f"{cache} has no library of these sources ({sources.key}), and {wheel}. Build one: "
         "lightning-megatron kernels build. Or install a wheel that lightning-megatron kernels "
@@ -105,8 +105,8 @@ def describe(path: Path) -> BuiltLibrary:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedError(
-            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged "
-            f"({error}). The folder was changed by hand. Delete {path.parent} and build again."
+            f"a built library must have a readable description: {path.parent / DESCRIPTION} is "
+            f"damaged ({error}). Delete {path.parent} and build again."
         ) from error
 
 

@@ -30,8 +30,8 @@ def load_library(path: Path) -> None:
     except OSError as error:
         raise UnsupportedError(
             f"the library must be loadable: {path} is not ({error}). It was built for another "
-            "system, or for a newer torch. Delete its folder and run: lightning-megatron kernels "
-            "build."
+            "system or another version of torch. Delete its folder and run: lightning-megatron "
+            "kernels build."
         ) from error
 
 

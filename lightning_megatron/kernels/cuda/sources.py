@@ -80,8 +80,8 @@ def read_sources(folder: Path = BUNDLED, architecture: str = ARCHITECTURE) -> So
     """
     if not (folder / "variants.h").is_file():
         raise UnsupportedError(
-            f"the kernels' sources must be installed: {folder} has none. They come with the "
-            "package. Install it again.",
+            f"the kernels' sources must be installed: {folder} has none. They are part of the "
+            "package. Install the package again.",
         )
     flags = " ".join(flag for suffix in _FLAGS for flag in flags_of(suffix, architecture))
     digest = hashlib.sha256(flags.encode())

@@ -62,7 +62,7 @@ def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         raise MissingExtraError(
-            "torch is not installed. The operator is compiled with its headers: pip install torch.",
+            "torch is not installed. The kernels are compiled with its headers: pip install torch.",
         )
     return Toolchain(
         nvcc,
@@ -86,7 +86,8 @@ def find_nvcc(cuda_home: Path | None = None) -> Path:
         nvcc = cuda_home / "bin" / "nvcc"
         if not nvcc.is_file():
             raise MissingExtraError(
-                f"nvcc is not in {cuda_home}/bin. CUDA_HOME or --cuda-home names that toolkit.",
+                f"nvcc is not in {cuda_home}/bin. Set CUDA_HOME or --cuda-home to the folder of a "
+                "CUDA toolkit.",
             )
         return nvcc
     on_path = shutil.which("nvcc")
@@ -123,8 +124,8 @@ def find_cutlass(folder: Path | None = None) -> Path:
             return include
     where = "not installed" if folder is None else f"not in {folder}"
     raise MissingExtraError(
-        f"the headers of CUTLASS are {where}. The kernels are made of its templates. Install them "
-        "with pip install --no-deps nvidia-cutlass, or name a checkout with --cutlass."
+        f"the headers of CUTLASS are {where}. The kernels are compiled from its templates. Install "
+        "them with pip install --no-deps nvidia-cutlass, or name a checkout with --cutlass."
     )
 
 
@@ -138,15 +139,15 @@ def _nvcc_version(nvcc: Path) -> str:
         ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise UnsupportedError(
-            f"nvcc must run: {nvcc} did not ({error}). Use another with --cuda-home.",
+            f"nvcc must run: {nvcc} did not ({error}). Use another CUDA toolkit with --cuda-home.",
         ) from error
     found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
     if found is None or (int(found[1]), int(found[2])) < _OLDEST_NVCC:
         oldest = ".".join(map(str, _OLDEST_NVCC))
         raise UnsupportedError(
             f"nvcc must be {oldest} or newer: {nvcc} says "
-            f"{found[0] if found else printed.strip()!r}. Older ones do not compile CUTLASS 4 for "
-            "sm_90a. Use another with --cuda-home."
+            f"{found[0] if found else printed.strip()!r}. Older versions do not compile CUTLASS 4 "
+            "for sm_90a. Use another CUDA toolkit with --cuda-home."
         )
     return ".".join(found.groups())
 

@@ -89,8 +89,8 @@ def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str
         _write_archive(path, {**files, f"{info}/RECORD": _record(files, f"{info}/RECORD")})
     except OSError as error:
         raise UnsupportedError(
-            f"the folder of the wheel must be writable: {out} is not ({error}). Name another with "
-            "--out.",
+            f"the folder of the wheel must be writable: {out} is not ({error}). Use another folder "
+            "with --out.",
         ) from error
     return path
 

@@ -120,7 +120,7 @@ def test_a_damaged_description_says_what_to_delete(kit: FakeKit, tmp_path: Path)
 def test_a_cache_that_is_no_folder_is_named(kit: FakeKit, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UnsupportedError, match="must be writable: .*file is not .* Use another with --cache"
+        UnsupportedError, match="must be writable: .*file is not .* Use another folder with --cache"
     ):
         build_library(tmp_path / "file", kit.write_sources(), kit.toolchain(), say=str)
 

@@ -65,7 +65,7 @@ def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
     other = kit.write_sources("// another kernel")
     assert find_library(cache, other) is None
     assert (
-        f"the wheel in {found.path.parents[1]} is of other sources ({sources.key})"
+        f"the wheel in {found.path.parents[1]} was built from other sources ({sources.key})"
         in why_no_library(cache, other)
     )
 
