@@ -156,7 +156,7 @@ def test_objects_are_refused_unless_told_otherwise(
     trainer.save_checkpoint(tmp_path / "objects")
     with pytest.raises(SystemExit):
         main(["checkpoint", "consolidate", str(tmp_path / "objects"), str(tmp_path / "out.ckpt")])
-    assert "this command takes --unsafe" in capsys.readouterr().err
+    assert "the option is --unsafe" in capsys.readouterr().err
     main(
         [
             "checkpoint",
@@ -201,4 +201,4 @@ def test_plain_files_need_no_conversion(
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(SystemExit, match="^2$"):
         main(["checkpoint", command, str(tmp_path / "plain.ckpt"), str(tmp_path / "out")])
-    assert "is one plain file already" in capsys.readouterr().err
+    assert "is already a plain file" in capsys.readouterr().err

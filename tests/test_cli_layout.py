@@ -101,7 +101,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_legal_values() -> None:
     [
         (["--gpus-per-node", "0"], "must be a whole number of at least 1: it is '0'"),
         (["--png", "map.doc"], "'map.doc' must end in .png, .svg, .pdf"),
-        (["--png", "nowhere/map.png"], "there is no folder 'nowhere'"),
+        (["--png", "nowhere/map.png"], "folder 'nowhere' does not exist"),
     ],
 )
 def test_bad_arguments_end_the_command(

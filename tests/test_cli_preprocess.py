@@ -207,7 +207,10 @@ def test_the_command_line_says_what_is_wrong_and_exits_with_2(
         ("[" * 100_000, "in.jsonl:2 is not valid JSON: "),
         ('{"text": "a", "n": ' + "9" * 5000 + "}", "in.jsonl:2 is not valid JSON: "),
         ('{"text": "a", "text": "b"}', "in.jsonl:2 is not valid JSON: the key 'text' occurs twice"),
-        ('{"text": "a\\ud800b"}', "in.jsonl:2 is no text: character 2 is half of a surrogate pair"),
+        (
+            '{"text": "a\\ud800b"}',
+            "in.jsonl:2 is not valid text: character 2 is half of a surrogate pair",
+        ),
     ],
 )
 def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None:

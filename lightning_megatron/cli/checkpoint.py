@@ -59,7 +59,7 @@ def main(args: Sequence[str]) -> None:
         if "weights_only=False" not in str(error):
             raise
         raise UnsupportedError(
-            f"{error} Instead of weights_only=False this command takes --unsafe."
+            f"{error} For this command, the option is --unsafe instead of weights_only=False."
         ) from error
 
 
@@ -158,9 +158,8 @@ def run_reshard(options: argparse.Namespace) -> None:
     _check_sharded(options.path)
     if options.dtype is not None and not options.weights_only:
         raise UnsupportedError(
-            f"--dtype {options.dtype} needs --weights-only, because a training that continues "
-            "needs the weights as its optimizer left them. Add --weights-only, or leave --dtype "
-            "out."
+            f"--dtype {options.dtype} needs --weights-only, because continued training needs the "
+            "weights in their own type. Add --weights-only, or leave --dtype out."
         )
     if "://" not in options.out:
         _check_new(Path(options.out), options.overwrite)
@@ -288,9 +287,8 @@ def _add(
 def _check_sharded(path: str) -> None:
     if Path(path).is_file():
         raise CheckpointMismatchError(
-            f"what is converted must be a directory that this library saved: {path} is one plain "
-            "file already, or no checkpoint. Every layout loads plain files as they are. Use it "
-            "where the result would be used."
+            f"only a directory that this library saved can be converted: {path} is already a plain "
+            "file, or not a checkpoint. Every layout loads plain files."
         )
 
 
@@ -301,8 +299,7 @@ def _check_new(out: Path, overwrite: bool) -> None:
         )
     if out.exists() and not overwrite:
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {out}. It would be replaced. Use another name, or "
-            "--overwrite."
+            f"the result must not exist yet: {out}. Use another name, or --overwrite to replace it."
         )
 
 

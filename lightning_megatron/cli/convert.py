@@ -98,8 +98,8 @@ def main(args: Sequence[str]) -> None:
         if gap > _TOLERANCE:
             raise UnsupportedError(
                 f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the "
-                f"largest, more than {_TOLERANCE:.0e}. One is of another model, or was rounded by "
-                f"--dtype. Do not use {options.out}."
+                f"largest, more than {_TOLERANCE:.0e}. Either they are of different models, or "
+                f"--dtype rounded the weights. Do not use {options.out}."
             )
 
 
@@ -108,22 +108,21 @@ def _check_options(options: argparse.Namespace, is_export: bool) -> None:
     for name in ("merge", "tokenizer"):
         if getattr(options, name) and not is_export:
             raise UnsupportedError(
-                f"--{name} is for what becomes a Hugging Face folder: {options.source} is one "
-                f"already. A checkpoint of it has no adapter and no tokenizer. Leave --{name} out."
+                f"--{name} is only for conversion to a Hugging Face folder: {options.source} is "
+                f"already one. Leave --{name} out."
             )
     if options.tokenizer and not _copied_files(options.tokenizer):
         raise CheckpointMismatchError(
             f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has "
-            "none. They would be missing beside the weights. Use the folder that the model came "
-            "from."
+            "none. Use the folder of the original model."
         )
     if not (is_export and options.verify) or options.merge:
         return
     saved = find_model(options.source, options.name, options.unsafe)
     if isinstance(saved, SavedModel) and saved.adapter:
         raise UnsupportedError(
-            "results are compared of whole models: --verify was given, and an adapter alone would "
-            "be written. It has none without its base. Add --merge, or leave --verify out."
+            "--verify needs a whole model, because an adapter computes nothing without its base: "
+            "only an adapter would be written. Add --merge, or leave --verify out."
         )
 
 

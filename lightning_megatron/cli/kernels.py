@@ -157,7 +157,7 @@ def run_show(options: argparse.Namespace) -> None:
         return
     if any(size is not None for size in shape):
         raise UnsupportedError(
-            "--rows, --groups, --n and --k describe one shape: some of them are missing. Give all "
+            "--rows, --groups, --n and --k describe one shape: some of them are missing. Pass all "
             "four, or none."
         )
     print("\n".join(_describe_installation(options)))
@@ -181,8 +181,8 @@ def run_check(options: argparse.Namespace) -> None:
     why = why_not_runnable()
     if why is not None:
         raise UnsupportedError(
-            f"the kernels need an H100, H200 or H20: {why}. They use instructions of sm_90a. "
-            "Elsewhere the products of torch are used."
+            f"the kernels need an H100, H200 or H20: {why}. They use instructions of sm_90a. On "
+            "other GPUs torch's products are used."
         )
     print(f"{torch.cuda.get_device_name(0)}: can run it")
 

@@ -222,5 +222,5 @@ def _picture_path(text: str) -> Path:
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(PICTURE_SUFFIXES)}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"folder {str(path.parent)!r} does not exist")
     return path

@@ -53,7 +53,7 @@ def check_once(
             log.warning(
                 (
                     "The result of the checksum comparison cannot be stored in %s (%s): every run "
-                    "reads them again."
+                    "reads the files again."
                 ),
                 memory,
                 error,

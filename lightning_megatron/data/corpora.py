@@ -30,15 +30,15 @@ def check_sources(train: object, val: object, test: object, split: object, corpu
     """
     if not (train or val or test or corpus):
         raise UnsupportedError(
-            "no data are named: give prefixes of token files, or corpus 'speeches'."
+            "no data are given: pass prefixes of token files, or corpus 'speeches'."
         )
     if corpus is not None and (train or val or test or split):
         raise UnsupportedError(
-            f"corpus {corpus!r} brings its own parts: leave train, val, test and split out."
+            f"corpus {corpus!r} has its own parts: leave out train, val, test and split."
         )
     if split is not None and (val or test or train is None):
         raise UnsupportedError(
-            "split divides `train` into all parts: give train, and leave val and test out."
+            "split divides `train` into all parts: pass train, and leave out val and test."
         )
 
 

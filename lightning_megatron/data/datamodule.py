@@ -291,7 +291,7 @@ class TokenDataModule(LightningDataModule):
         if not corpora and self.split is not None and has_share(self.split, PARTS.index(part)):
             raise UnsupportedError(
                 f"split {self.split!r} leaves no document of {', '.join(self.prefixes['train'])} "
-                f"for {part}: there are too few. Give {part} a larger weight, or a weight of 0."
+                f"for {part}. Give {part} a larger weight, or a weight of 0."
             )
         if not corpora:
             return []
@@ -306,8 +306,8 @@ class TokenDataModule(LightningDataModule):
     def _loader(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
         if self.mask_after_eod and self.eod is None:
             raise UnsupportedError(
-                "mask_after_eod needs a token that ends documents: the tokenizer names none. Leave "
-                "mask_after_eod out, or use a tokenizer that has one."
+                "mask_after_eod needs an end-of-document token: the tokenizer has none. Leave "
+                "mask_after_eod out, or use a tokenizer with such a token."
             )
         batches = WindowBatches(samples, self.eod if self.mask_after_eod else None)
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
@@ -374,8 +374,8 @@ class TokenDataModule(LightningDataModule):
         known = self.tokenizer or self._description()
         if known is None:
             raise UnsupportedError(
-                f"{name} is not known: {self._all_prefixes()[0]} does not say which tokenizer "
-                "wrote it. Name the tokenizer."
+                f"{name} is not known: the description of {self._all_prefixes()[0]} has no "
+                "tokenizer. Pass the tokenizer."
             )
         return getattr(known, name)
 

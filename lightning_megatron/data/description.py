@@ -106,7 +106,8 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
         if description.tokenizer is None and _is_foreign(path):
             return
         raise CorruptDataError(
-            f"{path} exists and is no corpus description. Move it away or choose another output."
+            f"{path} exists and is not a corpus description. Move it away, or choose another "
+            "output."
         )
     content = content_of(description)
     check_fields(content, str(path))

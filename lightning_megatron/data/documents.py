@@ -151,8 +151,8 @@ def _parse(content: bytes, place: str, json_key: str | None) -> str:
         found.encode("utf-8")
     except UnicodeEncodeError as error:
         raise CorruptDataError(
-            f"{place} is no text: character {error.start + 1} is half of a surrogate pair. Repair "
-            "the line."
+            f"{place} is not valid text: character {error.start + 1} is half of a surrogate pair. "
+            "Repair the line."
         ) from None
     return found
 

@@ -72,7 +72,7 @@ def load_or_build(
         return build()
     if found is None:
         log.warning(
-            "The sample index in %s changed as it was written; it is built in memory.", folder
+            "The sample index in %s changed while it was written; it is built in memory.", folder
         )
         return build()
     return found
@@ -87,7 +87,7 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
         if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(
             names
         ):
-            raise CorruptDataError("it is the index of other samples")
+            raise CorruptDataError("it is an index of other samples")
         return {
             name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names
         }
@@ -100,14 +100,14 @@ def _read_array(path: Path, listed: object) -> npt.NDArray:
     # `read_start` refuses anything but a regular file: opening a pipe would block.
     read_start(path, 1)
     if crc32_of(path) != listed:
-        raise CorruptDataError(f"{path.name} has another checksum")
+        raise CorruptDataError(f"the checksum of {path.name} does not match")
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError:
         # numpy cannot memory-map an empty array.
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-        raise CorruptDataError(f"{path.name} holds no whole numbers")
+        raise CorruptDataError(f"{path.name} does not hold whole numbers")
     return array
 
 

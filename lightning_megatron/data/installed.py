@@ -43,6 +43,6 @@ def check_sha256(path: Path, expected: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != expected:
         raise CorruptDataError(
-            f"{path} has sha256 {found}, {expected} expected. Install its package again."
+            f"{path} must have sha256 {expected}: it has {found}. Install its package again."
         )
     return content

@@ -151,8 +151,8 @@ def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(
-            f"the tokenizer {options.tokenizer!r} names no end-of-document token that is known. "
-            "Name it with --eod-token, or leave --append-eod out."
+            f"the tokenizer {options.tokenizer!r} has no known end-of-document token. Name one "
+            "with --eod-token, or leave --append-eod out."
         )
     return tokenizer
 

@@ -55,7 +55,7 @@ class TokenBatchSampler:
     ) -> None:
         if batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ParallelPlanError(
-                "a batch holds at least one sample and dp_rank lies in [0, dp_size): batch_size "
+                "batch_size must be at least 1 and dp_rank must lie in [0, dp_size): batch_size is "
                 f"{batch_size}, dp_rank {dp_rank}, dp_size {dp_size}."
             )
         self.num_samples = num_samples
@@ -163,20 +163,20 @@ def check_position(state: Mapping[str, Any]) -> None:
     missing = [name for name in (*REQUIRED, "order") if name not in state]
     if missing:
         raise CheckpointMismatchError(
-            "the position in the data of a checkpoint must have "
-            f"{', '.join((*REQUIRED, 'order'))}: {missing} are missing. Resume with the data "
-            "module that the checkpoint was written with."
+            f"the data position of a checkpoint must have {', '.join((*REQUIRED, 'order'))}: "
+            f"{missing} are missing. Resume with the data module that the checkpoint was written "
+            "with."
         )
     for name in (*REQUIRED, *OPTIONAL):
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**63:
             raise CheckpointMismatchError(
-                f"{name} in the position in the data of a checkpoint must be a whole number from 0 "
-                f"on: it is {ascii(value)[:80]}. Use another checkpoint."
+                f"{name} in the data position of a checkpoint must be a whole number from 0 on: it "
+                f"is {ascii(value)[:80]}. Use another checkpoint."
             )
     if state["consumed"] > state["num_samples"] or not isinstance(state["order"], str):
         raise CheckpointMismatchError(
-            f"the position in the data of a checkpoint contradicts itself: {state['consumed']} of "
+            f"the data position of a checkpoint is contradictory: {state['consumed']} of "
             f"{state['num_samples']} samples, in the order {ascii(state['order'])[:80]}. Use "
             "another checkpoint."
         )

@@ -184,7 +184,7 @@ class GPTSamples:
             raise CorruptDataError(
                 f"token ids must lie in the vocabulary of {limit} tokens: sample {index} of "
                 f"{self.corpus.prefix} holds {low} to {high}. The corpus was written with another "
-                "tokenizer: use that one."
+                "tokenizer: use that tokenizer."
             )
 
     def _fields(self) -> dict[str, object]:
@@ -290,7 +290,8 @@ def blend_samples(
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
     if weights is not None and len(weights) != len(corpora):
         raise UnsupportedError(
-            f"a blend needs one weight per corpus: {len(weights)} weights, {len(corpora)} corpora."
+            f"a blend needs one weight for each corpus: it has {len(weights)} weights and "
+            f"{len(corpora)} corpora."
         )
     if options.order == "megatron":
         return _blend_as_megatron(corpora, weights, options, num_samples)
@@ -354,9 +355,9 @@ def _blend_as_megatron(
     for (corpus, _), wanted, available in zip(corpora, drawn, sizes, strict=True):
         if wanted > available:
             raise UnsupportedError(
-                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, of which it "
-                f"builds {available}: Megatron-Core refuses such a blend, too. Ask for fewer or "
-                "more samples, change the weights, or use order 'passes'."
+                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, but builds only "
+                f"{available}: Megatron-Core refuses such a blend, too. Use fewer or more samples, "
+                "change the weights, or use order 'passes'."
             )
     mixture = "exhaustive" if num_samples is None else ",".join(map(str, shares))
     return BlendedSamples(parts, choices, f"megatron {mixture}")

@@ -146,9 +146,9 @@ class TokenFile:
         for path, has, wanted in zip(paths, found, expected, strict=True):
             if has != wanted:
                 raise CorruptDataError(
-                    f"{path} is not as it was written: its checksum must be {wanted}, as "
-                    f"{paths[0].name} says, and is {has}. Copy {self.prefix}.bin, .idx and .json "
-                    "again, or run `lightning-megatron preprocess` again."
+                    f"{path} has changed: its checksum must be {wanted}, as in {paths[0].name}, "
+                    f"and is {has}. Copy {self.prefix}.bin, .idx and .json again, or run "
+                    "`lightning-megatron preprocess` again."
                 )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -163,8 +163,8 @@ class TokenFile:
             raise CorruptDataError(
                 f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was "
                 f"written with {written.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
-                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would be read as other "
-                f"text. Use tokenizer {written.tokenizer!r} or write the corpus again with "
+                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would mean other text. "
+                f"Use tokenizer {written.tokenizer!r} or write the corpus again with "
                 "`lightning-megatron preprocess`."
             )
 

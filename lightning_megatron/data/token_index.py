@@ -101,7 +101,7 @@ def read_index(
     magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if magic != MAGIC:
         raise CorruptDataError(
-            f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}. {REMEDY}"
+            f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}. {REMEDY}"
         )
     if version != 1:
         raise CorruptDataError(

@@ -141,7 +141,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     if vocab is not None and merges is not None:
         return _load_pair(os.fspath(spec), vocab, merges, eod)
     raise UnsupportedError(
-        f"there is no tokenizer {os.fspath(spec)!r}. Use 'bytes', 'gpt2', the path of a "
+        f"tokenizer {os.fspath(spec)!r} does not exist. Use 'bytes', 'gpt2', the path of a "
         "tokenizer.json, or a directory with a tokenizer.json, or with vocab.json (or "
         "encoder.json) and merges.txt (or vocab.bpe)."
     )
@@ -152,7 +152,7 @@ def _built(path: Path, build: Callable[[], Any]) -> Any:
         return build()
     # The library is written in Rust and raises instances of Exception itself.
     except Exception as error:
-        raise CorruptDataError(f"{path} is no tokenizer: {error}. {REMEDY}") from error
+        raise CorruptDataError(f"{path} is not a tokenizer: {error}. {REMEDY}") from error
 
 
 def _load_gpt2(eod: str | None) -> Tokenizer:

@@ -121,7 +121,7 @@ def _wait(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
             f"all ranks must join the job: {whom} did not join in time. They have failed, or other "
-            "machines have not been started. Look for the first failure, or give them more time "
-            "with MegatronStrategy(timeout=...)."
+            "machines have not been started. Look for the first failure, or allow more time with "
+            "MegatronStrategy(timeout=...)."
         )
     time.sleep(_POLL_SECONDS)

@@ -131,8 +131,8 @@ class _Waiting:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
                     f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
-                    "not been started. Look for the first failure, or give the ranks more time "
-                    "with MegatronStrategy(timeout=...)."
+                    "not been started. Look for the first failure, or allow more time with "
+                    "MegatronStrategy(timeout=...)."
                 ) from error
             return store.get(key).decode()
 
@@ -143,10 +143,9 @@ class _Waiting:
         ends = json.loads(self._store.get(f"open/{other}"))
         if ends and ends != self._ends and ends[0] <= self._rank <= ends[1]:
             raise RankMismatchError(
-                f"all ranks of a layout must have the same layout: that of rank {self._rank} has "
-                f"ranks {self._ends[0]} to {self._ends[1]}, that of rank {other} ranks {ends[0]} "
-                f"to {ends[1]}. They would wait for each other. Give both the same world_size and "
-                "rank_offset."
+                f"all ranks of a layout must have the same layout: the layout of rank {self._rank} "
+                f"has ranks {self._ends[0]} to {self._ends[1]}, the layout of rank {other} has "
+                f"ranks {ends[0]} to {ends[1]}. Give both the same world_size and rank_offset."
             )
 
 
@@ -186,7 +185,7 @@ def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
         f"; and {len(complaints) - 8} more" if len(complaints) > 8 else ""
     )
     return (
-        f"all ranks must be started with the same configuration, versions and data: {shown}. A job "
-        "whose ranks disagree hangs or trains something else. Start every rank with the same "
-        "command, environment and files."
+        f"all ranks must be started with the same configuration, versions and data: {shown}. "
+        "Otherwise the job hangs, or trains another model. Start every rank with the same command, "
+        "environment and files."
     )

@@ -72,9 +72,9 @@ class Journal:
 
 def _after_the_run(kind: str, axis: str, ranks: tuple[int, ...]) -> UnsupportedError:
     return UnsupportedError(
-        "a model that tp, cp, pp or ep spreads over ranks can be called only while a fit, a "
-        f"validation, a test or a prediction runs: {kind} over {axis} (ranks {list(ranks)}) was "
-        "called after its end, which destroyed the groups of ranks. Call the model in a hook such "
-        "as on_train_end or on_fit_end, or by trainer.predict. To use it in one process, save it "
-        "(save_pretrained, or lightning-megatron checkpoint consolidate) and load the files there."
+        "a model that is divided by tp, cp, pp or ep can be called only while fit, validate, test "
+        f"or predict runs: {kind} over {axis} (ranks {list(ranks)}) was called after the end of "
+        "the run, which destroyed its process groups. Call the model in a hook such as "
+        "on_train_end or on_fit_end, or by trainer.predict. To use it in one process, save it "
+        "(save_pretrained, or lightning-megatron checkpoint consolidate) and load its files there."
     )

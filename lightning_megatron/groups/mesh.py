@@ -206,7 +206,7 @@ class ParallelMesh:
         """
         if name not in GROUP_NAMES:
             raise ParallelPlanError(
-                f"name must be an axis of the mesh with a group: {name!r} is none. Use "
+                f"name must be an axis of the mesh with a group: {name!r} is not. Use "
                 f"{', '.join(GROUP_NAMES)}."
             )
         twin: MeshAxis = getattr(self, f"{name}_cpu")
@@ -299,16 +299,15 @@ class _Builder:
         if found < wanted:
             raise ParallelPlanError(
                 f"the initialised process group has {found} ranks, the layout needs {wanted}. "
-                f"Groups are cut out of the ranks of the job. Start {wanted} processes or change "
-                "the layout."
+                f"Start {wanted} processes or change the layout."
             )
         (ranks,) = self._all_ranks()
         rank = dist.get_rank()
         if rank not in ranks:
             raise ParallelPlanError(
-                f"a layout must have the rank that makes its groups: rank {rank} is none of "
+                f"a layout must contain the rank that creates its groups: rank {rank} is not in "
                 f"{ranks[0]} to {ranks[-1]}. Give this rank a layout with its own rank_offset, or "
-                f"a larger one to all of the {found} ranks."
+                f"all {found} ranks a larger layout."
             )
         self.is_part = found != self.layout.world_size
 

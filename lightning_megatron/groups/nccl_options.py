@@ -83,7 +83,7 @@ def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[s
         if axis in found:
             raise ParallelPlanError(
                 f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the "
-                "same. Put the settings of both together."
+                "same axis. Combine the settings of both."
             )
         found[axis] = _settings(name, values)
         names[axis] = name
@@ -118,8 +118,8 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
                 one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one)
             )
             raise ParallelPlanError(
-                f"nccl_options must be settings that the installed NCCL has: {name!r} needs a "
-                f"newer one. Use {', '.join(known)}."
+                f"nccl_options must be settings of the installed NCCL: {name!r} needs a newer "
+                f"version. Use {', '.join(known)}."
             )
         setattr(result.config, name, value)
     return result
@@ -129,8 +129,8 @@ def _axis(name: Any) -> str:
     axis = _MEGATRON_NAMES.get(name, name) if isinstance(name, str) else name
     if axis not in GROUP_NAMES:
         raise ParallelPlanError(
-            f"nccl_options must be given for axes that have a group: {shown(name)} is none, so "
-            f"that nothing would use its options. Use {', '.join(GROUP_NAMES)}."
+            f"nccl_options must be given for axes with a group: {shown(name)} is not such an axis. "
+            f"Use {', '.join(GROUP_NAMES)}."
         )
     return str(axis)
 
@@ -141,12 +141,12 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
         setting = _MEGATRON_SETTINGS.get(name, name)
         if setting not in _SETTINGS:
             raise ParallelPlanError(
-                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is none. Use "
+                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is not. Use "
                 f"{', '.join(_SETTINGS)}."
             )
         if setting in found:
             raise ParallelPlanError(
-                f"nccl_options[{axis!r}] must give {setting} once: {name} is the same."
+                f"nccl_options[{axis!r}] must give {setting} once: {name} is the same setting."
             )
         found[setting] = coerced(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
     if found.get("min_ctas", 0) > found.get("max_ctas", found.get("min_ctas", 0)):
@@ -186,7 +186,7 @@ def _check_keys(node: yaml.Node | None, path: str) -> None:
     for key in keys:
         if keys.count(key) > 1:
             raise ParallelPlanError(
-                f"{path!r} must name every axis and setting once: {shown(key)} is there twice."
+                f"{path!r} must name every axis and setting once: {shown(key)} occurs twice."
             )
     for _, value in node.value:
         if isinstance(value, yaml.MappingNode):

@@ -121,9 +121,9 @@ class PeerMemory:
         if self._region is None or self._region.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
-                    "memory that ranks share must be there before a graph is captured: "
-                    f"{num_bytes} bytes are needed. The ranks wait for each other while they "
-                    "allocate it. Run the captured code once before, with as many tokens."
+                    "shared memory must be allocated before a graph is captured, because the ranks "
+                    f"wait for each other to allocate it: {num_bytes} bytes are needed. Run the "
+                    "captured code once before, with the same number of tokens."
                 )
             # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
@@ -172,8 +172,8 @@ def _reason() -> str | None:
     # Multicast objects can disable the GPUs of a shared host, and this package does not use them.
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, torch.cuda.current_device()):
         return (
-            "torch would set up NVLink multicast for it, which nothing here needs; the environment "
-            "variable TORCH_SYMM_MEM_DISABLE_MULTICAST=1 switches that off"
+            "torch would set up NVLink multicast for it, which is not needed; the environment "
+            "variable TORCH_SYMM_MEM_DISABLE_MULTICAST=1 disables it"
         )
     return None
 

@@ -121,7 +121,7 @@ class ShardSpec:
         """
         if tuple(full.shape) != self.full_shape:
             raise ValueError(
-                f"the full tensor must have shape {self.full_shape}: {tuple(full.shape)}."
+                f"the full tensor must have shape {self.full_shape}: it has {tuple(full.shape)}."
             )
         if not self.full_shape:
             return full.clone()
@@ -182,9 +182,9 @@ class FlatSlice:
         )
         if not fits:
             raise ValueError(
-                f"a local tensor has at least the {self.spec.local_extent} rows of its spec along "
-                f"dimension {dim}, and the extents of the full shape {full} along the others: "
-                f"{self.local_shape}."
+                f"a local tensor must have at least the {self.spec.local_extent} rows of its spec "
+                f"along dimension {dim}, and the sizes of the full shape {full} along the others: "
+                f"its shape is {self.local_shape}."
             )
         size = prod(self.local_shape)
         if not 0 <= self.start <= self.stop <= size:

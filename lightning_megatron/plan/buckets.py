@@ -84,8 +84,8 @@ class Bucket:
         if self.size % num_parts:
             raise ParallelPlanError(
                 f"a bucket must be cut into equal parts: its size is {self.size}, num_parts is "
-                f"{num_parts}. It was planned for another number of parts. Plan the buffer again "
-                f"with num_parts of {num_parts}."
+                f"{num_parts}. The buffer was planned for another number of parts. Plan the buffer "
+                f"again with num_parts of {num_parts}."
             )
         extent = self.size // num_parts
         return self.start + index * extent, self.start + (index + 1) * extent
@@ -313,8 +313,8 @@ def _checked(pieces: Iterable[Piece], num_parts: int, **sizes: int) -> list[Piec
     for piece in pieces:
         if piece.name in checked:
             raise ParallelPlanError(
-                f"a buffer holds each parameter once: {piece.name!r} is named twice. Its places "
-                "would differ. Name a shared parameter once."
+                f"a buffer holds each parameter once: {piece.name!r} is listed twice. List a "
+                "shared parameter once."
             )
         if piece.size < 0:
             raise ParallelPlanError(

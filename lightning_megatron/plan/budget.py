@@ -379,17 +379,15 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
             f"{join_or(SCHEDULE_NAMES)}."
         )
     if training.zero not in (0, 1):
-        raise ParallelPlanError(
-            f"zero must be 0 or 1: it is {training.zero!r}. Other levels are not supported."
-        )
+        raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}.")
     if training.recompute not in (legal := get_args(Recompute)):
         raise ParallelPlanError(
-            f"recompute must be one of {join_or(legal)}: it is {training.recompute!r}. Use one."
+            f"recompute must be one of {join_or(legal)}: it is {training.recompute!r}."
         )
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(
-            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because that many "
+            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because {shards} "
             "ranks hold equal parts of the sequence. Use a seq_length of "
             f"{-(-training.seq_length // shards) * shards}."
         )

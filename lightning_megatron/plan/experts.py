@@ -99,7 +99,7 @@ class ExpertsConfig:
         coerce_fields(self, "experts.")
         rule = f"be at most num_experts ({self.num_experts})"
         self._require(
-            self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once"
+            self.top_k <= self.num_experts, "top_k", rule, "a token goes to each expert once"
         )
         if not isinstance(self.layers, int):
             self._require(
@@ -139,8 +139,8 @@ class ExpertsConfig:
         if len(self.layers) != num_layers:
             raise ParallelPlanError(
                 f"layers of experts must have a value for each of num_layers ({num_layers}): it "
-                f"has {len(self.layers)}. Each layer has experts or an MLP. Give {num_layers} "
-                "values, or an integer n for every n-th layer."
+                f"has {len(self.layers)} values. Use {num_layers} values, or an integer n for "
+                "every n-th layer."
             )
 
     def _check_groups(self) -> None:
@@ -158,12 +158,15 @@ class ExpertsConfig:
         )
         rule = f"be at most num_groups ({self.num_groups})"
         self._require(
-            self.top_k_groups <= self.num_groups, "top_k_groups", rule, "the best of them are taken"
+            self.top_k_groups <= self.num_groups,
+            "top_k_groups",
+            rule,
+            "the best groups are selected",
         )
         eligible = self.num_experts // self.num_groups * self.top_k_groups
         rule = f"be at most {eligible}"
         why = (
-            f"top_k_groups ({self.top_k_groups}) of num_groups ({self.num_groups}) have that many "
+            f"top_k_groups ({self.top_k_groups}) of num_groups ({self.num_groups}) have {eligible} "
             "experts"
         )
         self._require(self.top_k <= eligible, "top_k", rule, why)

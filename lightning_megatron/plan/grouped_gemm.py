@@ -115,7 +115,7 @@ def choose_variant(
     _check_sizes(num_rows, num_groups, n, k)
     if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
         raise UnsupportedError(
-            f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gates and ups are n / 2 "
+            f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gate and up have n / 2 "
             "features each, and TMA stores multiples of 16 bytes. Use such sizes, or the product "
             "and the activation one after the other."
         )
@@ -131,8 +131,8 @@ def choose_variant(
     own = [name for name in VARIANTS if pass_of(name) is which]
     if variant not in own:
         raise UnsupportedError(
-            f"the variant must be one for {which}: {variant!r}. Each variant computes one product. "
-            f"Use {join_or(own)}, or None for the rule's choice."
+            f"the variant must compute {which}: {variant!r} does not. Use {join_or(own)}, or None "
+            "for the rule's choice."
         )
     return replace(chosen, variant=variant, reason="it was asked for")
 

@@ -302,12 +302,12 @@ def _axes_of(name: str, legal: tuple[str, ...], aliases: Mapping[str, str]) -> l
             known = axis in (*DENSE_AXES, *EXPERT_AXES)
             why = f"it is an axis of the {other} grid" if known else "there is no such axis"
             raise ParallelPlanError(
-                f"a group of the {grid} grid is named by its axes: {name!r} has {axis!r}, but "
+                f"a group of the {grid} grid must be named by its axes: {name!r} has {axis!r}, but "
                 f"{why}. Use {join_or(legal)}, joined by dashes."
             )
         if axes.count(axis) > 1:
             raise ParallelPlanError(
-                f"a group's name holds an axis at most once: {name!r} has {axis} "
+                f"a group's name must have each axis at most once: {name!r} has {axis} "
                 f"{axes.count(axis)} times. Use {'-'.join(dict.fromkeys(axes))!r}."
             )
     return axes

@@ -58,7 +58,7 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         coerce_fields(self, "rotary_scaling.")
         length = self.original_length
-        needs = f"the {self.kind} kind looks at the length that the model was first trained on"
+        needs = f"the {self.kind} kind depends on the sequence length of the first training"
         _require(
             self.kind == "linear" or length is not None,
             "original_length",
@@ -74,7 +74,7 @@ class RotaryScaling:
                 "high_frequency_factor",
                 self.high_frequency_factor,
                 rule,
-                "angles between are blended",
+                "the angles between the two are interpolated",
             )
         if self.kind == "longrope":
             holds = length is not None and length > 1
@@ -88,7 +88,7 @@ class RotaryScaling:
                     name,
                     values,
                     "be numbers above 0",
-                    "every angle is divided by its own",
+                    "each angle is divided by its own factor",
                 )
             numbers = f"{len(self.short_factors)} and {len(self.long_factors)}"
             same = len(self.short_factors) == len(self.long_factors)

@@ -111,7 +111,8 @@ class Schedule:
         """
         if len(self.rows) != self.num_stages:
             raise ParallelPlanError(
-                f"a schedule has one row per stage: {len(self.rows)} rows, pp {self.num_stages}."
+                f"a schedule must have one row for each stage: it has {len(self.rows)} rows, pp is "
+                f"{self.num_stages}."
             )
         for rank, row in enumerate(self.rows):
             self._validate_row(rank, row)
@@ -132,7 +133,7 @@ class Schedule:
                 raise self._fault(
                     rank,
                     action,
-                    "names a chunk or microbatch that there is none of. Use chunks of 0 to "
+                    "names a chunk or microbatch that does not exist. Use chunks of 0 to "
                     f"{self.num_chunks - 1} and microbatches of 0 to {self.num_microbatches - 1}",
                 )
             before = {"B": "F", "I": "F", "W": "I"}.get(action.kind)
@@ -143,9 +144,8 @@ class Schedule:
             for microbatch in range(self.num_microbatches):
                 kinds = [kind for kind in get_args(Kind) if Action(kind, chunk, microbatch) in done]
                 if kinds not in ([["F"]] if self.forward_only else [["F", "B"], ["F", "I", "W"]]):
-                    what = (
-                        f"must go with its backward alone: found is {', '.join(kinds) or 'nothing'}"
-                    )
+                    rule = "come alone" if self.forward_only else "come with B, or with I and W"
+                    what = f"must {rule}: found {', '.join(kinds) or 'nothing'}"
                     raise self._fault(
                         rank, Action("F", chunk, microbatch), f"{what}. {self._legal_row}"
                     )
@@ -254,9 +254,7 @@ def check_schedule_sizes(
         require_positive(size_name, size)
     names = (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES)
     if name not in names:
-        raise ParallelPlanError(
-            f"schedule must be one that exists: it is {name!r}. Use {join_or(names)}."
-        )
+        raise ParallelPlanError(f"schedule must be {join_or(names)}: it is {name!r}.")
     if shape_of(name) == "v":
         check_v(name, num_stages, num_microbatches, num_chunks, forward_only)
     check_chunks(name, num_stages, num_chunks, microbatch_group_size)

@@ -35,14 +35,13 @@ def check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None)
     """
     if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and num_chunks > 1:
         raise ParallelPlanError(
-            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It does not say "
-            "which chunk comes first. Use schedule 'interleaved', or vpp of 1."
+            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It does not "
+            "order the chunks of a stage. Use schedule 'interleaved', or vpp of 1."
         )
     if name != "interleaved" and group is not None:
         raise ParallelPlanError(
             f"microbatch_group_size ({group}) belongs to schedule 'interleaved': schedule is "
-            f"{name!r}, which has no groups of microbatches. Use "
-            "microbatch_group_size of None."
+            f"{name!r}, which has no groups of microbatches. Use microbatch_group_size of None."
         )
     if name == "interleaved" and num_chunks == 1:
         raise ParallelPlanError(
@@ -83,13 +82,13 @@ def check_group(num_stages: int, num_microbatches: int, group: int) -> None:
         legal = [*legal[:5], legal[-1]]
     if num_stages <= group <= num_microbatches:
         why = (
-            f"the last group would hold {remainder}, fewer than stages, and every stage would wait "
-            "for it"
+            f"the last group would hold {remainder}, fewer than the stages, and every stage would "
+            "wait for it"
         )
     else:
-        why = "a smaller group would wait for its own output, a larger one never fills"
+        why = "a smaller group would wait for its own output, and a larger one would never fill"
     multiple = -(-num_microbatches // num_stages) * num_stages
     raise ParallelPlanError(
-        f"microbatches must fill groups of at least pp and at most all of them: {values}; {why}. "
+        f"microbatch groups must have at least pp microbatches and at most all: {values}; {why}. "
         f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
     )

@@ -254,11 +254,11 @@ def test_the_command_refuses_what_it_cannot_write(
     for arguments, reason in (
         (
             [str(folder), str(tmp_path / "out"), "--merge"],
-            "--merge is for what becomes a Hugging Face folder",
+            "--merge is only for conversion to a Hugging Face folder",
         ),
         (
             [str(folder), str(tmp_path / "out"), "--tokenizer", str(folder)],
-            "--tokenizer is for what becomes",
+            "--tokenizer is only for conversion",
         ),
         (
             [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(tmp_path)],

@@ -168,14 +168,14 @@ def same(a: Any, b: Any) -> bool:
         ),
         ("vocab_size", True, "vocab_size must be a whole number"),
         ("eod", 257, r"eod must be null or a whole number in \[0, 256\]: it is 257"),
-        ("eod", None, r"json is not as it was written: its checksum must be [0-9a-f]{8}"),
+        ("eod", None, r"json has changed: its checksum must be [0-9a-f]{8}"),
         ("num_bytes", -1, "num_bytes must be a whole number"),
         ("num_tokens", 3, r"says num_tokens 3, but b\.idx has 54: they do not belong together"),
         ("num_documents", 7, r"says num_documents 7, but b\.idx has 6"),
         ("tokenizer", "", "tokenizer must be a text"),
         ("tokenizer", None, "tokenizer_fingerprint must be null where tokenizer is"),
         ("idx_sha256", "0" * 63, "idx_sha256 must be 64 hexadecimal digits"),
-        ("bin_crc32", "0" * 8, r"json is not as it was written"),
+        ("bin_crc32", "0" * 8, r"json has changed"),
         ("version", 3, "version must be 1 or 2: it is 3"),
         ("format", "other", "format must be 'lightning_megatron.corpus': it is 'other'"),
     ],
@@ -419,9 +419,7 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
     path.write_bytes(content)
     # what was found is remembered, too: the ranks that wait need not read the file again
     for _ in range(2):
-        with pytest.raises(
-            CorruptDataError, match=r"a\.bin is not as it was written: its checksum must be"
-        ):
+        with pytest.raises(CorruptDataError, match=r"a\.bin has changed: its checksum must be"):
             set_up()
     assert len(calls) == 2
     set_up(checksums=False)
@@ -453,9 +451,9 @@ def test_where_nothing_can_be_remembered_one_process_of_a_node_compares(
     Path(f"{prefix}.bin").write_bytes(bytes(Path(f"{prefix}.bin").stat().st_size))
     corpus = TokenFile(prefix, check=False)
     corpora.check_corpus_once(corpus, tmp_path / "file" / "cache", in_charge=False)
-    with pytest.raises(CorruptDataError, match="is not as it was written"):
+    with pytest.raises(CorruptDataError, match="has changed: its checksum"):
         corpora.check_corpus_once(corpus, tmp_path / "file" / "cache", in_charge=True)
-    assert "every run reads them" in caplog.text
+    assert "every run reads the files" in caplog.text
 
 
 def test_a_description_of_version_1_is_read_without_checksums(

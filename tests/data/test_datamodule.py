@@ -140,7 +140,7 @@ def test_a_corpus_without_description_needs_a_tokenizer_for_its_vocabulary_only(
     data.setup("fit")
     assert next(iter(data.train_dataloader()))["tokens"].shape == (1, 4)
     assert data.bytes_per_token is None
-    with pytest.raises(UnsupportedError, match="Name the tokenizer"):
+    with pytest.raises(UnsupportedError, match="Pass the tokenizer"):
         _ = data.vocab_size
 
 
@@ -154,8 +154,8 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no data are named"),
-        ({"train": "a", "corpus": "speeches"}, "brings its own parts"),
+        ({}, "no data are given"),
+        ({"train": "a", "corpus": "speeches"}, "has its own parts"),
         ({"train": "a", "val": "b", "split": "9,1"}, "split divides"),
     ],
 )
@@ -203,7 +203,7 @@ def test_masking_after_documents_needs_their_end(tmp_path: Path) -> None:
 
     with TokenFileWriter(tmp_path / "c", tokenizer=Endless()) as writer:
         writer.add_document(range(30), num_bytes=30)
-    with pytest.raises(UnsupportedError, match="mask_after_eod needs a token that ends documents"):
+    with pytest.raises(UnsupportedError, match="mask_after_eod needs an end-of-document token"):
         TokenDataModule(str(tmp_path / "c"), seq_length=4, mask_after_eod=True).train_dataloader()
 
 
@@ -221,12 +221,12 @@ STATE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"consumed": -1}, "consumed in the position .* whole number from 0 on: it is -1"),
-        ({"consumed": 100}, "contradicts itself: 100 of 99 samples"),
-        ({"epoch": 1.0}, "epoch in the position .* it is 1.0"),
+        ({"consumed": -1}, "consumed in the data position .* whole number from 0 on: it is -1"),
+        ({"consumed": 100}, "is contradictory: 100 of 99 samples"),
+        ({"epoch": 1.0}, "epoch in the data position .* it is 1.0"),
         ({"epoch": True}, "it is True"),
-        ({"num_samples": "99"}, "num_samples in the position"),
-        ({"steps": 2**70}, "steps in the position"),
+        ({"num_samples": "99"}, "num_samples in the data position"),
+        ({"steps": 2**70}, "steps in the data position"),
         ({"order": 3}, "in the order 3"),
     ],
 )

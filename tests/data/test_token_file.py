@@ -123,7 +123,7 @@ def damage_header(position: int, value: bytes) -> bytes:
     [
         (b"", "truncated: 0 bytes found, the header alone has 34"),
         (GOLDEN_INDEX[:20], "truncated: 20 bytes found"),
-        (b"TORCH" + GOLDEN_INDEX[5:], "is no token index"),
+        (b"TORCH" + GOLDEN_INDEX[5:], "is not a token index"),
         (damage_header(9, b"\x02"), "has version 2; only version 1"),
         (damage_header(17, b"\x09"), "names token type 9"),
         (GOLDEN_INDEX[:-1], "truncated: 94 bytes expected .* 93 found"),
@@ -242,7 +242,7 @@ def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_lost(tmp_path: Pat
     description_path(prefix).write_text(json.dumps({"text": "raw"}))
     assert TokenFile(prefix).description is None
     with (
-        pytest.raises(CorruptDataError, match="exists and is no corpus description"),
+        pytest.raises(CorruptDataError, match="exists and is not a corpus description"),
         TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer,
     ):
         writer.add_document([1])

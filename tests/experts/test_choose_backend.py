@@ -85,7 +85,10 @@ def test_what_no_kernel_can_do_is_done_by_the_loop() -> None:
         (chosen(dtype=torch.float32), "made for bfloat16"),
         (chosen(n=60), r"out_features (60) must make rows of whole 16 bytes"),
         (chosen(k=4), r"in_features (4) must make rows of whole 16 bytes"),
-        (choose_backend(torch.device("cpu"), BF16, 4, 64, 64), "cpu: the host has the group sizes already"),
+        (
+            choose_backend(torch.device("cpu"), BF16, 4, 64, 64),
+            "cpu: the host has the group sizes already",
+        ),
     ):
         assert choice.backend == "loop"
         assert why in choice.reason

@@ -134,4 +134,4 @@ def test_every_setting_that_is_listed_exists_or_is_refused_by_name() -> None:
             assert getattr(torch_options({setting: 1}).config, setting) == 1
         except ParallelPlanError as error:
             refusal = str(error)
-        assert refusal is None or f"'{setting}' needs a newer one" in refusal
+        assert refusal is None or f"'{setting}' needs a newer version" in refusal

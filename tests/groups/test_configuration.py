@@ -96,8 +96,12 @@ def test_ranks_with_layouts_of_other_ranks_do_not_wait_for_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert "that of rank 0 has ranks 0 to 3, that of rank 1 ranks 0 to 1" in found[0]
-    assert "that of rank 1 has ranks 0 to 1, that of rank 0 ranks 0 to 3" in found[1]
+    assert (
+        "the layout of rank 0 has ranks 0 to 3, the layout of rank 1 has ranks 0 to 1" in found[0]
+    )
+    assert (
+        "the layout of rank 1 has ranks 0 to 1, the layout of rank 0 has ranks 0 to 3" in found[1]
+    )
 
 
 def test_the_hash_of_sources_follows_names_and_contents_and_is_cheap(tmp_path: Path) -> None:

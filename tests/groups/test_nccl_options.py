@@ -112,12 +112,12 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
     [
         (
             {"pipeline": {}},
-            "'pipeline' is none, so that nothing would use its options. Use world, tp, cp",
+            "'pipeline' is not such an axis. Use world, tp, cp",
         ),
-        ({"tp_dp": {"max_ctas": 2}}, "'tp_dp' is none"),
+        ({"tp_dp": {"max_ctas": 2}}, "'tp_dp' is not such an axis"),
         (
             {"pp": {"max_cta": 4}},
-            "'max_cta' of 'pp' is none. Use high_priority, blocking, cga_cluster_size, min_ctas",
+            "'max_cta' of 'pp' is not. Use high_priority, blocking, cga_cluster_size, min_ctas",
         ),
         (
             {"pp": {"max_ctas": "4"}},
@@ -168,9 +168,9 @@ def test_what_does_not_exist_is_refused_with_what_does(given: Any, message: str)
     [
         (
             "tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n",
-            "must name every axis and setting once: 'tp' is there twice",
+            "must name every axis and setting once: 'tp' occurs twice",
         ),
-        ("tp: {max_ctas: 2, max_ctas: 4}\n", "'max_ctas' is there twice"),
+        ("tp: {max_ctas: 2, max_ctas: 4}\n", "'max_ctas' occurs twice"),
         ("- tp\n", "must be a mapping"),
         ("[]\n", "must be a mapping"),
         ("false\n", "must be a mapping"),
@@ -228,7 +228,7 @@ def test_a_setting_that_the_installed_nccl_lacks_is_refused_before_any_group(
 ) -> None:
     monkeypatch.setattr(dist, "new_group", None)
     message = (
-        "'nvls_ctas' needs a newer one. Use cga_cluster_size, high_priority, max_ctas, min_ctas, "
+        "'nvls_ctas' needs a newer version. Use cga_cluster_size, high_priority, max_ctas, min_ctas, "
         "net_name."
     )
     with pytest.raises(ParallelPlanError, match=message):

@@ -85,7 +85,7 @@ def _odd_parts(rank: int, size: int) -> None:
 
 def _outside(rank: int, size: int) -> None:
     if rank == 0:
-        with pytest.raises(ParallelPlanError, match="rank 0 is none of 1 to 3. Give this rank a"):
+        with pytest.raises(ParallelPlanError, match="rank 0 is not in 1 to 3. Give this rank a"):
             ParallelMesh.create(ParallelLayout(3, rank_offset=1))
 
 
@@ -105,7 +105,7 @@ def _twins(rank: int, size: int) -> None:
         assert (twin.name, twin.ranks, twin.rank) == (f"{name}_cpu", axis.ranks, axis.rank)
         assert all_gather_objects(rank, twin) == list(axis.ranks)
         assert twin.group is None or dist.get_backend(twin.group) == "gloo"
-    with pytest.raises(ParallelPlanError, match="'tensor' is none. Use world, tp, cp, dp"):
+    with pytest.raises(ParallelPlanError, match="'tensor' is not. Use world, tp, cp, dp"):
         mesh.on_cpu("tensor")
     mesh.destroy()
 

@@ -172,7 +172,7 @@ def test_a_buffer_of_a_large_model_is_planned_at_once() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ParallelPlanError, match="'a' is named twice"):
+    with pytest.raises(ParallelPlanError, match="'a' is listed twice"):
         plan_by_elements([Piece("a", 1), Piece("a", 2)], 2)
     with pytest.raises(ParallelPlanError, match="'a' has -1"):
         plan_by_parameters([Piece("a", -1)], 2)

@@ -191,17 +191,17 @@ ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and lat
         ),
         (
             [F0, Action("F", 0, 2)],
-            "F of microbatch 2 in chunk 0 names a chunk or microbatch that there is none of. Use "
+            "F of microbatch 2 in chunk 0 names a chunk or microbatch that does not exist. Use "
             "chunks of 0 to 0 and microbatches of 0 to 1.",
         ),
         ([B0, F0, F1, B1], f"B of microbatch 0 in chunk 0 happens before its F. {ONCE}"),
         (
             [F0, B0, F1, B1, Action("I", 0, 0)],
-            "F of microbatch 0 in chunk 0 must go with its backward alone: found is F, B, I.",
+            "F of microbatch 0 in chunk 0 must come with B, or with I and W: found F, B, I.",
         ),
         (
             [F0, B0],
-            "F of microbatch 1 in chunk 0 must go with its backward alone: found is nothing",
+            "F of microbatch 1 in chunk 0 must come with B, or with I and W: found nothing",
         ),
         (endless(0), f"F of microbatch 0 in chunk 0 happens twice. {ONCE}"),
     ],

@@ -99,8 +99,7 @@ def test_chunks_divide_the_bubble() -> None:
     [
         (
             ("zb", 2, 2),
-            "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or "
-            "dualpipe-v.",
+            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or dualpipe-v: it is 'zb'.",
         ),
         (
             ("1f1b", 2, 0),
@@ -121,18 +120,18 @@ def test_chunks_divide_the_bubble() -> None:
         ),
         (
             ("interleaved", 4, 9, 2),
-            "microbatches must fill groups of at least pp and at most all of them: microbatch_group_size is 4, pp is "
-            "4, num_microbatches is 9; the last group would hold 1, fewer than stages, and every stage would wait for "
-            "it. Use microbatch_group_size of 5 or 9, or 12 microbatches.",
+            "microbatch groups must have at least pp microbatches and at most all: microbatch_group_size is 4, pp is "
+            "4, num_microbatches is 9; the last group would hold 1, fewer than the stages, and every stage would wait "
+            "for it. Use microbatch_group_size of 5 or 9, or 12 microbatches.",
         ),
         (
             ("interleaved", 4, 9, 2, 3),
-            "a smaller group would wait for its own output, a larger one never fills.",
+            "a smaller group would wait for its own output, and a larger one would never fill.",
         ),
         (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
         (
             ("zb-h1", 4, 8, 2),
-            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It does not say which",
+            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It does not order the chunks",
         ),
         (
             ("zb-v", 4, 8),
@@ -162,11 +161,11 @@ F0, F1, B0, B1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ((F0, B0, F1), "F of microbatch 1 in chunk 0 must go with its backward alone"),
+        ((F0, B0, F1), "F of microbatch 1 in chunk 0 must come with B, or with I and W"),
         ((F0, B0, F0, F1, B1), "F of microbatch 0 in chunk 0 happens twice"),
         ((F0, B1, B0, F1), "B of microbatch 1 in chunk 0 happens before its F"),
-        ((F0, Action("F", 1, 0)), "names a chunk or microbatch that there is none of"),
-        ((F0, B0, F1, B1, Action("I", 0, 1)), "must go with its backward alone"),
+        ((F0, Action("F", 1, 0)), "names a chunk or microbatch that does not exist"),
+        ((F0, B0, F1, B1, Action("I", 0, 1)), "must come with B, or with I and W"),
     ],
 )
 def test_a_schedule_made_by_hand_is_checked(row: tuple[Action, ...], fault: str) -> None:

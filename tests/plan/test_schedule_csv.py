@@ -142,8 +142,8 @@ def test_schedules_of_torch_are_read(
         ),
         (
             "0F0,0F1,0B0\n",
-            "schedule 'mine.csv' is not legal: on stage 0, F of microbatch 1 in chunk 0 must go with its backward "
-            "alone: found is F.",
+            "schedule 'mine.csv' is not legal: on stage 0, F of microbatch 1 in chunk 0 must come with B, or with "
+            "I and W: found F.",
         ),
         (
             "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",

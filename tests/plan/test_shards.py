@@ -127,7 +127,7 @@ def test_an_even_cut_names_what_is_cut() -> None:
     )
     with pytest.raises(
         ParallelPlanError,
-        match="index must lie on its axis: it is 4, tp is 4. Use index of 0 to 3.",
+        match="index must be a position on its axis: it is 4, tp is 4. Use index of 0 to 3.",
     ):
         even_range(12, 4, 4)
 

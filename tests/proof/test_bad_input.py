@@ -157,8 +157,8 @@ SIZES_THAT_DO_NOT_FIT = {
         {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
         model(num_layers=4),
         windows(batch_size=4),
-        "microbatches must fill groups of at least pp and at most all of them: microbatch_group_size is 5, pp is 2, "
-        "num_microbatches is 4; a smaller group would wait for its own output, a larger one never fills. Use "
+        "microbatch groups must have at least pp microbatches and at most all: microbatch_group_size is 5, pp is 2, "
+        "num_microbatches is 4; a smaller group would wait for its own output, and a larger one would never fill. Use "
         "microbatch_group_size of 2 or 4, or 4 microbatches.",
     ),
     "sequence under sequence parallelism": (
@@ -286,8 +286,8 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},
             ParallelPlanError,
-            "nccl_options must be given for axes that have a group: 'pipeline' is none, so that nothing would use its "
-            "options. Use world, tp, cp, dp, pp, data, model, embedding, position_embedding, etp, ep, edp.",
+            "nccl_options must be given for axes with a group: 'pipeline' is not such an axis. Use world, "
+            "tp, cp, dp, pp, data, model, embedding, position_embedding, etp, ep, edp.",
         ),
     ],
     ids=[

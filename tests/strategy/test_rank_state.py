@@ -73,7 +73,8 @@ def test_edited_values_of_a_rank_are_refused_by_name() -> None:
         check_rank_state(values, "rank 0 in a")
         edit(values)
         with pytest.raises(
-            CorruptDataError, match=f"that of rank 0 in a is not: {message}.*Use another checkpoint"
+            CorruptDataError,
+            match=f"the state of rank 0 in a is not: {message}.*Use another checkpoint",
         ):
             check_rank_state(values, "rank 0 in a")
 

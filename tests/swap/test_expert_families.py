@@ -534,7 +534,7 @@ def test_deepseek_v3_is_refused_for_its_attention_alone() -> None:
         (
             "mixtral",
             {"num_experts": 4},
-            "num_experts of a Mixtral .* must equal num_local_experts \(5\)",
+            r"num_experts of a Mixtral .* must equal num_local_experts \(5\)",
         ),
         ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok .* '2'"),
         (
