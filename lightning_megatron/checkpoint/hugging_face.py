@@ -260,7 +260,7 @@ def _chosen(
     if name is None and len(models) == 1:
         return next(iter(models.items()))
     if name is None or name not in models:
-        what = "it has" if name is None else f"{name!r} is none of them:"
+        what = "it has" if name is None else f"{name!r} is not among them:"
         raise CheckpointMismatchError(
             f"only Hugging Face models of a checkpoint can be exported: {os.fspath(path)}: {what} "
             f"{known}. Name one of its Hugging Face models."

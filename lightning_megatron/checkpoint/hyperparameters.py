@@ -36,8 +36,8 @@ def check_hyperparameters(
                     f"{key!r} of group {number}{which} is {taken[key]!r} "
                     f"({type(taken[key]).__name__}) there, and {own[key]!r} "
                     f"({type(own[key]).__name__}) in configure_optimizers. The optimizer does not "
-                    "check loaded values. Restore configure_optimizers as it was, or load the "
-                    "weights alone."
+                    "check loaded values. Restore configure_optimizers as it was, or load only the "
+                    "weights."
                 )
 
 

@@ -114,7 +114,7 @@ def check_saved_groups(
         raise CheckpointMismatchError(
             "an optimizer must have the parameter groups that were saved: "
             f"{'; '.join(complaints)}. Its state would be loaded into other parameters. Restore "
-            "configure_optimizers as it was, or load the weights alone."
+            "configure_optimizers as it was, or load only the weights."
         )
 
 

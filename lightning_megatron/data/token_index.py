@@ -95,7 +95,7 @@ def read_index(
         ) from error
     if len(header) < HEADER.size:
         raise CorruptDataError(
-            f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}. "
+            f"{path} is truncated: {len(header)} bytes found, but the header has {HEADER.size}. "
             f"{REMEDY}"
         )
     magic, version, code, num_sequences, num_entries = HEADER.unpack(header)

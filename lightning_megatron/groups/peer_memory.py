@@ -163,7 +163,9 @@ def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> P
     offset = getattr(handle, "offset", 0)
     addresses = [int(address) + offset for address in handle.buffer_ptrs]
     if addresses[handle.rank] != memory.data_ptr():
-        raise RuntimeError("the addresses of shared memory differ from those of its tensors")
+        raise RuntimeError(
+            "the addresses of shared memory differ from the addresses of its tensors"
+        )
     return PeerRegion(memory, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 

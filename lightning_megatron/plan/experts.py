@@ -110,7 +110,7 @@ class ExpertsConfig:
         self._require(
             self.expert_bias or not self.expert_bias_rate, "expert_bias_rate", "be 0", needs_bias
         )
-        needs_shared = "there is nothing for it to multiply (shared_ffn_hidden_size is None)"
+        needs_shared = "the model has no shared expert (shared_ffn_hidden_size is None)"
         is_gate_used = self.shared_ffn_hidden_size is not None or not self.shared_gate
         self._require(is_gate_used, "shared_gate", "be False", needs_shared)
 

@@ -75,7 +75,7 @@ class PartialUse:
             raise ParallelPlanError(
                 "a parameter must be used either between a 'column' and a 'row' layer or "
                 f"elsewhere: {name!r} is used in both places, so its gradient can neither be "
-                "summed over tp nor be left as it is. Use it only in one place, or give the layers "
+                "summed over tp nor left unchanged. Use it in one place only, or give the layers "
                 "around it the kind 'replicate' in tensor_parallel_plan."
             )
         if not is_whole:

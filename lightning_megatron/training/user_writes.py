@@ -100,11 +100,10 @@ class UserWrites:
             other = holders.setdefault(place, name)
             if place and other != name:
                 raise UnsupportedError(
-                    f"parameters must keep memory of their own while they are trained: {other!r} "
-                    f"and {name!r} share their memory after an assignment to parameter.data. Each "
-                    "has its own gradient and optimizer state. Copy values by "
-                    "parameter.data.copy_(other), or use one parameter in both places from the "
-                    "beginning."
+                    f"trained parameters must not share memory: {other!r} and {name!r} share their "
+                    "memory after an assignment to parameter.data. Each has its own gradient and "
+                    "optimizer state. Copy values by parameter.data.copy_(other), or use one "
+                    "parameter in both places from the beginning."
                 )
         return moved
 

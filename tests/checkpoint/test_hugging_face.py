@@ -268,6 +268,6 @@ def test_the_command_refuses_what_it_cannot_write(
         with pytest.raises(SystemExit):
             main(["convert", *arguments])
         assert reason in capsys.readouterr().err
-    with pytest.raises(CheckpointMismatchError, match="'other' is none of them: 'model'"):
+    with pytest.raises(CheckpointMismatchError, match="'other' is not among them: 'model'"):
         export_model(tmp_path / "checkpoint", tmp_path / "out", name="other")
     assert not (tmp_path / "out").exists()

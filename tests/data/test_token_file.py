@@ -121,7 +121,7 @@ def damage_header(position: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("index", "reason"),
     [
-        (b"", "truncated: 0 bytes found, the header alone has 34"),
+        (b"", "truncated: 0 bytes found, but the header has 34"),
         (GOLDEN_INDEX[:20], "truncated: 20 bytes found"),
         (b"TORCH" + GOLDEN_INDEX[5:], "is not a token index"),
         (damage_header(9, b"\x02"), "has version 2; only version 1"),

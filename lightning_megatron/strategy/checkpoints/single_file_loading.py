@@ -160,7 +160,7 @@ def load_full_optimizer(
         raise CheckpointMismatchError(
             f"an optimizer must have the parameter groups that were saved: {len(groups)} were "
             f"saved, the optimizer has {len(names)}. Restore configure_optimizers as it was, or "
-            "load the weights alone."
+            "load only the weights."
         )
     state_of: dict[str, Mapping[str, Any]] = {}
     for group, group_names in zip(groups, names, strict=True):
@@ -231,8 +231,8 @@ def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) 
         raise CheckpointMismatchError(
             "an optimizer's state must be shaped like its parameter: the state saved with the "
             f"number of {name!r} has shape {wrong[0]}, the parameter has {shape}. The parameters "
-            "were numbered in another order. Restore configure_optimizers as it was, or load the "
-            "weights alone."
+            "were numbered in another order. Restore configure_optimizers as it was, or load only "
+            "the weights."
         )
 
 
@@ -255,7 +255,7 @@ def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_devi
             f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} "
             f"of {name!r} has shape {tuple(value.shape)}, the parameter has {shape}. It is not "
             "known how to cut such a state. Use an element-wise optimizer such as AdamW, or load "
-            "the weights alone."
+            "only the weights."
         )
     return value.to(piece.main.device, dtype)
 

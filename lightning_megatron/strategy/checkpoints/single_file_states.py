@@ -72,7 +72,7 @@ def check_training_states(
         raise CheckpointMismatchError(
             f"a module must have the optimizers that were saved: {len(states)} were saved, "
             f"configure_optimizers returns {len(optimizers)}. Each state would be loaded into "
-            "another optimizer. Restore configure_optimizers as it was, or load the weights alone."
+            "another optimizer. Restore configure_optimizers as it was, or load only the weights."
         )
     _check_schedulers(schedulers, checkpoint.get("lr_schedulers", ()))
 
@@ -115,7 +115,7 @@ def check_states(
                     "an optimizer's states must be of the same kind for all parameters of a group: "
                     f"{shown[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
                     f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
-                    "or edited. Use another one, or load the weights alone."
+                    "or edited. Use another one, or load only the weights."
                 )
     for name, state in states.items():
         for key, value in state.items():
@@ -130,7 +130,7 @@ def check_states(
                     f"an optimizer's state must have the shape and dtype of its parameter: {key!r} "
                     f"of {name!r} is {found}, the parameter is {tuple(full[name].shape)} and "
                     f"{full[name].dtype}. The checkpoint is damaged or edited, or its parameters "
-                    "were numbered in another order. Use another one, or load the weights alone."
+                    "were numbered in another order. Use another one, or load only the weights."
                 )
 
 
@@ -157,7 +157,7 @@ def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
                 "the state of a learning rate scheduler must have the form in which it was saved: "
                 f"in the state of scheduler {number} ({type(scheduler).__name__}) {reason}. The "
                 "fit would continue with other learning rates. Restore configure_optimizers as it "
-                "was, use another checkpoint, or load the weights alone."
+                "was, use another checkpoint, or load only the weights."
             )
 
 

@@ -41,7 +41,7 @@ class CheckpointSource:
         if os.path.isdir(text) or not ("://" in text or os.path.exists(text)):
             raise CheckpointMismatchError(
                 "a checkpoint must be a directory that this strategy saved, or a file of another "
-                f"strategy: {text!r} is neither. A save that was interrupted leaves nothing. Check "
+                f"strategy: {text!r} is neither. An interrupted save leaves no checkpoint. Check "
                 "the path, or pass ckpt_path='last'."
             )
         return cls(text, is_single_file=True)

@@ -18,8 +18,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 _WAY_OUT = (
     "Build the same groups on every stage in configure_optimizers, empty ones included (one for "
-    "each layer of the configuration, say, instead of one for each parameter of "
-    "named_parameters()), or save weights alone by ModelCheckpoint(save_weights_only=True)."
+    "each layer of the configuration, for example, instead of one for each parameter of "
+    "named_parameters()), or save only weights by ModelCheckpoint(save_weights_only=True)."
 )
 
 

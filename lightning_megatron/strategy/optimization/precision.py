@@ -235,8 +235,8 @@ class MegatronPrecision(Precision):
         rank_zero_warn(
             f"precision 16-mixed skipped a step: its gradients overflowed at loss scale {scale:g}. "
             "Some skips are normal until the scale fits; the metric `skipped_steps` counts them. "
-            "If they go on, use Trainer(precision='bf16-mixed') or a lower learning rate. Later "
-            "skips are not reported.",
+            "If skips continue, use Trainer(precision='bf16-mixed') or a lower learning rate. "
+            "Later skips are not reported.",
             category=SpeedWarning,
         )
 

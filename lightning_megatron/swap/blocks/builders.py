@@ -158,7 +158,7 @@ def features(request: BlockRequest) -> nn.Module:
 def latent(request: BlockRequest) -> nn.Module:
     """Let the last outputs of a torch.nn.Linear enter the tensor-parallel region."""
     assert isinstance(request.module, nn.Linear), "the registry gives linear layers only"
-    assert request.parent is not None, "the plan of the model around it asks for it"
+    assert request.parent is not None, "the plan of the model requires it"
     return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)  # type: ignore[arg-type]
 
 

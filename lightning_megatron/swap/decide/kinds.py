@@ -63,7 +63,7 @@ KINDS: Mapping[str, str] = {
     "partial": "any module between a column and a row layer that is used with all of its weights "
     "on a part of the "
     "heads",
-    "replicate": "any module, which then stays as it is",
+    "replicate": "any module, which then keeps its own code",
 }
 
 #: Attribute of a swapped block that stores its kind, so that the same plan can be applied again.

@@ -135,8 +135,8 @@ class Stages:
         )
         num_blocks = len(self.blocks.module)  # type: ignore[arg-type]
         note = (
-            f"Blocks {held} of {num_blocks} here; on the first stage alone: {first}; on the last: "
-            f"{last}."
+            f"Blocks {held} of {num_blocks} here; only on the first stage: {first}; only on the "
+            f"last: {last}."
         )
         source = type(self.blocks.module).__name__
         return SwapRecord(

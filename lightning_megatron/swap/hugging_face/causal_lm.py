@@ -246,8 +246,9 @@ def span_of(
         if attention_mask.shape != shape:
             raise UnsupportedError(
                 f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark "
-                "padding with 0 in a mask of that shape, or pack sequences with position_ids."
+                f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are "
+                "not supported. Mark padding with 0 in a mask of that shape, or pack sequences "
+                "with position_ids."
             )
         mask = attention_mask.to(torch.bool)
         unseen = (mask[:, 1:] <= mask[:, :-1]).all()

@@ -171,8 +171,8 @@ def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
     if attention_mask.shape != shape:
         raise UnsupportedError(
             f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-            f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark "
-            "padding with 0 in a mask of that shape."
+            f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are not "
+            "supported. Mark padding with 0 in a mask of that shape."
         )
     mask = attention_mask.to(torch.bool)
     return None if bool(mask.all()) else mask

@@ -83,9 +83,9 @@ class ReplacedModel(nn.Module):
         """
         if only_trainable and self.mesh.pp.size > 1:
             raise UnsupportedError(
-                "num_parameters(only_trainable=True) needs pp=1, because each stage knows only of "
-                f"its own parameters which are trained: pp is {self.mesh.pp.size}. Count before "
-                "training in one process, or use pp=1."
+                "num_parameters(only_trainable=True) needs pp=1, because each stage knows only its "
+                f"own trained parameters: pp is {self.mesh.pp.size}. Count before training in one "
+                "process, or use pp=1."
             )
         table = {
             one.target: prod(one.shape) for one in class_table(self._table(), self.family.packed)

@@ -63,8 +63,8 @@ def foreign_tensors(
         if name not in left:
             problem = "given twice" if name in known else "unknown"
             raise CheckpointMismatchError(
-                f"the tensors must be those of a {family.architecture} of this configuration: "
-                f"{name!r} is {problem}. Give the parameters of the whole model."
+                f"the tensors must match a {family.architecture} of this configuration: {name!r} "
+                f"is {problem}. Give the parameters of the whole model."
             )
         tensor = left.pop(name)
         if tuple(full.shape) != tensor.shape:
@@ -86,9 +86,9 @@ def foreign_tensors(
         return
     if left:
         raise CheckpointMismatchError(
-            f"the tensors must be those of a {family.architecture} of this configuration: "
-            f"{named(left)} missing. Hugging Face would initialise them at random. Give the "
-            "parameters of the whole model."
+            f"the tensors must match a {family.architecture} of this configuration: {named(left)} "
+            "missing. Hugging Face would initialise them at random. Give the parameters of the "
+            "whole model."
         )
 
 

@@ -298,7 +298,7 @@ def check_tensors(
         parts = [f"{named(missing)} missing"] if missing else []
         parts += [f"{named(unknown)} left over"] if unknown else []
         raise CheckpointMismatchError(
-            f"the tensors must be those of a {family.architecture} of this configuration: "
+            f"the tensors must match a {family.architecture} of this configuration: "
             f"{', and '.join(parts)}. Parameters would keep their initial values, or tensors would "
             "be ignored. Load the weights that belong to the configuration."
         )

@@ -210,9 +210,8 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
     if outside:
         raise CheckpointMismatchError(
             f"every file that {INDEX} names must be a safetensors file of its own folder: "
-            f"{named(outside)} of {folder} are not, or are links to files elsewhere. An index "
-            "could name any file of this machine. Put the files into the folder; hard links save "
-            "space."
+            f"{named(outside)} of {folder} are not, or are links to files elsewhere. Put the files "
+            "into the folder; hard links save space."
         )
     absent = [file for file in files if not os.path.isfile(folder / file)]
     if absent:
