@@ -69,8 +69,8 @@ def find_stages(
             raise ParallelPlanError(
                 f"pipeline_plan is for models that keep their own code: {stages.blocks.name!r} is "
                 f"in {name!r}, which is replaced by a model of this package with its own stages. "
-                "Leave pipeline_plan out, or keep the model by the tensor_parallel_plan such as "
-                "{'*': 'replicate'}."
+                "Leave pipeline_plan out, or keep the model's own code by a tensor_parallel_plan "
+                "such as {'*': 'replicate'}."
             )
     around = [one.module for one in models if stages.blocks.is_inside([one.name])]
     if not around:
