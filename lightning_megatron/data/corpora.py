@@ -119,7 +119,7 @@ def check_split(weights: str, order: str) -> None:
     """
     if len(weights.split(",")) > 3:
         raise UnsupportedError(
-            f"split must have at most three weights, for train, val and test: {weights[:80]!r}."
+            f"split weights must be at most three, for train, val and test: {weights[:80]!r}."
         )
     # Splitting zero documents runs the checks of the weights without a corpus.
     if order == "megatron":

@@ -137,7 +137,7 @@ def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((10, 0, 0, 1), "batch_size 0"),
+        ((10, 0, 0, 1), "batch_size is 0"),
         ((10, 1, 2, 2), "dp_rank 2"),
         ((5, 3, 0, 2), "3 x 2 = 6, but there are 5"),
     ],

@@ -149,7 +149,7 @@ def test_a_shared_weight_that_is_cut_in_one_place_only_is_refused() -> None:
 
 def test_a_module_with_two_names_and_two_kinds_is_refused() -> None:
     linear = nn.Linear(4, 4)
-    assert "'0' is 'column_gather', '1' is 'replicate'" in refusal(
+    assert "'0' has the kind 'column_gather', '1' has 'replicate'" in refusal(
         nn.Sequential(linear, linear), {"0": "column_gather"}
     )
 

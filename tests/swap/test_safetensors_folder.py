@@ -142,14 +142,14 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
 
 def test_a_folder_of_pickled_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedError, match="has 'pytorch_model.bin' alone"):
+    with pytest.raises(UnsupportedError, match="has only 'pytorch_model.bin'"):
         SafetensorsFolder(tmp_path)
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="has neither"):
         SafetensorsFolder(tmp_path)
-    with pytest.raises(CheckpointMismatchError, match="Nothing is downloaded"):
+    with pytest.raises(CheckpointMismatchError, match="nothing is downloaded"):
         SafetensorsFolder("meta-llama/Llama-3.1-8B")
     saved(tmp_path, some_tensors())
     with pytest.raises(CheckpointMismatchError, match="must have a config.json"):

@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
     assert "Use 'blocks', 'first' or 'last'" in refusal(
         Model(), {"model.blocks": "middle"}, ParallelPlanError
     )
-    assert "'model.head' (Linear) has it" in refusal(
+    assert "'model.head' (Linear) has this kind" in refusal(
         Model(), {"model.head": "blocks"}, ParallelPlanError
     )
     beside = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
