@@ -30,7 +30,7 @@ def test_a_changed_speech_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     (tmp_path / "speeches" / "a.txt").write_text("changed")
     monkeypatch.setattr(speeches, "locate_installed", lambda *_, **__: tmp_path)
-    with pytest.raises(CorruptDataError, match=r"a\.txt has sha256"):
+    with pytest.raises(CorruptDataError, match=r"a\.txt must have sha256"):
         load_speeches("train")
     assert load_speeches("heldout") == []
 

@@ -242,9 +242,9 @@ class _FeatureTrial:
         if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
         raise ParallelPlanError(
-            f"{self._step} must give the same values on this rank's part of the features and on "
-            f"all features (tp is {tp}): {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give "
-            "these layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
+            f"{self._step} must give the same values on the features of one rank of tp ({tp}) and "
+            f"on all features: {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give these "
+            "layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
             "tensor_parallel_plan (which replaces the plan of a Hugging Face model), or compute "
             f"per head, or after the 'row' layer. {_TO_MEAN_IT}"
         )
