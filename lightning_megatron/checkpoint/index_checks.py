@@ -200,7 +200,7 @@ def _check_places(
             raise ValueError(f"{name!r} cannot have {length} bytes at byte {start}")
         if start != ends[where.relative_path]:
             raise ValueError(
-                f"{name!r} should be at byte {start} of {where.relative_path}, but the tensor "
+                f"{name!r} is listed at byte {start} of {where.relative_path}, but the tensor "
                 f"before it ends at byte {ends[where.relative_path]}"
             )
         ends[where.relative_path] += length

@@ -241,8 +241,8 @@ def check_names(
     if len(optimizers) not in (0, len(one_process["numbering"])):
         raise _damaged(
             where,
-            f"{len(optimizers)} optimizers have {len(one_process['numbering'])} lists of "
-            "parameter numbers",
+            f"{len(optimizers)} optimizers have {len(one_process['numbering'])} lists of parameter "
+            "numbers",
         )
     for index, optimizer in enumerate(optimizers):
         found: dict[str, dict[str, Any]] = {}
@@ -258,7 +258,7 @@ def check_names(
         )
     starts = (MODEL, CURRENT, *(f"optimizer.{index}.state." for index in range(len(optimizers))))
     _same(
-        "their meaning is not recorded",
+        "tensors belong to neither the model nor an optimizer",
         (name for name in shapes if not name.startswith(starts)),
         where,
     )

@@ -59,17 +59,17 @@ def check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
             "the optimizers of all pipeline stages must have equally many parameter groups: "
-            f"{counts}. A checkpoint merges them by number. Build the same groups on every "
-            "stage in configure_optimizers, empty ones included."
+            f"{counts}. A checkpoint merges them by number. Build the same groups on every stage "
+            "in configure_optimizers, empty ones included."
         )
     different = different_hyperparameters(stages)
     if different is not None:
         number, key, values = different
         raise CheckpointMismatchError(
-            "a parameter group must have the same hyperparameters on all pipeline stages: "
-            f"{key!r} of group {number} is {values} by stage. A checkpoint merges groups by number "
-            "and keeps one value. Build the same groups on every stage in configure_optimizers, "
-            "empty ones included."
+            f"a parameter group must have the same hyperparameters on all pipeline stages: {key!r} "
+            f"of group {number} is {values} by stage. A checkpoint merges groups by number and "
+            "keeps one value. Build the same groups on every stage in configure_optimizers, empty "
+            "ones included."
         )
 
 

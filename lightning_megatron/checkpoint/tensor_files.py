@@ -248,6 +248,7 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
         raise damaged(
             checkpoint,
             name,
-            f"it has {found.size} bytes and checksum {found.checksum}, but {wanted} were written",
+            f"it has {found.size} bytes and checksum {found.checksum}, but {wanted.size} bytes "
+            f"with checksum {wanted.checksum} were written",
         )
     return content

@@ -155,6 +155,6 @@ def _to_send(error: BaseException | None) -> BaseException | None:
     if not isinstance(error, OSError):
         logger.warning("a check of a checkpoint failed", exc_info=error)
     return CorruptDataError(
-        f"every file of a checkpoint must be readable: {describe(error)}. Use another "
-        "checkpoint, or repair the file system."
+        f"every file of a checkpoint must be readable: {describe(error)}. Use another checkpoint, "
+        "or repair the file system."
     )

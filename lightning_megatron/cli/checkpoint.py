@@ -288,7 +288,7 @@ def _check_sharded(path: str) -> None:
     if Path(path).is_file():
         raise CheckpointMismatchError(
             f"only a directory that this library saved can be converted: {path} is already a plain "
-            "file, or not a checkpoint. Every layout loads plain files."
+            "file, or not a checkpoint. Load a plain file directly, which every layout can."
         )
 
 

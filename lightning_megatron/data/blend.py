@@ -59,7 +59,7 @@ def occurrences(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArra
 def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.int16]:
     if len(shares) > np.iinfo(np.int16).max:
         raise UnsupportedError(
-            f"a blend has at most {np.iinfo(np.int16).max} datasets: it has {len(shares)}."
+            f"a blend must have at most {np.iinfo(np.int16).max} datasets: it has {len(shares)}."
         )
     total = sum(shares)
     choices = np.empty(size, dtype=np.int16)

@@ -116,8 +116,8 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
     """
     if head_dim is None and hidden_size % num_heads:
         raise ParallelPlanError(
-            f"hidden_size ({hidden_size}) must be a multiple of num_heads "
-            f"({num_heads}), because each head takes an equal part. Use a hidden_size of "
+            f"hidden_size ({hidden_size}) must be a multiple of num_heads ({num_heads}), because "
+            "each head takes an equal part. Use a hidden_size of "
             f"{-(-hidden_size // num_heads) * num_heads}, or give head_dim."
         )
     attention_ranges(num_heads, kv_heads, head_dim or hidden_size // num_heads, 1, 0)

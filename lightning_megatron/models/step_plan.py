@@ -70,8 +70,9 @@ class ProbeFindings:
 def wrong_calls(expected: int, found: object) -> str:
     """Return the message for a step with an unexpected number of model calls."""
     return (
-        f"with pp above 1 every step must call the pipelined model equally often: {found} calls "
-        f"were made, {expected} expected. The first step counts the calls, up to the first line "
-        "that reads a value of a result, such as .item() or an if, because other stages have no "
-        "values. Make the same calls in every step, all before such a line, or use pp=1."
+        f"with pp above 1 every step must call the pipelined model, and equally often: {found} "
+        f"calls were made, {expected} expected. The first step counts the calls up to the first "
+        "line that reads a value of a result, such as .item() or an if, because other stages do "
+        "not have this value. Make the same calls in every step, all before such a line, or use "
+        "pp=1."
     )

@@ -131,8 +131,8 @@ def choose_variant(
     own = [name for name in VARIANTS if pass_of(name) is which]
     if variant not in own:
         raise UnsupportedError(
-            f"the variant must compute {which}: {variant!r} does not. Use {join_or(own)}, or None "
-            "for the rule's choice."
+            f"the variant must compute the product {which}: {variant!r} does not. Use "
+            f"{join_or(own)}, or None for the rule's choice."
         )
     return replace(chosen, variant=variant, reason="it was asked for")
 

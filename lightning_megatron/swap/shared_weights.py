@@ -69,8 +69,8 @@ def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
     around = {next((name for name in models if key.startswith(f"{name}.")), "") for key in shared}
     if len(around) > 1:
         raise ParallelPlanError(
-            f"{' and '.join(repr(key) for key in shared)} share one weight, but only one of them "
-            "is in the model that is replaced as a whole. They would become separate weights. Use "
+            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
+            "model that is replaced as a whole. They would become separate weights. Use "
             "GPTConfig(tie_embeddings=True) or separate weights."
         )
 

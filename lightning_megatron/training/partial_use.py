@@ -73,10 +73,11 @@ class PartialUse:
         is_whole = name in self._whole
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
-                "a parameter must be used either between a 'column' and a 'row' layer or "
-                f"elsewhere: {name!r} is used in both places, so its gradient can neither be "
-                "summed over tp nor left unchanged. Use it in one place only, or give the layers "
-                "around it the kind 'replicate' in tensor_parallel_plan."
+                "all values between a 'column' and a 'row' layer must come from 'column' layers: a "
+                f"value computed from {name!r} is used there directly, so the gradient of {name!r} "
+                "mixes complete values with this rank's parts, and neither a sum over tp nor the "
+                "gradient itself is correct. Pass this value through the 'column' layer, or give "
+                "the layers around it the kind 'replicate' in tensor_parallel_plan."
             )
         if not is_whole:
             if "whole" in regions:

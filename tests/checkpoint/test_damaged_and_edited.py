@@ -404,7 +404,7 @@ def twice(index: Any) -> None:
 
 
 EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "places exchanged": (lambda index: exchange(index, "state_dict.up", "state_dict.down"), "should be at byte"),
+    "places exchanged": (lambda index: exchange(index, "state_dict.up", "state_dict.down"), "is listed at byte"),
     "type": (
         lambda index: setattr(index.state_dict_metadata["state_dict.up"].properties, "dtype", torch.int32),
         r"torch\.float32, but the list of tensors says \(4, 4\) and torch\.int32",
@@ -417,8 +417,8 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
     "hole": (lambda index: with_chunk(index, sizes=(2, 4)), "each of its 16 elements once"),
     "outside": (lambda index: with_chunk(index, offsets=(1, 0)), "outside of"),
     "overlap": (twice, "each of its 16 elements once"),
-    "start": (lambda index: shift(index, 1, -1), "should be at byte"),
-    "length": (lambda index: shift(index, 0, -1), "should be at byte|but its tensors have"),
+    "start": (lambda index: shift(index, 1, -1), "is listed at byte"),
+    "length": (lambda index: shift(index, 0, -1), "is listed at byte|but its tensors have"),
     "dropped": (lambda index: index.storage_data.pop(MetadataIndex("state_dict.up", torch.Size((0, 0)))), "pieces and"),
     "added": (
         lambda index: index.storage_data.update({MetadataIndex("x"): _StorageInfo("__0_0.distcp", 0, 1)}),

@@ -203,7 +203,7 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
         (
             {"ep": 2},
             None,
-            ("ep (2) needs a model with experts, because it divides experts among ranks."),
+            "ep (2) needs a model with experts, because it divides experts among ranks.",
         ),
         ({"tp": 2, "etp": 1}, None, "etp (1) needs a model with experts"),
         ({"ep": 4}, {"num_experts": 6}, "num_experts (6) must be a multiple of ep (4)"),

@@ -125,9 +125,7 @@ CASES: dict[str, tuple[tuple[dict[str, Any], str, int, int, dict[str, Any]], str
     ),
     "loss, logged at the fourth batch": (
         ({}, "loss", 1, 2, {"log_every_n_steps": 4}),
-        (
-            "3: .*at training batch 2 the loss of rank 1 (inf) was not, before any other value. At batch 3 so were"
-        ),
+        "3: .*at training batch 2 the loss of rank 1 (inf) was not, before any other value. At batch 3 so were",
     ),
     "loss, logged never": (
         ({}, "loss", 1, 2, {"log_every_n_steps": 50}),

@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "not from a column layer": (
         lambda: Regress(lambda: Gated(nn.GELU())),
         {"tp": 2, "tensor_parallel_plan": PLAN},
-        r"ParallelPlanError: .*'net.norm.(weight|bias)' is used in both places",
+        r"ParallelPlanError: .*value computed from 'net.norm.(weight|bias)' is used there directly",
     ),
     "penalty": (
         lambda: Penalty(plain_net),
@@ -387,7 +387,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         LogOfActivations,
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"ParallelPlanError: training_step must give the same .* tp \(2\) .*: log 'size' is ([\d.]+), and (?!\1)[\d.]+ "
-        r"with all features\. Code behind a 'column' layer \('net.up'\)",
+        r"with all features\. Code after a 'column' layer \('net.up'\)",
     ),
     **{
         f"{name} of all features": (

@@ -98,8 +98,8 @@ def grouped_swiglu(
     if kernels is None:
         raise UnsupportedError(
             "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
-            f"{rows.dtype} on {rows.device}. Only the Triton kernels compute its gradients. Use "
-            "grouped_linear and an activation."
+            f"{rows.dtype} on {rows.device}. Only the Triton kernels compute the gradients of "
+            "grouped_swiglu. Use grouped_linear and an activation."
         )
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()

@@ -119,8 +119,8 @@ def _build(
     num_rounds = ceil(sum(file.suffix == ".cu" for file in files) / num_jobs)
     minutes = ceil(num_rounds * SECONDS_PER_FILE / 60)
     say(
-        f"compiling {len(files)} files, {num_jobs} at once: about {minutes} min on as many "
-        f"free cores, and up to {GIGABYTES_PER_JOB} GB of memory each"
+        f"compiling {len(files)} files, {num_jobs} at once: about {minutes} min on as many free "
+        f"cores, and up to {GIGABYTES_PER_JOB} GB of memory each"
     )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as name:

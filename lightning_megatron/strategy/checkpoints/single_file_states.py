@@ -48,8 +48,8 @@ def check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool)
             reason = f"loops.fit_loop has no complete counts {missing[0]!r}"
     if reason is not None:
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: in {path} {reason}. The file is damaged "
-            "or edited. Use another checkpoint, or load the weights in your module."
+            f"a checkpoint file must be written by Lightning: in {path} {reason}. The file is "
+            "damaged or edited. Use another checkpoint, or load the weights in your module."
         )
 
 

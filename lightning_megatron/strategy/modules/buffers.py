@@ -186,8 +186,9 @@ def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
             raise UnsupportedError(
-                f"a SyncBatchNorm over all {mesh.world.size} ranks needs tp ({mesh.tp.size}) and "
-                f"pp ({mesh.pp.size}) of 1: {name!r} would count samples once for each rank of tp, "
-                "and wait for stages without it. Use BatchNorm, or convert_sync_batchnorm(..., "
-                "process_group=self.device_mesh.data.group) in configure_model."
+                f"a SyncBatchNorm over all {mesh.world.size} ranks needs tp=1 and pp=1: with tp "
+                f"({mesh.tp.size}) and pp ({mesh.pp.size}) {name!r} would count samples once for "
+                "each rank of tp, and wait for stages without it. Use BatchNorm, or "
+                "convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
+                "configure_model."
             )

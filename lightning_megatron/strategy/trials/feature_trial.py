@@ -260,7 +260,7 @@ class _FeatureTrial:
             near = ", ".join(map(repr, columns[:_SHOWN])) + (
                 ", ..." if len(columns) > _SHOWN else ""
             )
-            return f"Code behind a 'column' layer ({near}) {rule}."
+            return f"Code after a 'column' layer ({near}) {rule}."
         before = ", ".join(map(repr, difference.before[:_SHOWN]))
         if difference.kind == "column":
             return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."

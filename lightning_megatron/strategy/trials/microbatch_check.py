@@ -286,10 +286,10 @@ class _MicrobatchTrial:
         counts = [ignored_in(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
-                "The microbatches of a batch have different numbers of labels of -100. If the loss "
-                "of %s is a mean over the other labels, which half precision does not let this "
-                "check find out, return num_tokens beside it, or microbatches with few labels will "
-                "have too much weight.",
+                "The microbatches of a batch have different numbers of labels of -100. In half "
+                "precision this check cannot find out whether the loss of %s is a mean over the "
+                "other labels. If it is, return num_tokens beside it; otherwise microbatches with "
+                "few labels have too much weight.",
                 self._step,
             )
 

@@ -47,8 +47,7 @@ from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 #: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
     "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, "
-    "alone or inside the "
-    "named module",
+    "alone or inside the named module",
     "column": "nn.Linear whose outputs stay cut",
     "column_gather": "nn.Linear whose outputs are gathered",
     "row": "nn.Linear whose inputs are cut",
@@ -61,8 +60,7 @@ KINDS: Mapping[str, str] = {
         "or head"
     ),
     "partial": "any module between a column and a row layer that is used with all of its weights "
-    "on a part of the "
-    "heads",
+    "on a part of the heads",
     "replicate": "any module, which then keeps its own code",
 }
 

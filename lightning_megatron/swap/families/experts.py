@@ -110,7 +110,7 @@ def _window_of_all(values: Values) -> Mapping[str, Any]:
         return {}
     first = values["max_window_layers"]
     if first:
-        why = "versions of transformers disagree whether all layers have the window then"
+        why = "versions of transformers disagree about whether all layers have the window then"
         raise refusal("Qwen3-MoE", "max_window_layers", first, why, (None, 0))
     return window(values)
 
@@ -142,8 +142,8 @@ MIXTRAL = Family(
                 0.0,
                 only=(0.0, None),
                 why=(
-                    "noise would change only the input of the router, and not the input of the "
-                    "experts"
+                    "noise would change only the input of the router, but Hugging Face's changes "
+                    "the input of the experts, too"
                 ),
             ),
         ),

@@ -121,6 +121,7 @@ IRRELEVANT = frozenset(
 )
 
 _NO_OUTPUTS = "the model returns only loss and logits"
+_NO_CROSS_ATTENTION = "cross attention is not implemented"
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Field:
         first = next(iter(given), self.name)
         for name, value in given.items():
             if name != first and value != given[first]:
-                why = f"it must equal {first} ({shown(given[first])}), which has the same meaning"
+                why = f"it is another name of {first} ({shown(given[first])})"
                 raise refusal(family, name, value, why, (given[first], None))
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
@@ -166,18 +167,9 @@ class Field:
 #: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are
 #: not as here.
 GENERAL = (
-    Field(
-        "is_encoder_decoder", False, only=(False, None), why=("cross attention is not implemented")
-    ),
-    Field(
-        "add_cross_attention", False, only=(False, None), why=("cross attention is not implemented")
-    ),
-    Field(
-        "cross_attention_hidden_size",
-        None,
-        only=(None,),
-        why=("cross attention is not implemented"),
-    ),
+    Field("is_encoder_decoder", False, only=(False, None), why=_NO_CROSS_ATTENTION),
+    Field("add_cross_attention", False, only=(False, None), why=_NO_CROSS_ATTENTION),
+    Field("cross_attention_hidden_size", None, only=(None,), why=_NO_CROSS_ATTENTION),
     Field("output_hidden_states", False, only=(False, None), why=_NO_OUTPUTS),
     Field("output_attentions", False, only=(False, None), why=_NO_OUTPUTS),
     Field("pruned_heads", None, only=(None, {}), why="all layers have equally many heads"),

@@ -83,8 +83,8 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     other = values["hidden_activation"]
     if other is not None and other != meant:
         why = (
-            f"hidden_act is {given}, and versions of transformers disagree which of the two they "
-            "use"
+            f"hidden_act is {given}, and versions of transformers disagree about which of the two "
+            "counts"
         )
         raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
     return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})

@@ -170,8 +170,8 @@ class ModuleStub(nn.Module):
         path = vars(self).get(_PATH) or "the model"
         raise UnsupportedError(
             f"a module of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) "
-            "only keeps the names of parameters, with which layers of this package compute. "
-            f"{reason}. {remedy}."
+            "only holds parameters under their names, and layers of this package compute with "
+            f"them. {reason}. {remedy}."
         )
 
 

@@ -57,9 +57,8 @@ def save_folder(
     if model.adapter is not None:
         raise UnsupportedError(
             f"save_pretrained writes models without adapters: {type(model).__name__} has "
-            f"{model.adapter.name!r}. Its tensors have other names than in the class. Save a "
-            "checkpoint, and write the adapter, or the merged model, with `lightning-megatron "
-            "convert`."
+            f"{model.adapter.name!r}. Its class has no tensors of an adapter. Save a checkpoint, "
+            "and write the adapter, or the merged model, with `lightning-megatron convert`."
         )
     model.body.wait_for_parameters()
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -145,7 +145,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
         is_or_not = "is not" if is_tied else "is"
         what = f"the weight of the output head of {name!r} {is_or_not} that of the embedding"
         _refuse(
-            what, f"Pass to from_pretrained or the configuration tie_word_embeddings={not is_tied}"
+            what, f"Pass tie_word_embeddings={not is_tied} to from_pretrained or the configuration"
         )
 
 

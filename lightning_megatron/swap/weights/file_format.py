@@ -60,7 +60,7 @@ class FileFormat:
         is_class = isinstance(kind, type)
         if not is_class or not issubclass(kind, library.PreTrainedModel):
             raise UnsupportedError(
-                "a model whose files store other tensors than its memory must have a class in "
+                "a model whose files store other tensors than it holds must have a class in "
                 f"transformers, which converts them: {architecture!r} is not in transformers "
                 f"{library.__version__}. Call save_pretrained of the model on all ranks, in a run "
                 "that has loaded the checkpoint."
