@@ -79,7 +79,7 @@ def test_scalars_of_what_is_one_in_the_class_must_agree() -> None:
     assert all(step == 3 for step in class_states(models, "step", steps).values())
     expert = next(name for name in steps if name.endswith("gate_up_proj.2"))
     steps[expert] = torch.tensor(2.0)
-    with pytest.raises(UnsupportedError, match=rf"'step' is .* and 2.0 of '{expert}'"):
+    with pytest.raises(UnsupportedError, match=rf"'step' is .* and 2.0 for '{expert}'"):
         class_states(models, "step", steps)
 
 

@@ -286,7 +286,7 @@ def test_tensors_and_files_that_the_index_leaves_out_are_named(tmp_path: Path) -
     left = {name: file for name, file in index["weight_map"].items() if file != FILES[1]}
     path.write_text(json.dumps({"weight_map": left}))
     with pytest.raises(
-        CheckpointMismatchError, match=r"of the 2 files model-...-of-00002 of .* it names 1"
+        CheckpointMismatchError, match=r"it names 1 of the 2 files model-...-of-00002 of"
     ):
         SafetensorsFolder(tmp_path)
 

@@ -118,7 +118,7 @@ def test_joined_rows_of_a_gate_are_cut_like_the_tensor_they_make() -> None:
 
 
 def test_sources_must_have_the_rows_of_their_target() -> None:
-    with pytest.raises(ValueError, match="w has 24, they have 20"):
+    with pytest.raises(ValueError, match="w has 24, its sources have 20"):
         TensorMap("w", (24, 10), (Source("a", 20),))
     with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
         maps()["whole"].split(torch.zeros(10, 24))

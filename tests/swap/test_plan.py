@@ -210,7 +210,7 @@ def test_a_gpt_that_differs_from_its_config_is_refused() -> None:
     assert "'adapter.bias'" in refusal(module, None, UnsupportedError)
     shared = nn.Sequential(GPT(config), nn.Linear(8, 8))
     shared[1].weight = shared[0].embedding.position.weight
-    assert "only one of them is in the model" in refusal(shared, None)
+    assert "share one weight across the border of a model" in refusal(shared, None)
 
 
 def test_a_record_says_what_happened_in_one_line() -> None:

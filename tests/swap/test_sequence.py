@@ -97,7 +97,7 @@ def _check_refusals(mesh: ParallelMesh) -> None:
     wrong = nn.ModuleDict({"mlp": model})
     parallelize(wrong, mesh, {"mlp.0": "column", "mlp.1": "sequence", "mlp.2": "row"})
     with pytest.raises(
-        UnsupportedError, match="'mlp.1' of the kind 'sequence' must get the same on all"
+        UnsupportedError, match="'mlp.1' of the kind 'sequence' must get the same input on all"
     ):
         model(hidden)
     norm = nn.ModuleDict({"norm": nn.LayerNorm(8).double()})
