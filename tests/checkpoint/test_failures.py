@@ -125,7 +125,7 @@ def test_a_disk_that_keeps_something_else_than_was_written_is_found_out(
                 file.write(b"x")
 
     monkeypatch.setattr(LocalFolder, "create", lossy)
-    with pytest.raises(CheckpointSaveError, match=r"__0_0\.distcp holds \d+ bytes with checksum"):
+    with pytest.raises(CheckpointSaveError, match=r"__0_0\.distcp has \d+ bytes with checksum"):
         save_checkpoint(tmp_path / "a", entries(size=1000), {}, {}, MESH)
     assert names_in(tmp_path) == []
 
