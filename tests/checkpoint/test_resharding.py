@@ -344,7 +344,10 @@ def test_gpt_of_one_process_loads_what_tp2_pp2_saved(
                 )
             ],
         ),
-        ("groups", ["2 groups were saved, the optimizer has 1", "is in group 0, but was saved in 1"]),
+        (
+            "groups",
+            ["2 groups were saved, the optimizer has 1", "is in group 0, but was saved in 1"],
+        ),
         ("save", ["failed on 1 of 4 rank(s): rank 1:", "errors/good", "lambda"]),
         ("metadata", ["saving", "errors/bad", "failed on 1 of 4 rank(s): rank 0:"]),
     ],

@@ -116,7 +116,8 @@ def test_a_variant_can_be_asked_for() -> None:
     asked = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
     assert asked == VariantChoice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
     with pytest.raises(
-        UnsupportedError, match="must compute the product data_grad: 'forward_.* Use data_grad_cooperative"
+        UnsupportedError,
+        match="must compute the product data_grad: 'forward_.* Use data_grad_cooperative",
     ):
         choose_variant(Pass.DATA_GRAD, 1000, 8, 384, 384, variant=f"forward_{C}")
 

@@ -106,7 +106,7 @@ def steps_before_refusal(
     if case in ("counted", "samples"):
         trainer.fit(module, loader)
     else:
-        with pytest.raises(UnsupportedError, match="one after the other.*Return num_tokens"):
+        with pytest.raises(UnsupportedError, match="in separate calls.*Return num_tokens"):
             trainer.fit(module, loader)
     return module.num_steps
 
