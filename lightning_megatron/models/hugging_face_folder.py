@@ -76,9 +76,9 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
-            f"a folder must hold all weights of its model: {path} lacks {len(missing)} tensors of "
-            f"{type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and "
-            "the weights are of different models, or the copy is incomplete. Copy the folder "
+            f"a folder must hold all weights of its model: {path} lacks {len(missing)} tensor(s) "
+            f"of {type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} "
+            "and the weights are of different models, or the copy is incomplete. Copy the folder "
             "again, or use from_scratch=True to initialise all weights at random."
         )
     loaded: nn.Module = model
