@@ -1,17 +1,32 @@
-"""In-place replacement of a module's blocks by tensor-parallel ones."""
+"""In-place replacement of a module's blocks by tensor-parallel ones: decide, build, install."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import (
+    num_elements,
+    set_shard_spec,
+    shard_spec_of,
+    whole_spec,
+)
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
-from lightning_megatron.swap.build import build
+from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
+from lightning_megatron.swap.decide.kinds import SWAPPED_AS
+from lightning_megatron.swap.decide.model_plan import whole_parts
 from lightning_megatron.swap.decide.record import SwapRecord
-from lightning_megatron.swap.decide.swap_plan import SwapOptions, decide
-from lightning_megatron.swap.install import install
+from lightning_megatron.swap.decide.replacements import Swap
+from lightning_megatron.swap.decide.swap_plan import SwapOptions, SwapPlan, decide
+from lightning_megatron.swap.hugging_face.bound_methods import bind_methods
+from lightning_megatron.swap.preservation import check_nothing_is_lost, share_weights
+from lightning_megatron.swap.pretrained.from_pretrained import read_missing_values
 
 
 def parallelize(
@@ -30,9 +45,8 @@ def parallelize(
     so gradients outside them are complete and equal on all tensor-parallel ranks.
 
     This takes three steps. :func:`~lightning_megatron.swap.decide.swap_plan.decide` and
-    :func:`~lightning_megatron.swap.build.build` do not change the module: if one of them raises an
-    error, its modules, parameters, values and hooks are as before.
-    :func:`~lightning_megatron.swap.install.install` then gives every rank the values of the first
+    :func:`build` do not change the module: if one of them raises an error, its modules, parameters,
+    values and hooks are as before. :func:`install` then gives every rank the values of the first
     rank, fills all replacements with their parts of the values, and puts them in place.
 
     :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns
@@ -74,3 +88,156 @@ def parallelize(
     swap_plan = decide(module, mesh, options)
     swaps = build(swap_plan)
     return install(swap_plan, swaps)
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """Replacements of a plan, ready for installation.
+
+    Args:
+        replacements: Replacements without values, in the order of definition.
+        give_missing_values: Functions that give Hugging Face models with their own code the weights
+            without which they were built.
+    """
+
+    replacements: tuple[Swap, ...]
+    give_missing_values: tuple[Callable[[], None], ...]
+
+
+def build(plan: SwapPlan) -> Swaps:
+    """Build the replacements of a plan, and read the missing weights of models with their own code.
+
+    The module of the plan is not changed. The replacements have no values yet, because every rank
+    must get the values of the first rank before.
+
+    Raises:
+        ParallelPlanError: If a size is not divisible, or a shared weight would be sharded in two
+            ways.
+        UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
+        CheckpointMismatchError: If a model has other tensors than its family.
+    """
+    missing = tuple(
+        read_missing_values(model.site.module) for model in plan.own_code if model.is_outermost
+    )
+    swaps = tuple(replacement.build() for replacement in plan.replacements)
+    share_weights(plan.root, swaps, plan.here)
+    for swap in swaps:
+        check_nothing_is_lost(swap)
+    return Swaps(swaps, missing)
+
+
+def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
+    """Give all ranks the values of the first rank, fill the replacements, and put them in place.
+
+    All replacements are filled before the first one is put in place.
+
+    Args:
+        plan: Decisions for the module.
+        swaps: Replacements, built for the plan.
+
+    Returns:
+        Records of the swapped blocks, in the order of definition.
+
+    Raises:
+        CheckpointMismatchError: If a tied head in a folder differs from the embedding.
+
+    Communication: a broadcast over all ranks for each parameter and buffer.
+    """
+    for give in swaps.give_missing_values:
+        give()
+    broadcast_values(plan.root, plan.built_here, plan.mesh)
+    records = [_kept_record(model) for model in plan.own_code if model.reason]
+    records += [_record(swap, swap.fill()) for swap in swaps.replacements]
+    sizes_before = [num_elements(model.site.module) for model in plan.own_code]
+    targets: dict[int, nn.Module] = {}
+    for swap in swaps.replacements:
+        if swap.install is not None:
+            swap.install()
+            continue
+        targets[id(swap.site.module)] = swap.target
+        setattr(swap.target, SWAPPED_AS, swap.kind)
+    for site in plan.sites:
+        # A module with several names is replaced at each of them.
+        if site.closed_by is None and id(site.module) in targets:
+            setattr(site.parent, site.key, targets[id(site.module)])
+    for name in plan.partial:
+        for parameter in plan.root.get_submodule(name).parameters():
+            set_shard_spec(parameter, whole_spec(parameter, plan.mesh.tp.rank, partial=True))
+    if plan.stages is not None:
+        records.append(plan.stages.install(plan.root))
+    bind_methods(plan.root, [model.site.module for model in plan.own_code])
+    return records + [
+        _planned_record(model, size)
+        for model, size in zip(plan.own_code, sizes_before, strict=True)
+        if model.plan is not None
+    ]
+
+
+def broadcast_values(root: nn.Module, built_here: tuple[str, ...], mesh: ParallelMesh) -> None:
+    """Broadcast the first rank's parameters and buffers to all ranks, in place.
+
+    Ranks with different seeds would otherwise have shards of different tensors. Shards and tensors
+    on the meta device are skipped.
+
+    Args:
+        root: Module with the same tensors on all ranks.
+        built_here: Names of models that are skipped, because their ranks have different layers.
+        mesh: Process groups of this rank.
+
+    Communication: one broadcast over all ranks for each tensor.
+    """
+    if mesh.world.size == 1:
+        return
+    tensors = dict(root.named_parameters()) | dict(root.named_buffers())
+    for name, tensor in tensors.items():
+        is_skipped = any(name.startswith(f"{model}.") for model in built_here)
+        if not is_skipped and not tensor.is_meta and shard_spec_of(tensor).is_whole:
+            _broadcast(tensor, mesh)
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, mesh: ParallelMesh) -> None:
+    values = tensor.detach().contiguous()
+    # Every dtype can be sent as bytes.
+    sent = values.reshape(-1).view(torch.uint8)
+    broadcast_(sent, mesh.world_cpu if tensor.device.type == "cpu" else mesh.world)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)
+
+
+def _record(swap: Swap, note: str) -> SwapRecord:
+    source = swap.site.module
+    kind = type(swap.target)
+    if swap.install is not None and isinstance(swap.target, GPT):
+        # The layers of a Hugging Face model are of a class of their own, which users do not know.
+        kind = kind.__bases__[0]
+    return SwapRecord(
+        swap.site.name,
+        swap.kind,
+        type(source).__name__,
+        kind.__name__,
+        num_elements(source),
+        num_elements(swap.target),
+        note,
+    )
+
+
+def _kept_record(model: OwnCodeModel) -> SwapRecord:
+    kind = type(model.site.module).__name__
+    size = num_elements(model.site.module)
+    note = f"It keeps its own code, because {model.reason}"
+    return SwapRecord(model.site.name, "Hugging Face's own module", kind, kind, size, size, note)
+
+
+def _planned_record(model: OwnCodeModel, size_before: int) -> SwapRecord:
+    module = model.site.module
+    kind = type(module).__name__
+    return SwapRecord(
+        model.site.name,
+        str(model.plan),
+        kind,
+        kind,
+        size_before,
+        num_elements(module),
+        whole_parts(module),
+    )

@@ -14,9 +14,8 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.build import build
+from lightning_megatron.swap.apply import build, install
 from lightning_megatron.swap.decide.swap_plan import SwapOptions, decide
-from lightning_megatron.swap.install import install
 from tests.swap.families import twin_of
 from tests.swap.parts import mesh_of
 from tests.world import run_world

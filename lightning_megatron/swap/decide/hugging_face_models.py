@@ -1,15 +1,25 @@
-"""Decisions for Hugging Face models: which are replaced, and which keep their own code."""
+"""Decisions for Hugging Face models: replacement, own code, and pipeline stages of own code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, NoReturn
 
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.decide.kinds import ModuleSite
 from lightning_megatron.swap.decide.model_plan import OwnPlan, own_plan
+from lightning_megatron.swap.decide.stages import Stages, plan_stages
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pretrained
+
+#: Arguments that request outputs of all blocks, which no stage has.
+_OF_ALL_STAGES = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -141,3 +151,108 @@ def _own_code_models(
             planned.append(site.name)
             plan = own_plan(site.module, tp, site.name)
         yield OwnCodeModel(site, reasons.get(site.name, ""), plan, is_outermost)
+
+
+def find_stages(
+    root: nn.Module,
+    sites: Sequence[ModuleSite],
+    kinds: Mapping[str, str],
+    plan: Mapping[str, str] | None,
+    mesh: ParallelMesh,
+    replaced: Sequence[str],
+) -> Stages | None:
+    """Return the stages of a model that keeps its own code; None for a single stage.
+
+    Args:
+        root: Root module.
+        sites: All modules in it, with their positions.
+        kinds: Kinds of the tensor-parallel cuts, by module name.
+        plan: The user's pipeline_plan; None uses the stages that a Hugging Face model defines.
+        mesh: Process groups of this rank.
+        replaced: Names of the models that are replaced, which have stages of their own.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
+            stages.
+        UnsupportedError: If stages share a parameter that is not a tied embedding, or the
+            configuration of a Hugging Face model requests outputs of all blocks.
+    """
+    models = [site for site in sites if is_hugging_face(site.module)]
+    models = [site for site in models if not site.is_inside([other.name for other in models])]
+    if plan is None:
+        has_stages = any(isinstance(site.module, PipelinedModule) for site in sites)
+        if mesh.pp.size == 1 or has_stages or replaced:
+            return None
+        plans = {site.name: _own_stages(site.module) for site in models}
+        known = [name for name, own in plans.items() if own]
+        if len(known) != 1:
+            return None
+        plan = {f"{known[0]}.{name}": kind for name, kind in plans[known[0]].items()}
+    stages = plan_stages(root, sites, plan, kinds, mesh)
+    if stages is None:
+        return None
+    for name in replaced:
+        if stages.blocks.is_inside([name]):
+            raise ParallelPlanError(
+                f"pipeline_plan is for models that keep their own code: {stages.blocks.name!r} is "
+                f"in {name!r}, which is replaced by a model of this package with its own stages. "
+                "Leave pipeline_plan out, or keep the model's own code by a tensor_parallel_plan "
+                "such as {'*': 'replicate'}."
+            )
+    for site in models:
+        if stages.blocks.is_inside([site.name]):
+            return replace(stages, prepare=_prepare_for_stages(site.module))
+    return stages
+
+
+def _own_stages(model: Any) -> dict[str, str]:
+    """Return a Hugging Face model's own stages as kinds by name; empty if it has none."""
+    names = list(getattr(model, "pp_plan", None) or {})
+    modules = dict(model.named_modules())
+    lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
+    if len(lists) != 1:
+        return {}
+    # The plan lists the modules of the base model in the order in which they run. Modules around
+    # the base model, such as a head, run after it.
+    base = lists[0].rpartition(".")[0]
+    inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
+    sides = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
+    return dict(zip(inner, sides, strict=True)) | {lists[0]: "blocks"}
+
+
+def _prepare_for_stages(model: Any) -> Callable[[], None]:
+    """Refuse a configuration that requests outputs of all blocks; do not change the model.
+
+    The returned function turns off the model's cache, and lets calls refuse such requests.
+    """
+    for name in _OF_ALL_STAGES:
+        if getattr(model.config, name, False):
+            _refuse_on_stage(name, f"the configuration of {type(model).__name__}")
+    takes_cache = "use_cache" in signature(type(model).forward).parameters
+
+    def prepare() -> None:
+        model.register_forward_pre_hook(
+            _without_cache if takes_cache else _checked, with_kwargs=True
+        )
+
+    return prepare
+
+
+def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name in (*_OF_ALL_STAGES, "use_cache", "past_key_values"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            _refuse_on_stage(name, "the call")
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    _checked(module, args, kwargs)
+    return args, {**kwargs, "use_cache": False}
+
+
+def _refuse_on_stage(name: str, where: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{name}, set by {where}, cannot be used with pp above 1, because each stage has only the "
+        f"results of its own blocks. Leave {name} out, or use pp=1."
+    )

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, join_or
-from lightning_megatron.swap.blocks.rules import rules_of
+from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 
 #: Kinds for the styles of Hugging Face's plans.
@@ -32,6 +32,9 @@ _KINDS: Mapping[str, str] = {
 }
 #: Maximum number of names in a line of the log.
 _SHOWN = 8
+
+#: Rules that can swap each module of a model, by kind.
+_Rules = Mapping[nn.Module, Mapping[str, BlockRule]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     if any(is_peft_module(module) for module in model.modules()):
         return OwnPlan({}, ("peft has wrapped its layers",))
     modules = dict(model.named_modules())
+    rules = {module: rules_of(module) for module in modules.values()}
     blocks: dict[str, dict[str, str]] = {}
     left: dict[str, str] = {}
     unknown: set[str] = set()
@@ -86,7 +90,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
             left[f"{pattern!r} is {style!r}"] = ""
         for name in named:
             around = name.rpartition(".")[0]
-            if kind is None or not _fits(kind, modules[name]):
+            if kind is None or not _fits(kind, rules[modules[name]]):
                 left[f"{pattern!r} is {style!r}"] = ""
                 unknown |= {around, name}
             else:
@@ -97,15 +101,15 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
         if reason is None and _leaves_parts(block):
             reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
         if reason is None:
-            kinds |= block | _head_parameters(modules[around], around, block, model.config)
+            kinds |= block | _head_parameters(modules[around], around, block, model.config, rules)
         elif reason:
             left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
-    _share_vocabularies(model, modules, kinds, left)
+    _share_vocabularies(model, modules, rules, kinds, left)
     return OwnPlan(kinds, tuple(left))
 
 
-def _fits(kind: str, module: nn.Module) -> bool:
-    return kind in ("replicate", "partial") or kind in rules_of(module)
+def _fits(kind: str, rules: Mapping[str, BlockRule]) -> bool:
+    return kind in ("replicate", "partial") or kind in rules
 
 
 def _leaves_parts(block: Mapping[str, str]) -> bool:
@@ -167,7 +171,7 @@ def _unplanned_parameters(
 
 
 def _head_parameters(
-    module: nn.Module, name: str, block: Mapping[str, str], config: Any
+    module: nn.Module, name: str, block: Mapping[str, str], config: Any, rules: _Rules
 ) -> dict[str, str]:
     """Shard parameters with one row per head, such as norms of queries and keys."""
     config = getattr(module, "config", config)
@@ -183,12 +187,16 @@ def _head_parameters(
         for key, owner in owners.values()
         if _leaves_parts(block)
         and all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
-        and "features" in rules_of(owner)
+        and "features" in rules[owner]
     }
 
 
 def _share_vocabularies(
-    model: Any, modules: Mapping[str, nn.Module], kinds: dict[str, str], left: dict[str, str]
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    rules: _Rules,
+    kinds: dict[str, str],
+    left: dict[str, str],
 ) -> None:
     """Shard each vocabulary layer and the modules that share its weight, or none of them."""
     head = model.get_output_embeddings()
@@ -199,10 +207,10 @@ def _share_vocabularies(
         shared = [
             other for other, module in modules.items() if _holds(module, modules[name].weight)
         ]
-        if all("vocab" in rules_of(modules[other]) for other in shared):
+        if all("vocab" in rules[modules[other]] for other in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
-        odd = next(other for other in shared if "vocab" not in rules_of(modules[other]))
+        odd = next(other for other in shared if "vocab" not in rules[modules[other]])
         left[
             (
                 f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "

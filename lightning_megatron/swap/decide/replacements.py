@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.builders import BlockRequest
 from lightning_megatron.swap.blocks.rules import (
@@ -16,6 +18,7 @@ from lightning_megatron.swap.blocks.rules import (
     fill_target,
     source_names,
 )
+from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
 from lightning_megatron.swap.blocks.whole_model import NOTE, build_model, fill_model, is_cut
 from lightning_megatron.swap.decide.kinds import ModuleSite
 from lightning_megatron.swap.families import Family
@@ -23,6 +26,14 @@ from lightning_megatron.swap.pretrained.replace import build_swapped_model
 
 #: Kind of a module that is replaced as a whole model.
 WHOLE_MODEL = "model"
+
+#: Layers below this number belong to models that number their own layers.
+_FIRST_LAYER = 1_000_000
+
+#: Kinds of blocks whose inputs or outputs may be parts of sequences.
+_SEQUENCE_KINDS = ("column", "column_gather", "row", "row_split", "sequence")
+
+_RuledSite = tuple[ModuleSite, str, BlockRule]
 
 
 @dataclass(frozen=True)
@@ -73,16 +84,21 @@ class BlockReplacement:
         kind: Kind of the block in the plan.
         rule: Rule for its replacement.
         request: Arguments of the rule's builder.
+        gathers_sequences: Whether the block needs whole sequences, and may get parts of them from
+            other blocks of the plan.
     """
 
     site: ModuleSite
     kind: str
     rule: BlockRule
     request: BlockRequest
+    gathers_sequences: bool
 
     def build(self) -> Swap:
         """Build the replacement without values."""
         target = build_target(self.rule, self.request)
+        if self.gathers_sequences:
+            gather_sequence_inputs(target)
 
         def fill() -> str:
             fill_target(self.rule, self.request, target)
@@ -139,3 +155,116 @@ class FamilyReplacement:
             self.site.name, self.site.module, self.family, self.mesh, self.shows_progress
         )
         return Swap(self.site, self.kind, model.layers, model.fill, model.install)
+
+
+def choose_blocks(
+    sites: Sequence[ModuleSite],
+    kinds: Mapping[str, str],
+    here: Set[str],
+    mesh: ParallelMesh,
+    *,
+    has_stages: bool,
+    deferred: Sequence[str],
+) -> list[BlockReplacement]:
+    """Decide which torch.nn blocks of this rank's stage are replaced.
+
+    Args:
+        sites: Modules that can be swapped, with their positions.
+        kinds: Kinds of all plans, by module name.
+        here: Names of the modules of this rank's stage.
+        mesh: Process groups of this rank.
+        has_stages: Whether the module's parts are assigned to pipeline stages.
+        deferred: Names of models whose missing values are read before blocks are filled.
+
+    Raises:
+        UnsupportedError: If the layout does not fit a block.
+    """
+    chosen = _choose(sites, kinds, mesh, has_stages=has_stages)
+    cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
+    # Every block is numbered, so that its number does not depend on its stage.
+    return [
+        BlockReplacement(
+            site,
+            kind,
+            rule,
+            BlockRequest(
+                site.name,
+                site.module,
+                # Inputs and outputs of a plain module are whole sequences, with the batch first or
+                # second.
+                replace(mesh, sequence_parallel=False),
+                _FIRST_LAYER + number,
+                cuts_sequence and kind in _SEQUENCE_KINDS,
+                site.parent,
+                _device_of_values(site, deferred),
+            ),
+            gathers_sequences=cuts_sequence and kind not in _SEQUENCE_KINDS,
+        )
+        for number, (site, kind, rule) in enumerate(chosen)
+        if site.name in here
+    ]
+
+
+def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device:
+    device = next((p.device for p in site.module.parameters()), torch.device("cpu"))
+    has_no_values = device.type == "meta" and site.is_inside(deferred)
+    return torch.device("cpu") if has_no_values else device
+
+
+def _choose(
+    sites: Sequence[ModuleSite], kinds: Mapping[str, str], mesh: ParallelMesh, *, has_stages: bool
+) -> list[_RuledSite]:
+    chosen: list[_RuledSite] = []
+    encoders: list[tuple[ModuleSite, nn.TransformerEncoder]] = []
+    whole = ""
+    for site in sites:
+        kind = kinds.get(site.name, "replicate")
+        rule = site.rules.get(kind)
+        if kind == "sequence" and not mesh.sequence_parallel:
+            continue
+        if whole and site.name.startswith(whole):
+            continue
+        if isinstance(site.module, nn.TransformerDecoderLayer) and rule is not None:
+            if not all(
+                kind == "auto" for name, kind in kinds.items() if name.startswith(f"{site.name}.")
+            ):
+                # The plan shards the parts of this layer one by one.
+                continue
+            whole = f"{site.name}."
+        if isinstance(site.module, nn.TransformerEncoder):
+            encoders.append((site, site.module))
+        elif rule is not None:
+            chosen.append((site, kind, rule))
+    _check_layout(chosen, mesh, has_stages)
+    if mesh.tp.size == 1:
+        return []
+    layers = {id(site.module) for site, _, _ in chosen}
+    for site, encoder in encoders:
+        # An encoder with a swapped layer is always replaced, because its packing of padded batches
+        # does not work with sharded layers.
+        if not any(id(layer) in layers for layer in encoder.layers):
+            continue
+        if "auto" not in site.rules:
+            raise UnsupportedError(
+                f"the layers of {site.name!r} cannot be cut over tp, because "
+                f"{type(encoder).__name__} may read their weights directly, as "
+                "torch.nn.TransformerEncoder does. Use torch.nn.TransformerEncoder, or give "
+                f"{site.name!r} the kind 'replicate'."
+            )
+        chosen.append((site, "auto", site.rules["auto"]))
+    return chosen
+
+
+def _check_layout(chosen: Sequence[_RuledSite], mesh: ParallelMesh, has_stages: bool) -> None:
+    for site, kind, _ in chosen:
+        if mesh.cp.size > 1 and kind == "auto":
+            raise UnsupportedError(
+                f"cp ({mesh.cp.size}) must be 1, because the attention of {site.name!r} needs "
+                "whole sequences. Use cp=1."
+            )
+        if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
+            raise UnsupportedError(
+                f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {site.name!r} is a "
+                "block of a model without known pipeline stages. Use pp=1, or name the list of "
+                "blocks in pipeline_plan."
+            )

@@ -150,8 +150,8 @@ def plan_stages(
     plan: Mapping[str, str],
     kinds: Mapping[str, str],
     mesh: ParallelMesh,
-) -> Stages:
-    """Assign the parts of a model with a list of blocks to stages.
+) -> Stages | None:
+    """Assign the parts of a model with a list of blocks to stages; None for a single stage.
 
     A module with parameters that is defined before the list is on the first stage, and one defined
     after it on the last stage, unless the plan assigns it. Modules without parameters are on all
@@ -171,6 +171,8 @@ def plan_stages(
     """
     blocks = _find_blocks(sites, plan)
     layout = mesh.layout
+    if layout.pp == 1:
+        return None
     layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
     around = _around(root, blocks.name)
     ends = tuple(_ends(around, blocks, plan))
@@ -212,15 +214,6 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
     # it consumes the output of the others.
     best = max(reversed(found), key=lambda name: found[name], default=None)
     return {best: "blocks"} if best is not None and found[best] else None
-
-
-def check_pipeline_plan(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> None:
-    """Refuse a plan that does not fit the module, even with a single stage.
-
-    Raises:
-        ParallelPlanError: If the plan does not fit the module.
-    """
-    _find_blocks(sites, plan)
 
 
 def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:

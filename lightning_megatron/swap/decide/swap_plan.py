@@ -12,19 +12,22 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.blocks.whole_model import is_foreign
-from lightning_megatron.swap.decide.block_choice import choose_blocks
-from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel, choose_models
+from lightning_megatron.swap.decide.hugging_face_models import (
+    OwnCodeModel,
+    choose_models,
+    find_stages,
+)
 from lightning_megatron.swap.decide.kinds import (
     ModuleSite,
     choose_kinds,
     sites_of,
     unique_sites,
 )
-from lightning_megatron.swap.decide.model_stages import find_stages
 from lightning_megatron.swap.decide.replacements import (
     FamilyReplacement,
     Replacement,
     WholeModelReplacement,
+    choose_blocks,
 )
 from lightning_megatron.swap.decide.stages import Stages
 

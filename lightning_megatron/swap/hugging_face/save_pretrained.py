@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,12 +146,6 @@ def mesh_of(model: nn.Module) -> ParallelMesh | None:
     """Return the process groups over which a model is sharded; None if it is on every rank."""
     found = (getattr(part, "mesh", None) for part in model.modules())
     return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
-
-
-def save_from_all_ranks(models: Iterable[Any]) -> None:
-    """Patch ``save_pretrained`` of models that run their own code, so that it gathers parts."""
-    for model in models:
-        vars(model)["save_pretrained"] = partial(save_as_it_is, model)
 
 
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:

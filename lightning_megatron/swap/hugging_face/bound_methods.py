@@ -1,8 +1,8 @@
-"""Wrapper of peft around a Hugging Face model that another model has replaced."""
+"""Methods of Hugging Face models and of peft's wrappers that a swap binds to the instances."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from lightning_megatron.models.stage import named_layers
 from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.save_adapter import save_adapter
+from lightning_megatron.swap.hugging_face.save_pretrained import save_as_it_is
 
 #: Methods that search for peft's own layers. After the replacement there are none, so the methods
 #: would silently do nothing.
@@ -32,13 +33,17 @@ _INSIDE = (
 _BOUND = "base_model_prepare_inputs_for_generation"
 
 
-def keep_wrappers(root: nn.Module) -> None:
-    """Update the wrappers of peft inside a module after their models were replaced.
+def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
+    """Give models and wrappers of peft methods that work on parts of weights.
 
-    The wrappers keep their configuration, ``generate``, ``disable_adapter`` and
-    ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained``
-    writes the whole adapter from all ranks; methods that change or merge adapters raise an
-    UnsupportedError.
+    ``save_pretrained`` of a model that runs its own code, and of a wrapper, writes full tensors
+    from all ranks. A wrapper around a replaced model keeps its configuration, ``generate``,
+    ``disable_adapter`` and ``print_trainable_parameters``, which counts the parameters of this
+    rank; methods that change or merge adapters raise an UnsupportedError.
+
+    Args:
+        root: Root module, after its models were replaced.
+        own_code: Models in it that run their own code.
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
@@ -55,6 +60,8 @@ def keep_wrappers(root: nn.Module) -> None:
                 wrapper.__class__ = type(
                     kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals}
                 )
+    for model in own_code:
+        vars(model)["save_pretrained"] = partial(save_as_it_is, model)
 
 
 @contextmanager

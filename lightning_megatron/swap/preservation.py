@@ -1,0 +1,181 @@
+"""Preservation of what a replacement could lose: shared weights, hooks and compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.swap.decide.replacements import WHOLE_MODEL, Swap
+from lightning_megatron.swap.hugging_face.peft_layers import is_input_hook
+
+#: Attribute in which torch.compile stores the wrapped module.
+_COMPILED = "_orig_mod"
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Parameter that takes over the values of a source parameter.
+
+    Args:
+        block: Target block.
+        name: Dotted name of the parameter in it.
+        kind: Kind of the block in the plan, for errors.
+    """
+
+    block: nn.Module
+    name: str
+    kind: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.block.get_parameter(self.name)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        path, _, key = self.name.rpartition(".")
+        setattr(self.block.get_submodule(path), key, parameter)
+
+
+def share_weights(root: nn.Module, swaps: Sequence[Swap], here: Set[str]) -> None:
+    """Share parameters of replacements in the same way as their sources; do not change ``root``.
+
+    Whole models may share weights within themselves only.
+
+    Args:
+        root: Module before the swap.
+        swaps: All replacements.
+        here: Names of the modules of this rank's stage.
+
+    Raises:
+        ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.
+    """
+    targets = {
+        source: _Target(swap.target, name, swap.kind)
+        for swap in swaps
+        for source, name in swap.sources.items()
+    }
+    models = [swap.site.name for swap in swaps if swap.kind == WHOLE_MODEL]
+    names: dict[int, list[str]] = {}
+    for path, owner in root.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and (not path or path in here):
+                names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    for shared in names.values():
+        if len(shared) > 1:
+            _check_models(shared, models)
+            _share(shared, targets)
+
+
+def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
+    around = {next((name for name in models if key.startswith(f"{name}.")), "") for key in shared}
+    if len(around) > 1:
+        raise ParallelPlanError(
+            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
+            "model that is replaced as a whole. They would become separate weights. Use "
+            "GPTConfig(tie_embeddings=True) or separate weights."
+        )
+
+
+def _share(shared: Sequence[str], targets: Mapping[str, _Target]) -> None:
+    moved = [targets[key] for key in shared if key in targets]
+    if not moved:
+        return
+    first = moved[0].parameter
+    same = all(
+        shard_spec_of(target.parameter) == shard_spec_of(first)
+        and target.parameter.shape == first.shape
+        for target in moved
+    )
+    if len(moved) < len(shared) or not same:
+        kinds = ", ".join(
+            f"{key!r} is {targets[key].kind if key in targets else 'replicate'!r}" for key in shared
+        )
+        raise ParallelPlanError(
+            f"modules that share one weight must cut it alike: {kinds}. Otherwise their parts "
+            "would not be equal. Give all of them the kind 'replicate', or 'vocab' where an "
+            "embedding and an output layer share a weight."
+        )
+    for target in moved[1:]:
+        target.adopt(first)
+
+
+def check_nothing_is_lost(swap: Swap) -> None:
+    """Refuse to replace a module that has hooks or was compiled.
+
+    Modules and parameters that the replacement takes over from the module may have hooks, and so
+    may a module that stays the same object and only gets other layers.
+
+    Args:
+        swap: Replacement of the module.
+
+    Raises:
+        UnsupportedError: If a removed module or parameter has hooks, or a removed module was
+            compiled or lies inside a compiled one.
+    """
+    site = swap.site
+    target = swap.target
+    stays = swap.install is not None
+    if _COMPILED in site.name.split("."):
+        around = site.name.split(f".{_COMPILED}")[0]
+        raise UnsupportedError(
+            f"{around!r} was compiled, but its module {site.name!r} must be replaced, and the "
+            "compiled code would still run the old module. " + _remedy(target)
+        )
+    kept = set(target.modules())
+    staying = {id(parameter) for parameter in target.parameters()}
+    for path, gone in site.module.named_modules():
+        name = f"{site.name}.{path}".rstrip(".")
+        hooks = [
+            hook
+            for kind in (
+                gone._forward_hooks,
+                gone._forward_pre_hooks,
+                gone._backward_hooks,
+                gone._backward_pre_hooks,
+            )
+            for hook in kind.values()
+            # A replaced Hugging Face model needs no hooks of recomputed blocks.
+            if not (stays and is_input_hook(hook))
+        ]
+        inside_encoder = isinstance(site.module, nn.TransformerEncoder) and gone is not site.module
+        keeps_hooks = stays and gone is site.module
+        if gone not in kept and not inside_encoder and not keeps_hooks and hooks:
+            raise UnsupportedError(
+                f"{name!r} has hooks, which would be lost, because another module replaces it. "
+                f"Register them after the strategy has set up the module, or give {site.name!r} "
+                "the kind 'replicate'."
+            )
+        if gone not in kept:
+            _check_parameters(name, gone, staying)
+        if gone not in kept and gone._compiled_call_impl is not None:
+            raise UnsupportedError(
+                (
+                    f"{name!r} was compiled, and its compiled code would be lost, because another "
+                    "module replaces it. "
+                )
+                + _remedy(target)
+            )
+
+
+def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
+    """Refuse hooks on parameters that are replaced."""
+    for key, parameter in gone._parameters.items():
+        if parameter is None or id(parameter) in staying:
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"the parameter '{name}.{key}' has gradient hooks, which would be lost, because "
+                "this rank's part of the parameter replaces it. Register them in on_fit_start; "
+                "they then receive the gradient of this part."
+            )
+
+
+def _remedy(target: nn.Module) -> str:
+    such_as = (
+        ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
+    )
+    return f"Compile the new modules in on_fit_start{such_as}."

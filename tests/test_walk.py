@@ -1,0 +1,103 @@
+"""The walk of `parallelize` stays short, and the documentation names the files on it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.walk import walk
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+ENTRY = """
+from package.swap.decide import find
+from package.layers.linear import cut
+
+def parallelize(module: Module, mesh: ParallelMesh) -> None:
+    if is_ready(module):
+        return
+    sites = find(module)
+    names(mesh)
+    cut(sites)
+    for site in sites:
+        replacement = site.chosen()
+        replacement.build()
+    install(sites)
+
+def is_ready(module: Module) -> bool:
+    return find(module)
+
+def names(mesh: ParallelMesh) -> list[str]:
+    return find(mesh)
+
+def install(sites: list[Site]) -> None:
+    find(sites[0].module)
+"""
+DECIDE = """
+class Replacement(Protocol):
+    def build(self) -> None:
+        find(self)
+
+class Site:
+    module: Module
+    replacement: Replacement
+
+    def chosen(self) -> Replacement:
+        return choose(self)
+
+def find(module: Module) -> list[Site]:
+    return [Site(part) for part in module.modules()]
+
+from package.swap.choice import choose
+"""
+CHOICE = """
+def choose(site: Site) -> Replacement:
+    return site.replacement
+"""
+
+
+def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns() -> None:
+    found = walk("swap/apply.py", "parallelize", "module")
+    assert len(found.files) <= 12, "\n".join(found.files)
+    assert found.num_returns <= 10, "\n".join(file for file, _ in found.stays)
+
+
+def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## The way of a module")[2]
+    listed = re.findall(r"^\| `(\S+\.py)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    found = walk("swap/apply.py", "parallelize", "module")
+    assert [f"swap/{file}" for file in listed] == found.files
+
+
+def test_a_walk_enters_functions_and_methods_that_get_a_part_of_the_value(tmp_path: Path) -> None:
+    found = walk("swap/apply.py", "parallelize", "module", package_of(tmp_path))
+    assert found.stays == [
+        ("swap/apply.py", ["parallelize"]),
+        ("swap/decide.py", ["find", "chosen"]),
+        ("swap/choice.py", ["choose"]),
+        ("swap/apply.py", ["install"]),
+        ("swap/decide.py", ["find"]),
+    ]
+    assert found.num_returns == 2
+
+
+def test_a_walk_of_process_groups_ends_where_a_function_takes_only_those(tmp_path: Path) -> None:
+    found = walk("swap/apply.py", "parallelize", "mesh", package_of(tmp_path))
+    assert found.files == ["swap/apply.py"]
+    assert found.num_returns == 0
+
+
+def package_of(folder: Path) -> Path:
+    """Write a package of two rooms and return its folder."""
+    package = folder / "package"
+    files = {
+        "swap/apply.py": ENTRY,
+        "swap/decide.py": DECIDE,
+        "swap/choice.py": CHOICE,
+        "layers/linear.py": "def cut(sites: list[Site]) -> None:\n    cut(sites)\n",
+    }
+    for name, text in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return package
