@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.walk import walk
+import pytest
+
+from tests.walk import Walk, walk
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 
@@ -56,17 +58,23 @@ def choose(site: Site) -> Replacement:
 """
 
 
-def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns() -> None:
-    found = walk("swap/apply.py", "parallelize", "module")
+@pytest.fixture(scope="module")
+def of_parallelize() -> Walk:
+    return walk("swap/apply.py", "parallelize", "module")
+
+
+def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns(of_parallelize: Walk) -> None:
+    found = of_parallelize
     assert len(found.files) <= 12, "\n".join(found.files)
     assert found.num_returns <= 10, "\n".join(file for file, _ in found.stays)
 
 
-def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order() -> None:
+def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order(
+    of_parallelize: Walk,
+) -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## The way of a module")[2]
     listed = re.findall(r"^\| `(\S+\.py)` \|", section.partition("\n## ")[0], re.MULTILINE)
-    found = walk("swap/apply.py", "parallelize", "module")
-    assert [f"swap/{file}" for file in listed] == found.files
+    assert [f"swap/{file}" for file in listed] == of_parallelize.files
 
 
 def test_a_walk_enters_functions_and_methods_that_get_a_part_of_the_value(tmp_path: Path) -> None:

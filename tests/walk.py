@@ -51,16 +51,22 @@ class Definition:
 
 @dataclass(frozen=True)
 class Sources:
-    """Syntax trees of a package, by the paths of its files in it."""
+    """Files of a room.
+
+    Args:
+        package: Folder of the package.
+        room: Folder in it.
+    """
 
     package: Path
+    room: str
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
-        """Return the tree of every file."""
+        """Return the syntax trees of the files, by their paths in the package."""
         return {
             path.relative_to(self.package).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-            for path in sorted(self.package.rglob("*.py"))
+            for path in sorted((self.package / self.room).rglob("*.py"))
         }
 
     @cached_property
@@ -74,7 +80,7 @@ class Sources:
         }
 
     def definition(self, file: str, name: str) -> Definition | None:
-        """Find the function or class of a name in a file, where it is defined or imported."""
+        """Find the function or class of the room that has a name in a file; None without one."""
         for node in self.trees[file].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return Definition(file, node)
@@ -104,7 +110,7 @@ class Sources:
         return isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
 
     def class_in(self, annotation: ast.expr | None) -> str:
-        """Return the first class of the package in an annotation; "" if there is none."""
+        """Return the first class of the room in an annotation; "" if there is none."""
         return next((word for word in words_of(annotation) if word in self.classes), "")
 
 
@@ -113,14 +119,12 @@ class Walk:
     """Walk of a parameter through a room.
 
     Args:
-        sources: Package.
-        room: Folder in it.
+        sources: Files of the room.
         calls: File and name of each function on the way, once for each call.
         entered: Functions that the walk has been through.
     """
 
     sources: Sources
-    room: str
     calls: list[tuple[str, str]] = field(default_factory=list)
     entered: set[Definition] = field(default_factory=set)
 
@@ -149,7 +153,7 @@ class Walk:
 
         Args:
             function: Function or method.
-            parts: Parameters that are followed, each with its class in the package, or "".
+            parts: Parameters that are followed, each with its class in the room, or "".
         """
         self.calls.append((function.file, function.node.name))
         if function not in self.entered:
@@ -188,11 +192,9 @@ class Walk:
 
     def _call(self, call: ast.Call, followed: Followed) -> None:
         found = followed.callee(call.func)
-        if found is None or not found.file.startswith(f"{self.room}/"):
+        if found is None or isinstance(found.node, ast.ClassDef) or is_question(found.node):
             return
         function = found.node
-        if isinstance(function, ast.ClassDef) or is_question(function):
-            return
         parameters = [*function.args.posonlyargs, *function.args.args]
         given: list[tuple[ast.arg, ast.expr]] = []
         if isinstance(call.func, ast.Attribute):
@@ -214,7 +216,7 @@ class Followed:
     """Names in a function that hold parts of the value.
 
     Args:
-        sources: Package.
+        sources: Files of the room.
         file: File of the function.
         names: Names, each with the class of its value or of the items in it; "" if it is unknown.
     """
@@ -329,10 +331,10 @@ def walk(file: str, function: str, parameter: str, package: Path = PACKAGE) -> W
         parameter: Name of the parameter.
         package: Folder of the package.
     """
-    sources = Sources(package)
+    sources = Sources(package, file.partition("/")[0])
     start = sources.definition(file, function)
     assert start is not None, f"{file} has no {function}"
-    found = Walk(sources, file.partition("/")[0])
+    found = Walk(sources)
     found.enter(start, {parameter: ""})
     return found
 
