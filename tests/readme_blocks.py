@@ -14,7 +14,8 @@ A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip 
 the start of a bash block is left out: the package is installed when its tests run. Run as a program
 (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
 README and in `docs/architecture.md`, the table of their sub-rooms, the picture of their imports, the
-picture of measured times, and the page of options.
+picture of measured times, the page of options, and of the page of schedules the picture and the list
+of those that a training runs.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def write_map(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    from tests import performance_picture
+    from tests import performance_picture, schedule_picture
     from tests.options_page import OPTIONS, options_page
     from tests.room_picture import PICTURE, room_picture
 
@@ -192,3 +193,5 @@ if __name__ == "__main__":
     OPTIONS.write_text(options_page())
     PICTURE.write_text(room_picture())
     performance_picture.PICTURE.write_text(performance_picture.performance_picture())
+    schedule_picture.write_picture()
+    schedule_picture.write_trained_schedules()

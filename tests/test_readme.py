@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
-from tests import performance_picture
+from tests import performance_picture, schedule_picture
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import (
     DOCS,
@@ -154,6 +154,22 @@ def test_speed_ups_are_quotients_of_the_times() -> None:
 def test_picture_of_measured_times_is_current() -> None:
     current = performance_picture.PICTURE.read_text() == performance_picture.performance_picture()
     assert current, "docs/performance.svg is old. Draw it again: python -m tests.readme_blocks"
+
+
+def test_picture_of_the_schedules_is_that_of_the_printed_table() -> None:
+    pytest.importorskip("PIL")
+    printed = f"{schedule_picture.picture_text()}\n\ntimelines: schedules.png\n"
+    current = printed == PRINTED["compare schedules"]
+    assert current, "docs/schedules.png is old. Draw it again: python -m tests.readme_blocks"
+    assert schedule_picture.PICTURE.stat().st_size < 150_000
+
+
+def test_page_of_schedules_lists_those_that_a_training_runs() -> None:
+    found = schedule_picture.TRAINED.search(schedule_picture.PAGE.read_text())
+    assert found is not None
+    assert found.group() == schedule_picture.trained_schedules(), (
+        "the list is old. Write it again: python -m tests.readme_blocks"
+    )
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
