@@ -21,6 +21,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, Written, consolidate
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
+from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
 DTYPES = {
@@ -102,7 +103,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
     )
     again.add_argument("out", metavar="OUT", help="the directory or URL to write")
     again.add_argument(
-        "--files", type=_at_least_one, default=1, metavar="N", help="files of tensors (default: 1)"
+        "--files", type=at_least_one, default=1, metavar="N", help="files of tensors (default: 1)"
     )
     for command in (one_file, again):
         command.add_argument(
@@ -351,9 +352,3 @@ def _size(num_bytes: int) -> str:
 
 def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
-    return int(text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda import (
     BuiltLibrary,
@@ -85,7 +86,7 @@ def kernels_parser() -> argparse.ArgumentParser:
     for command in (build, wheel):
         command.add_argument(
             "--jobs",
-            type=_at_least_one,
+            type=at_least_one,
             default=1,
             metavar="N",
             help="files compiled at once (default: 1)",
@@ -99,7 +100,7 @@ def kernels_parser() -> argparse.ArgumentParser:
         "n": "output",
         "k": "input features",
     }.items():
-        show.add_argument(f"--{name}", type=_at_least_one, metavar="N", help=f"of a shape: {what}")
+        show.add_argument(f"--{name}", type=at_least_one, metavar="N", help=f"of a shape: {what}")
     show.set_defaults(run=run_show)
     check = commands.add_parser(
         "check", help="load the library and say whether this GPU can run it"
@@ -232,9 +233,3 @@ def _versions(library: BuiltLibrary) -> str:
 
 def _megabytes(path: Path) -> str:
     return f"{path.stat().st_size / 1e6:.1f} MB"
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
-    return int(text)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, PICTURE_SUFFIXES, draw_layout
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 
@@ -199,7 +200,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus-per-node",
         "--gpus_per_node",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="mark groups that cross nodes",
     )
@@ -209,12 +210,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw the rank map into this .png, .svg or .pdf file",
     )
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
-    return int(text)
 
 
 def _picture_path(text: str) -> Path:
