@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import struct
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.cli.draw_layout import NodeMap, draw_layout
-from lightning_megatron.cli.layout import add_layout_parser, describe_layout, main
+from lightning_megatron.cli.layout import describe_layout, main
 from lightning_megatron.errors import MissingExtraError, ParallelPlanError
 from lightning_megatron.plan import ParallelLayout
 
@@ -110,14 +109,6 @@ def test_bad_arguments_end_the_command(
     with pytest.raises(SystemExit):
         main(["--world-size", "4", *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_the_command_can_be_one_of_several(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_layout_parser(parser.add_subparsers())
-    options = parser.parse_args(["layout", "--world-size", "2"])
-    options.run(options)
-    assert "world size 2 = tp 1 x cp 1 x dp 2 x pp 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world_size", [1, 16, 64])

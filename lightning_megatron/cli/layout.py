@@ -7,16 +7,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, PICTURE_SUFFIXES, draw_layout
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 
-if TYPE_CHECKING:
-    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-DESCRIPTION = "Print which ranks form which group, before any process starts."
 EXAMPLE = """example:
   lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
 
@@ -30,16 +25,49 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments after the name of the subcommand; None uses those of this process.
     """
-    parser = argparse.ArgumentParser(prog="lightning-megatron layout")
-    _add_arguments(parser)
-    run_layout(parser.parse_args(args))
+    run_layout(layout_parser().parse_args(args))
 
 
-def add_layout_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
-    """Add the subcommand to another parser; ``namespace.run(namespace)`` then runs it."""
-    parser = subparsers.add_parser("layout", help=DESCRIPTION)
-    _add_arguments(parser)
-    parser.set_defaults(run=run_layout)
+def layout_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron layout",
+        description="Print which ranks form which group, before any process starts.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
+    add("--cp", type=int, default=1, metavar="N", help="context parallel size")
+    add("--vpp", type=int, default=1, metavar="N", help="chunks per pipeline stage")
+    add("--ep", type=int, default=1, metavar="N", help="expert parallel size")
+    add("--etp", type=int, metavar="N", help="tensor parallel size of each expert (default: tp)")
+    add("--order", default=DEFAULT_ORDER, help="axes, fastest first (default: %(default)s)")
+    add(
+        "--rank-offset",
+        "--rank_offset",
+        type=int,
+        default=0,
+        metavar="N",
+        help="global rank of the first rank",
+    )
+    add(
+        "--gpus-per-node",
+        "--gpus_per_node",
+        type=at_least_one,
+        metavar="N",
+        help="mark groups that cross nodes",
+    )
+    add(
+        "--png",
+        type=_picture_path,
+        metavar="FILE",
+        help="draw the rank map into this .png, .svg or .pdf file",
+    )
     return parser
 
 
@@ -172,44 +200,6 @@ def _in_one_node(group: list[int], gpus_per_node: int) -> bool:
 
 def _ranks(layout: ParallelLayout) -> range:
     return range(layout.rank_offset, layout.rank_offset + layout.world_size)
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add(
-        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
-    )
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
-    add("--cp", type=int, default=1, metavar="N", help="context parallel size")
-    add("--vpp", type=int, default=1, metavar="N", help="chunks per pipeline stage")
-    add("--ep", type=int, default=1, metavar="N", help="expert parallel size")
-    add("--etp", type=int, metavar="N", help="tensor parallel size of each expert (default: tp)")
-    add("--order", default=DEFAULT_ORDER, help="axes, fastest first (default: %(default)s)")
-    add(
-        "--rank-offset",
-        "--rank_offset",
-        type=int,
-        default=0,
-        metavar="N",
-        help="global rank of the first rank",
-    )
-    add(
-        "--gpus-per-node",
-        "--gpus_per_node",
-        type=at_least_one,
-        metavar="N",
-        help="mark groups that cross nodes",
-    )
-    add(
-        "--png",
-        type=_picture_path,
-        metavar="FILE",
-        help="draw the rank map into this .png, .svg or .pdf file",
-    )
 
 
 def _picture_path(text: str) -> Path:
