@@ -9,7 +9,7 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, padding_id
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 
 _ACTIVATIONS = {
@@ -133,14 +133,6 @@ def _labels(values: Values) -> Mapping[str, Any]:
     return {"num_labels": len(named) if named is not None else counted or 2}
 
 
-def _padding(values: Values) -> Mapping[str, Any]:
-    padding = values["pad_token_id"]
-    # As torch.nn.Embedding reads it.
-    return {
-        "padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding
-    }
-
-
 def _head_dropout(values: Values) -> Mapping[str, Any]:
     given = values["classifier_dropout"]
     return {"head_dropout": values["hidden_dropout_prob"] if given is None else given}
@@ -161,7 +153,7 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("type_vocab_size", 2, "num_token_types"),
         Field("initializer_range", 0.02, "init_std"),
         Field("layer_norm_eps", 1e-12, "norm_eps"),
-        Field("pad_token_id", padding, _padding),
+        Field("pad_token_id", padding, padding_id),
         Field("position_embedding_type", "absolute", only=("absolute", None), why=why),
         Field("is_decoder", False, only=(False, None), why="every position attends to all others"),
     )

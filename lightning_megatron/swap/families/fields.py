@@ -321,3 +321,9 @@ def one_from(
         return {target: choices[values[name]]}
 
     return rule
+
+
+def padding_id(values: Values) -> Mapping[str, Any]:
+    """Return the token of padding; torch.nn.Embedding counts a negative one from the end."""
+    given = values["pad_token_id"]
+    return {"padding_id": given if given is None or given >= 0 else values["vocab_size"] + given}

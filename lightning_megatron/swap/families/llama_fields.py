@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.swap.families.fields import Field, Values, one_from
+from lightning_megatron.swap.families.fields import Field, Values, one_from, padding_id
 
 #: Activations of gated MLPs, and what they are here.
 GATED = {
@@ -61,20 +61,13 @@ def sizes(
         Field("rms_norm_eps", norm_eps, "norm_eps"),
         Field("tie_word_embeddings", tied, "tie_embeddings"),
         # The embedding of these families does not train this row, where the lookup reads it.
-        Field("pad_token_id", padding, _padding),
+        Field("pad_token_id", padding, padding_id),
         Field(
             "attention_dropout",
             0.0,
             lambda values: {"attention_dropout": values["attention_dropout"] or 0.0},
         ),
     )
-
-
-def _padding(values: Values) -> Mapping[str, Any]:
-    padding = values["pad_token_id"]
-    return {
-        "padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding
-    }
 
 
 def _kv_heads(values: Values) -> Mapping[str, Any]:
