@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
@@ -28,38 +30,9 @@ def read_single_file(
         CorruptDataError: If the file is damaged or not a checkpoint.
         UnsupportedError: If it contains objects other than tensors and plain values.
     """
-    safe = weights_only is not False
     text = os.fspath(path)
-    try:
-        if "://" not in text:
-            found = torch.load(
-                text, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(text)
-            )
-        else:
-            with fsspec.open(text, "rb") as file:
-                found = torch.load(file, map_location="cpu", weights_only=safe)
-    except pickle.UnpicklingError as error:
-        # Only an archive of `torch.save` counts as a checkpoint with unsupported objects. Any other
-        # file is more likely not a checkpoint, unless the error names a type.
-        signs = (
-            ("GLOBAL", "Unsupported") if "://" in text or zipfile.is_zipfile(text) else ("GLOBAL",)
-        )
-        lines = [
-            line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)
-        ]
-        if not safe or not lines:
-            raise _damaged(text, error) from error
-        raise UnsupportedError(
-            "a checkpoint must hold nothing but tensors and plain values to be read safely: "
-            f"{text} holds other objects ({lines[0]}). Reading other objects can run any code that "
-            "the file names. If you trust the types, pass them to "
-            "torch.serialization.add_safe_globals([...]) before loading; if you trust the file, "
-            "load it with weights_only=False."
-        ) from error
-    except Exception as error:  # a manipulated pickle can raise anything
-        if isinstance(error, OSError) and error.filename is not None:
-            raise  # its message has the path
-        raise _damaged(text, error) from error
+    with _naming_damage(text):
+        found = _load(text, safe=weights_only is not False)
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
             f"a checkpoint file must be written by Lightning: {text} has no mapping 'state_dict'. "
@@ -79,23 +52,53 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
         CorruptDataError: If the file is damaged or not a checkpoint.
     """
     text = os.fspath(path)
-    try:
-        with zipfile.ZipFile(text) as file:
-            wrong = file.testzip()
-    except Exception as error:  # a manipulated archive can raise anything
-        if isinstance(error, OSError) and error.filename is not None:
-            raise  # its message has the path
-        raise _damaged(text, error) from error
-    if wrong is not None:
-        raise _damaged(
-            text, ValueError(f"the checksum of {wrong} inside does not match its content")
-        )
+    with _naming_damage(text), zipfile.ZipFile(text) as file:
+        wrong = file.testzip()
+        if wrong is not None:
+            raise ValueError(f"the checksum of {wrong} inside does not match its content")
     return os.path.getsize(text)
 
 
-def _damaged(path: str, error: Exception) -> CorruptDataError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return CorruptDataError(
-        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). The file is "
-        "damaged, truncated or not a checkpoint. Use another one."
-    )
+def _load(path: str, safe: bool) -> Any:
+    try:
+        if "://" not in path:
+            return torch.load(
+                path, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(path)
+            )
+        with fsspec.open(path, "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=safe)
+    except pickle.UnpicklingError as error:
+        # Only an archive of `torch.save` counts as a checkpoint with unsupported objects. Any other
+        # file is more likely not a checkpoint, unless the error names a type.
+        signs = (
+            ("GLOBAL", "Unsupported") if "://" in path or zipfile.is_zipfile(path) else ("GLOBAL",)
+        )
+        lines = [
+            line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)
+        ]
+        if not safe or not lines:
+            raise
+        raise UnsupportedError(
+            "a checkpoint must hold nothing but tensors and plain values to be read safely: "
+            f"{path} holds other objects ({lines[0]}). Reading other objects can run any code that "
+            "the file names. If you trust the types, pass them to "
+            "torch.serialization.add_safe_globals([...]) before loading; if you trust the file, "
+            "load it with weights_only=False."
+        ) from error
+
+
+@contextmanager
+def _naming_damage(path: str) -> Iterator[None]:
+    """Turn what a damaged file raises while it is read into an error that names the file."""
+    try:
+        yield
+    except UnsupportedError:
+        raise
+    except Exception as error:  # a manipulated file can raise anything
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # its message has the path
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CorruptDataError(
+            f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). The file "
+            "is damaged, truncated or not a checkpoint. Use another one."
+        ) from error
