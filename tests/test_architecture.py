@@ -25,6 +25,7 @@ ROOMS = (
 )
 LEAVES = {"data": {"plan"}}
 OPEN_TO_ALL = {
+    "disk_sync",
     "errors",
     "extras",
     "half_types",

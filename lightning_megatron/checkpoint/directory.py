@@ -23,8 +23,8 @@ from lightning_megatron.checkpoint.storage import (
     folder_at,
     is_url,
     remove_path,
-    sync_folder,
 )
+from lightning_megatron.disk_sync import sync_folder
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 
 import fsspec
 
+from lightning_megatron.disk_sync import sync_file
 from lightning_megatron.errors import UnsupportedError
 
 #: Size of a read (bytes).
@@ -174,8 +175,7 @@ class LocalFolder:
         """Open a file inside for writing; when the block ends it is on the disk."""
         with open(self.path / name, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
             if hasattr(os, "posix_fadvise"):
                 # Drop the file from the page cache: the verification must read the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -317,12 +317,3 @@ def remove_path(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Flush the entries of a directory to disk, so that a rename survives a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from lightning_megatron.data.token_index import (
     write_index,
 )
 from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.disk_sync import sync_file, sync_folder
 from lightning_megatron.errors import CorruptDataError
 
 
@@ -236,7 +237,7 @@ class TokenFileWriter:
     ) -> None:
         try:
             if kind is None:
-                _sync(self._file)
+                sync_file(self._file)
                 self._file.close()
                 self._publish()
         finally:
@@ -314,7 +315,7 @@ class TokenFileWriter:
         final_idx = idx_path(self.prefix)
         with open(self._partial(final_idx), "wb") as file:
             write_index(file, self.dtype, self._lengths, self._documents)
-            _sync(file)
+            sync_file(file)
         with open(self._partial(final_idx), "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         # Remove an older index first: it must not be read together with the new tokens.
@@ -322,7 +323,7 @@ class TokenFileWriter:
         os.replace(self._partial(final_bin), final_bin)
         write_description(self.prefix, self._describe(sha256))
         os.replace(self._partial(final_idx), final_idx)
-        _sync_directory(final_idx.parent)
+        sync_folder(final_idx.parent)
 
     def _describe(self, idx_sha256: str) -> CorpusDescription:
         facts: dict[str, Any] = dict.fromkeys(
@@ -343,16 +344,3 @@ class TokenFileWriter:
             bin_crc32=f"{self._crc32:08x}",
             idx_sha256=idx_sha256,
         )
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

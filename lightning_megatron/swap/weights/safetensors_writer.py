@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.disk_sync import sync_file
 from lightning_megatron.swap.weights.safetensors_folder import (
     DTYPES,
     INDEX,
@@ -143,8 +144,7 @@ class TensorWriter:
         with self._file as file:
             file.seek(0)
             file.write(self._space.to_bytes(LENGTH_BYTES, "little") + content.ljust(self._space))
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         self._file = None
         self._size = 0
 
@@ -216,5 +216,4 @@ def write_synced(path: Path, content: bytes) -> None:
     """Write a file, and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
