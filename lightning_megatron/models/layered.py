@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.experts.layer import MixtureOfExperts
@@ -14,7 +14,7 @@ from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -178,6 +178,15 @@ class LayeredModule(PipelinedModule):
             self.mesh.random.device = device
             self.mesh.random.begin_microbatch(self._num_calls, 0)
             self._num_calls += 1
+
+
+def layered_modules(root: nn.Module) -> list[LayeredModule]:
+    """List the models of this package inside a module.
+
+    Args:
+        root: Module to search.
+    """
+    return [model for _, model in pipelined_modules(root) if isinstance(model, LayeredModule)]
 
 
 def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:

@@ -26,7 +26,7 @@ from lightning_megatron.strategy.checks.run_checks import (
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
-from lightning_megatron.strategy.modules.rebind import MetricGroups
+from lightning_megatron.strategy.modules.metric_groups import MetricGroups
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_data import seeing_data

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.layered import LayeredModule, layered_modules
+from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.strategy.checks.run_checks import check_module
-from lightning_megatron.strategy.modules.rebind import find_models
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
@@ -48,7 +49,23 @@ def shard_module(
     if options.tensor_parallel_plan is not None and mesh.tp.size > 1:
         rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
     check_module(module, mesh)
-    return find_models(module, options.recompute)
+    models = layered_modules(module)
+    _set_recompute(models, module, options.recompute)
+    return models
+
+
+def _set_recompute(
+    models: Sequence[LayeredModule], module: LightningModule, recompute: Recompute | None
+) -> None:
+    if recompute not in (None, "none") and not models:
+        raise UnsupportedError(
+            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
+            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT, "
+            "torch.utils.checkpoint in the module, or recompute=None."
+        )
+    if recompute is not None:
+        for model in models:
+            model.recompute = recompute
 
 
 def start_mixtures(

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts
 from lightning_megatron.strategy.modules.buffers import BatchStatistics
 from lightning_megatron.strategy.modules.module_state import ModuleState
-from lightning_megatron.strategy.modules.rebind import find_models
 from lightning_megatron.strategy.trials.trial_step import (
     Run,
     StepResults,
@@ -64,7 +64,7 @@ class MicrobatchTrials:
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
         self._finished: set[tuple[Any, ...]] = set()
         self._uneven = UnevenMasks(mesh)
-        self._models = find_models(module, None)
+        self._models = layered_modules(module)
         layers = [part for model in self._models for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
         self._drops = any(

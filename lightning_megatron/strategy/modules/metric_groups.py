@@ -1,15 +1,11 @@
-"""Preparation of the modules inside a LightningModule before training."""
+"""Reduction of torchmetrics over the data-parallel ranks during a run."""
 
 from __future__ import annotations
 
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.plan.activations import Recompute
 
 
 class MetricGroups:
@@ -44,26 +40,3 @@ class MetricGroups:
 
 def _never() -> bool:
     return False
-
-
-def find_models(module: nn.Module, recompute: Recompute | None) -> list[LayeredModule]:
-    """Return the models of this package inside a module, and set their recomputation.
-
-    Args:
-        module: Module that contains the models.
-        recompute: Recomputation setting; None keeps the setting of each model.
-
-    Raises:
-        UnsupportedError: If recomputation is requested and the module has no model of this package.
-    """
-    models = [model for _, model in pipelined_modules(module) if isinstance(model, LayeredModule)]
-    if recompute not in (None, "none") and not models:
-        raise UnsupportedError(
-            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
-            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT, "
-            "torch.utils.checkpoint in the module, or recompute=None."
-        )
-    if recompute is not None:
-        for model in models:
-            model.recompute = recompute
-    return models
