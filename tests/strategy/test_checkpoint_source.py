@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,36 @@ def _list_on_first(rank: int, size: int) -> list[str]:
 def test_the_result_or_error_of_the_first_rank_reaches_all_ranks() -> None:
     ranks = run_world(_list_on_first, 2)
     assert ranks == [["7", "PermissionError: [Errno 13] no"]] * 2
+
+
+def _look_at_different_files(rank: int, size: int, folder: str) -> list[str]:
+    mesh = ParallelMesh.create(ParallelLayout(size))
+    seen = f"{folder}/rank{rank}"
+    full = CheckpointSource(f"{seen}/full.ckpt", is_single_file=True)
+    return [
+        result_of(lambda: CheckpointSource.find(f"{seen}/full.ckpt", mesh)),
+        result_of(lambda: CheckpointSource.find(f"{seen}/absent.ckpt", mesh)),
+        result_of(lambda: full.has_optimizers(None, mesh)),
+        result_of(lambda: replace(full, path=f"{seen}/cut.ckpt").has_optimizers(None, mesh)),
+    ]
+
+
+def test_what_the_first_rank_sees_of_a_checkpoint_counts_for_all_ranks(tmp_path: Path) -> None:
+    first = tmp_path / "rank0"
+    second = tmp_path / "rank1"
+    first.mkdir()
+    (second / "full.ckpt").mkdir(parents=True)
+    torch.save({"state_dict": {}, "optimizer_states": []}, first / "full.ckpt")
+    torch.save({"state_dict": {}}, second / "absent.ckpt")
+    (first / "cut.ckpt").write_bytes((first / "full.ckpt").read_bytes()[:100])
+    torch.save({"state_dict": {}, "optimizer_states": []}, second / "cut.ckpt")
+    ranks = run_world(_look_at_different_files, 2, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    found, absent, has_optimizers, cut = ranks[0]
+    assert found == repr(CheckpointSource(f"{first}/full.ckpt", is_single_file=True))
+    assert absent.startswith("CheckpointMismatchError: ")
+    assert has_optimizers == "True"
+    assert cut.startswith("CorruptDataError: ")
 
 
 def test_one_process_is_told_what_it_cannot_read(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def find_last(
     for source in sources:
         try:
             source.verify(mesh)
-            if trains and not source.has_optimizers(weights_only):
+            if trains and not source.has_optimizers(weights_only, mesh):
                 continue
         except CorruptDataError as error:
             damages.append(str(error))

@@ -228,16 +228,17 @@ class RunCheckpoints:
         """Return the verified checkpoint at a path or URL; called on all ranks.
 
         Raises:
-            CheckpointMismatchError: If there is neither a sharded checkpoint nor a file.
+            CheckpointMismatchError: On all ranks, if there is neither a sharded checkpoint nor a
+                file.
             CorruptDataError: On all ranks, if a file is damaged or cannot be read; the message
                 names it.
 
-        Communication: one gather over the world, unless :meth:`find_last` has verified
-        the checkpoint.
+        Communication: one broadcast and one gather over the world, unless :meth:`find_last` has
+        verified the checkpoint.
         """
         if self._found_last is not None and self._found_last.path == path:
             return self._found_last
-        source = CheckpointSource.find(path)
+        source = CheckpointSource.find(path, mesh)
         source.verify(mesh, allow_unchecked=True)
         return source
 

@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import dataclass
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
+from lightning_megatron.checkpoint.collective_steps import run_on_first
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
 from lightning_megatron.checkpoint.stored import Stored
@@ -29,13 +30,23 @@ class CheckpointSource:
     is_single_file: bool
 
     @classmethod
-    def find(cls, path: str | os.PathLike[str]) -> CheckpointSource:
-        """Return the checkpoint at a path or URL; its content is not read.
+    def find(cls, path: str | os.PathLike[str], mesh: ParallelMesh) -> CheckpointSource:
+        """Return the checkpoint at a path or URL, as rank 0 sees it; its content is not read.
+
+        Args:
+            path: Path or URL.
+            mesh: Groups of this rank.
 
         Raises:
-            CheckpointMismatchError: If there is neither a sharded checkpoint nor a file.
+            CheckpointMismatchError: On all ranks, if there is neither a sharded checkpoint nor a
+                file.
+
+        Communication: one broadcast over the world.
         """
-        text = os.fspath(path)
+        return run_on_first(lambda: cls._at(os.fspath(path)), mesh.world_cpu)
+
+    @classmethod
+    def _at(cls, text: str) -> CheckpointSource:
         if is_sharded_checkpoint(text):
             return cls(text, is_single_file=False)
         if os.path.isdir(text) or not ("://" in text or os.path.exists(text)):
@@ -80,13 +91,23 @@ class CheckpointSource:
         """
         return Stored.open(self.path)
 
-    def has_optimizers(self, weights_only: bool | None) -> bool:
-        """Return whether optimizer states were saved.
+    def has_optimizers(self, weights_only: bool | None, mesh: ParallelMesh) -> bool:
+        """Return whether optimizer states were saved, as rank 0 sees it.
 
         Args:
             weights_only: False unpickles objects of any type, which can run code from the file.
                 True and None accept only tensors and plain values.
+            mesh: Groups of this rank.
+
+        Raises:
+            CorruptDataError: On all ranks, if the file that names them is damaged.
+            UnsupportedError: On all ranks, if it has other objects than tensors and plain values.
+
+        Communication: one broadcast over the world.
         """
+        return run_on_first(lambda: self._has_optimizers(weights_only), mesh.world_cpu)
+
+    def _has_optimizers(self, weights_only: bool | None) -> bool:
         if self.is_single_file:
             return "optimizer_states" in read_single_file(self.path, weights_only)
         return OPTIMIZERS in load_metadata(self.path, weights_only)
