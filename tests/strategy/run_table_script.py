@@ -1,4 +1,5 @@
-"""Script as a user writes it, without a word about logging: a dense model or one with experts.
+"""Script as a user writes it, without a word about logging: a dense model, or one with experts
+on all pipeline stages or on the last one.
 
 The dense one overflows in its first step. It runs as in a source tree that was never installed:
 the distribution's metadata cannot be found.
@@ -39,6 +40,9 @@ def main(kind: str) -> None:
         model = TinyLM(experts=experts, mlp_bias=False)
         options |= {"devices": 2, "precision": "bf16-mixed"}
         strategy = MegatronStrategy(tp=2, ep=2, etp=1)
+    if kind == "experts of a later stage":
+        model = TinyLM(experts={**experts, "layers": (False, True)}, mlp_bias=False)
+        strategy = MegatronStrategy(pp=2)
     trainer = L.Trainer(strategy=strategy, enable_checkpointing=False, **options)
     trainer.fit(model, loader())
 

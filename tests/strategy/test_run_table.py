@@ -19,9 +19,10 @@ from tests.strategy.scripts import run_script
 GPU = torch.device("cuda", 0)
 
 
-def rows_of(output: str) -> dict[str, tuple[str, str]]:
+def rows_of(output: str, ranks: str = "rank 0") -> dict[str, tuple[str, str]]:
     """Return the rows of the one table in a program's output: value and reason by subject."""
-    (table,) = re.findall(r"^This fit runs on \(rank 0\):\n((?:  .*\n)+)", output, re.MULTILINE)
+    title = rf"^This fit runs on \({ranks}\):\n"
+    (table,) = re.findall(rf"{title}((?:  .*\n)+)", output, re.MULTILINE)
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
     found = {subject: (value, reason) for subject, value, reason in rows}
     assert len(found) == len(rows)
@@ -62,6 +63,16 @@ def test_a_plain_script_shows_the_choices_of_experts_once() -> None:
     assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
     # A CPU has nothing faster.
     assert "SpeedWarning" not in run.stderr
+
+
+def test_experts_of_a_later_stage_are_shown() -> None:
+    run = run_script("run_table_script", "experts of a later stage")
+    assert run.returncode == 0, run.stderr
+    rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
+    assert rows["layout"][0] == "tp 1, pp 2, dp 1"
+    assert rows["attention"][0] == "torch's choice"
+    assert rows["products of experts"][0] == "loop"
+    assert "expert transport" in rows
 
 
 def test_a_choice_with_a_remedy_is_a_warning() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
@@ -45,32 +46,43 @@ def show_choices(
 ) -> None:
     """Show on global rank 0 what a fit runs on, and warn of each choice that costs speed.
 
+    The choices of all stages are shown, because some layers may be on later stages only.
+
     Args:
         module: The sharded module, on its device and in its precision.
         mesh: The groups of this rank.
         options: Options of the strategy.
         precision: Precision of the fit.
 
-    Communication: that of the choice of a token transport, if the module has experts.
+    Communication: one gather over the pipeline, and that of the choice of a token transport, if
+        the module has experts.
     """
+    own = _module_choices(module, mesh.device, precision.dtypes.parameters)
+    of_stages = all_gather_objects(own, mesh.pp_cpu)
     choices = [
         *_layout_choices(module, mesh, options),
         _precision_choice(precision, mesh.device),
-        *_module_choices(module, mesh.device, precision.dtypes.parameters),
+        # Layers of one kind have the same rows.
+        *dict.fromkeys(choice for stage in of_stages for choice in stage),
     ]
-    rank_zero_info(table_of(choices))
+    rank_zero_info(table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0"))
     warn_of_slow(choices)
 
 
-def table_of(choices: Sequence[Choice]) -> str:
-    """Return the rows as text with aligned columns."""
+def table_of(choices: Sequence[Choice], ranks: str = "rank 0") -> str:
+    """Return the rows as text with aligned columns.
+
+    Args:
+        choices: Rows of the table.
+        ranks: Ranks whose choices these are, for the title.
+    """
     subjects = max(len(choice.subject) for choice in choices)
     values = max(len(choice.value) for choice in choices)
     rows = [
         f"  {choice.subject:<{subjects}}  {choice.value:<{values}}  {choice.reason}"
         for choice in choices
     ]
-    return "\n".join(["This fit runs on (rank 0):", *rows])
+    return "\n".join([f"This fit runs on ({ranks}):", *rows])
 
 
 def warn_of_slow(choices: Iterable[Choice]) -> None:
@@ -132,8 +144,7 @@ def _module_choices(module: nn.Module, device: torch.device, dtype: torch.dtype)
             found += _product_choices(part, device, dtype)
             transport = part.transport_choice
             found.append(Choice("expert transport", transport.transport, transport.reason))
-    # Layers of one kind have the same rows.
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
