@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from typing_extensions import override
 
 from lightning_megatron.groups.shard_spec import Box, Placement
 
@@ -66,8 +67,8 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._boxes = {(box.name, torch.Size(box.box.offsets)): box for box in boxes}
         self._objects = dict(objects)
 
+    @override
     def create_local_plan(self) -> SavePlan:
-        """Return the items that this rank writes."""
         items = [_write_item(box) for box in self._boxes.values()]
         items += [
             WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
@@ -76,8 +77,8 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.plan = SavePlan(items)
         return self.plan
 
+    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the tensor or bytes of an item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[index.fqn])
@@ -121,17 +122,17 @@ class ShardLoadPlanner(LoadPlanner):
         self._metadata: Metadata | None = None
         self.bytes_of: dict[str, io.BytesIO] = {}
 
+    @override
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Store the metadata of the checkpoint."""
         self._metadata = metadata
 
+    @override
     def create_local_plan(self) -> LoadPlan:
-        """Return the items that this rank reads."""
         assert self._metadata is not None, "the planner is set up before it plans"
         items = []
         for name, wanted in self._tensors.items():
@@ -154,20 +155,21 @@ class ShardLoadPlanner(LoadPlanner):
             items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
         return LoadPlan(items)
 
+    @override
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: every rank reads independently."""
+        # Every rank reads independently.
         return global_plan
 
+    @override
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
         return central_plan
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store the bytes of an object."""
         self.bytes_of[read_item.dest_index.fqn] = value
 
+    @override
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of the local tensor that an item overwrites."""
         index = read_item.dest_index
         assert index.offset is not None, f"the piece of {index.fqn} has no offset"
         view = self._views[index.fqn, index.offset]
@@ -177,8 +179,9 @@ class ShardLoadPlanner(LoadPlanner):
             view = view.narrow(dim, start, size)
         return view
 
+    @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the tensor is a view of the local tensor."""
+        pass  # the tensor is a view of the local tensor
 
 
 def _write_item(box: BoxToWrite) -> WriteItem:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import fsspec
+from typing_extensions import override
 
 from lightning_megatron.disk_sync import sync_file
 from lightning_megatron.errors import UnsupportedError
@@ -76,16 +77,16 @@ class _Sink(io.RawIOBase):
         self.sum = 0
         self.error: OSError | None = None
 
+    @override
     def writable(self) -> bool:
-        """Return True: the stream can be written."""
         return True
 
+    @override
     def tell(self) -> int:
-        """Return the number of bytes written."""
         return self.size
 
+    @override
     def write(self, data: Any) -> int:
-        """Write all of ``data``."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from typing_extensions import override
 
 from lightning_megatron.checkpoint.directory import Checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
@@ -41,22 +42,25 @@ class TensorFileWriter(StorageWriter):
         self._ready = ready
         self.records: dict[str, FileRecord] = {}
 
+    @override
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: a writer serves one save."""
+        pass  # a writer serves one save
 
+    @override
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the folder was given to the constructor."""
+        pass  # the folder was given to the constructor
 
+    @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
         return plan
 
+    @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged: each rank writes a file of its own."""
+        # Each rank writes a file of its own.
         return plans
 
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the items of a plan, one after the other."""
         self._ready()
         results = []
         name = f"__{self._rank}_0.distcp"
@@ -78,16 +82,17 @@ class TensorFileWriter(StorageWriter):
         done.set_result(results)
         return done
 
+    @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the tensor index."""
         metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
         with writing(self._folder, TENSOR_INDEX) as stream:
             write_index(metadata, stream)
         self.records[TENSOR_INDEX] = stream.record
 
     @classmethod
+    @override
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: torch must not select this writer for a path."""
+        # torch must not select this writer for a path.
         return False
 
 

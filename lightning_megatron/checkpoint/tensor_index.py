@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import override
 
 from lightning_megatron.checkpoint.storage import HashingStream
 
@@ -32,8 +33,8 @@ class _IndexUnpickler(pickle.Unpickler):
     sizes and dtypes.
     """
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
-        """Return an accepted class, or raise."""
         if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
             return getattr(dcp_metadata, name)
         if (module, name) == (dcp_filesystem.__name__, "_StorageInfo"):

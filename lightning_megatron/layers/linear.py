@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -115,8 +116,8 @@ class ColumnParallelLinear(nn.Module):
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
+    @override
     def extra_repr(self) -> str:
-        """Return the full and local sizes."""
         own = self.weights.parts if self.weights is not None else (self.weight,)
         has_bias = self.bias is not None or self.biases is not None
         num_rows = sum(map(len, own))
@@ -193,8 +194,8 @@ class RowParallelLinear(nn.Module):
         output = row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
+    @override
     def extra_repr(self) -> str:
-        """Return the full and local sizes."""
         num_columns = self.weight.shape[1]
         has_bias = self.bias is not None
         return f"{self.in_features} ({num_columns} here), {self.out_features}, bias={has_bias}"

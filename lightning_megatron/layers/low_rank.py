@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import StreamName
@@ -112,8 +113,8 @@ class LowRank(nn.Module):
         product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
         return product * self.scale
 
+    @override
     def extra_repr(self) -> str:
-        """Return the scale and the dropout."""
         return f"scale={self.scale:g}, dropout={self.dropout:g}"
 
 

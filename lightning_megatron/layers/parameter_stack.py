@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.layers.gradient_slot import (
@@ -59,8 +60,8 @@ class ParameterStack(nn.Module):
         # A copy of the module must not add to the gradient slots of the original.
         return {**self.__dict__, "_leaf": None}
 
+    @override
     def extra_repr(self) -> str:
-        """Return the rows of each parameter."""
         return f"rows={[len(part) for part in self.parts]}"
 
 

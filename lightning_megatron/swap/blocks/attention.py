@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, reduce_from_axis
@@ -196,8 +197,8 @@ class HeadParallelAttention(nn.Module):
             return reduce_from_axis(weights.sum(dim=1) / self.num_heads, self.mesh.tp)
         return gather_from_axis(weights, self.mesh.tp, dim=1)
 
+    @override
     def extra_repr(self) -> str:
-        """Show full and local sizes."""
         return (
             f"{self.embed_dim}, {self.num_heads} heads ({self.num_heads // self.mesh.tp.size} here)"
         )

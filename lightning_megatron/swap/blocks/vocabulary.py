@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -72,8 +73,8 @@ class EmbeddingOverVocabulary(nn.Module):
         local = self.padding_idx - self.first
         return local if 0 <= local < self.weight.shape[0] else None
 
+    @override
     def extra_repr(self) -> str:
-        """Show full and local sizes."""
         return f"{self.num_embeddings} ({self.weight.shape[0]} here), {self.embedding_dim}"
 
 
@@ -111,8 +112,8 @@ class LinearOverVocabulary(nn.Module):
         # order.
         return gather_from_axis(part, self.mesh.tp, dim=-1)[..., : self.out_features]
 
+    @override
     def extra_repr(self) -> str:
-        """Show full and local sizes."""
         return (
             f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), "
             f"bias={self.bias is not None}"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 
 class _Output:
@@ -90,8 +91,8 @@ class CausalLMOutput(_Output):
         """Free the logits, and refuse further reads of them."""
         self._gather = None
 
+    @override
     def keys(self) -> tuple[str, ...]:
-        """List the names of the entries that are not None."""
         names = ("logits",) if self.loss is None else ("loss", "logits")
         return names if self.hidden_states is None else (*names, "hidden_states")
 
@@ -138,7 +139,7 @@ class EncoderOutput(_Output):
         self.last_hidden_state = last_hidden_state
         self.pooler_output = pooler_output
 
+    @override
     def keys(self) -> tuple[str, ...]:
-        """List the names of the entries that are not None."""
         names = ("loss", "logits", "last_hidden_state", "pooler_output")
         return tuple(name for name in names if getattr(self, name) is not None)
