@@ -24,7 +24,7 @@ FILES = sorted(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")
 OF_ANY_TENSOR = {
     "models/remote_tensor.py": "placeholders of any tensor",
     "models/outer_modules.py": "parameters and buffers of modules",
-    "models/crossings.py": "placeholders of any tensor",
+    "models/stage_boundaries.py": "placeholders of any tensor",
     "models/stage.py": "values of any shape that stages send, and functions of the caller",
     "models/cut_blocks.py": "parameters and results of blocks",
     "models/stored_tensors.py": "tensors that blocks store in themselves",

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.crossings import Crossings
-from lightning_megatron.models.forms import Form
-from lightning_megatron.models.remote_tensor import RemoteTensor, fill_form, line_of_user
+from lightning_megatron.models.remote_tensor import RemoteTensor, fill_outputs, line_of_user
+from lightning_megatron.models.shape_inference import OutputSpec
 from lightning_megatron.models.stage import PipelinedModule, StageCursor
+from lightning_megatron.models.stage_boundaries import StageBoundaries
 from lightning_megatron.models.step_plan import StepPlan
 
 
@@ -45,7 +45,7 @@ class CutBlocks(PipelinedModule):
         order = [
             layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)
         ]
-        self.crossings = Crossings([blocks.start for blocks in order], len(source))
+        self.boundaries = StageBoundaries([blocks.start for blocks in order], len(source))
         # In a dictionary, so that nn.Module does not register them as children.
         self.meta_blocks = dict(enumerate(twins))
         #: The pipeline_plan that cuts the model in this way, for errors.
@@ -89,7 +89,7 @@ class CutBlocks(PipelinedModule):
         """Return the cursor of the running step, or raise if no step runs."""
         self.check_callable_whole()
         assert self.cursor is not None, "lists are cut only where there are several stages"
-        self.crossings.receive_extras(self.cursor, self.virtual_stage)
+        self.boundaries.receive_extras(self.cursor, self.virtual_stage)
         return self.cursor
 
     def parameter_of(self, index: int, path: str, found: nn.Parameter) -> Tensor:
@@ -99,34 +99,34 @@ class CutBlocks(PipelinedModule):
         name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
         return RemoteTensor.of(found.detach(), self, name)
 
-    def form_of(
+    def infer_outputs(
         self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Form:
-        """Return the form of the result of a module that is on another stage.
+    ) -> OutputSpec:
+        """Return the specification of the outputs of a module that is on another stage.
 
         Raises:
-            UnsupportedError: If the form depends on values.
+            UnsupportedError: If a shape depends on values.
         """
         try:
-            form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
+            spec = self.shape_inference.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"the shapes of the results of {name!r} must follow from the shapes of its inputs, "
                 f"because another stage computes the values: without values it fails with {error}. "
                 "Use pp=1."
             ) from error
-        if form.problem:
+        if spec.problem:
             raise UnsupportedError(
                 f"{name!r} must return all its results, because only these are sent to other "
-                f"pipeline stages: it {form.problem}, or use pp=1."
+                f"pipeline stages: it {spec.problem}, or use pp=1."
             )
-        return form
+        return spec
 
-    def placeholders(self, form: Form, value_name: str, name: str, stage: int) -> Any:
+    def placeholders(self, spec: OutputSpec, value_name: str, name: str, stage: int) -> Any:
         """Return placeholders for a result, or the values that have arrived.
 
         Args:
-            form: Form of the result.
+            spec: Specification of the outputs.
             value_name: Name under which its leaves are sent between stages.
             name: Description of the result, for errors.
             stage: Virtual stage that computes the result.
@@ -138,17 +138,17 @@ class CutBlocks(PipelinedModule):
             if leaf_name in cursor.known:
                 return cursor.known[leaf_name]
             result = RemoteTensor.of(leaf, self, name, leaf_name)
-            self.crossings.record_origin(cursor, leaf_name, result, stage)
+            self.boundaries.record_origin(cursor, leaf_name, result, stage)
             return result
 
-        return fill_form(form, one)
+        return fill_outputs(spec, one)
 
     @override
     def note_use(self, tensor: Tensor) -> None:
         cursor = self.current()
         if cursor.probe and cursor.plan is None:
-            self.crossings.record_use(cursor, tensor, self.crossings.last)
+            self.boundaries.record_use(cursor, tensor, self.boundaries.last)
 
     @override
     def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
-        return self.crossings.plan(cursor, pytree.tree_leaves(result), self.plan)
+        return self.boundaries.plan(cursor, pytree.tree_leaves(result), self.plan)

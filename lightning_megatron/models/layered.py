@@ -158,8 +158,8 @@ class LayeredModule(PipelinedModule):
             dtype: Dtype of the result.
             name: Description of the result, for errors.
         """
-        form = torch.empty(shape, dtype=dtype, device="meta")
-        return RemoteTensor.of(form, self, f"{name} of an earlier call of the model")
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        return RemoteTensor.of(like, self, f"{name} of an earlier call of the model")
 
     @override
     def chunk_of(self, name: str) -> int | None:

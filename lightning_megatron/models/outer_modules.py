@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.crossings import called_twice
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.stage_boundaries import called_twice
 
 
 class RemoteModule(nn.Module):
@@ -72,16 +72,16 @@ class RemoteModule(nn.Module):
             return self._tensor(f"{self.name}.{name}", found, blocks)
         return found
 
-    def _tensor(self, name: str, form: Tensor, blocks: CutBlocks) -> Tensor:
+    def _tensor(self, name: str, like: Tensor, blocks: CutBlocks) -> Tensor:
         """Return a parameter or buffer if it has arrived, and a placeholder otherwise."""
         value_name = f"parameter:{name}"
         cursor = blocks.cursor
         if cursor is not None and value_name in cursor.known:
             return cursor.known[value_name]
-        result = RemoteTensor.of(form, blocks, f"the tensor {name!r}", value_name)
+        result = RemoteTensor.of(like, blocks, f"the tensor {name!r}", value_name)
         if cursor is not None:
-            stage = 0 if self.is_before else blocks.crossings.last
-            blocks.crossings.record_origin(cursor, value_name, result, stage, at_start=True)
+            stage = 0 if self.is_before else blocks.boundaries.last
+            blocks.boundaries.record_origin(cursor, value_name, result, stage, at_start=True)
         return result
 
     @property
@@ -111,19 +111,19 @@ class RemoteModule(nn.Module):
         source, blocks = self._others
         cursor = blocks.current()
         self._check_side(blocks)
-        stage = 0 if self.is_before else blocks.crossings.last
+        stage = 0 if self.is_before else blocks.boundaries.last
         leaves = pytree.tree_leaves((args, kwargs))
         if cursor.probe and cursor.plan is None:
             try:
                 for leaf in leaves:
-                    blocks.crossings.record_use(cursor, leaf, stage)
+                    blocks.boundaries.record_use(cursor, leaf, stage)
             except UnsupportedError as error:
                 if cursor.next_block and self.is_before:
                     raise self._wrong_side(blocks, "after") from None
                 raise error from None
-        form = blocks.form_of(self.name, source, args, kwargs)
+        spec = blocks.infer_outputs(self.name, source, args, kwargs)
         return blocks.placeholders(
-            form, cursor.use_of(self.name), f"the result of {self.name!r}", stage
+            spec, cursor.use_of(self.name), f"the result of {self.name!r}", stage
         )
 
     def _check_side(self, blocks: CutBlocks) -> None:
@@ -210,7 +210,7 @@ class LocalModule:
         self._key = key
         self._remote = remote
         self._blocks = blocks
-        self.stage = 0 if remote.is_before else blocks.crossings.last
+        self.stage = 0 if remote.is_before else blocks.boundaries.last
         module: Any = parent._modules[key]
         self._module: nn.Module = module
         module.register_forward_pre_hook(self._resolve, with_kwargs=True)
@@ -254,7 +254,7 @@ class LocalModule:
         cursor = self._blocks.cursor
         if cursor is not None:
             value_name = cursor.use_of(self._remote.name)
-            self._blocks.crossings.keep_values(cursor, value_name, pytree.tree_leaves(result))
+            self._blocks.boundaries.keep_values(cursor, value_name, pytree.tree_leaves(result))
 
 
 class FirstStageParameter:

@@ -39,7 +39,8 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
             received = []
             if not model.is_first_stage(chunk):
                 received = [
-                    torch.empty(shape, dtype=dtype, device=device) for shape, dtype in cursor.forms
+                    torch.empty(shape, dtype=dtype, device=device)
+                    for shape, dtype in cursor.tensor_specs
                 ]
                 start_transfers(
                     [], [(one, (axis.rank - 1) % axis.size) for one in received], axis

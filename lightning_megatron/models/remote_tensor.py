@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.forms import Form
+from lightning_megatron.models.shape_inference import OutputSpec
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.models.tensor_functions import (
     CREATE_LIKE,
@@ -34,7 +34,7 @@ class RemoteTensor(Tensor):
     wrong number is ever computed.
 
     Args:
-        form: Tensor with the shape, dtype and device.
+        like: Tensor with the shape, dtype and device.
         owner: Model that is cut into stages.
         name: Description of the tensor, for errors.
         value_name: Name of the value among those that are sent between stages; None if it has none.
@@ -55,17 +55,17 @@ class RemoteTensor(Tensor):
     @classmethod
     def of(
         cls,
-        form: Tensor,
+        like: Tensor,
         owner: PipelinedModule,
         name: str,
         value_name: str | None = None,
         deferred: DeferredCall | None = None,
         leaf: int = 0,
     ) -> RemoteTensor:
-        """Return a placeholder with the shape, dtype and device of a form."""
-        device = owner.mesh.device if form.is_meta else form.device
+        """Return a placeholder with the shape, dtype and device of another tensor."""
+        device = owner.mesh.device if like.is_meta else like.device
         result: RemoteTensor = Tensor._make_wrapper_subclass(
-            cls, form.shape, dtype=form.dtype, device=device
+            cls, like.shape, dtype=like.dtype, device=device
         )
         result.owner = owner
         result.title = name
@@ -179,19 +179,19 @@ class RemoteTensor(Tensor):
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            form = self.owner.forms.of_call(func, args, kwargs)
+            spec = self.owner.shape_inference.of_call(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             self._refuse(f"{name} needs its values")
-        if not any(isinstance(leaf, Tensor) for leaf in form.leaves):
+        if not any(isinstance(leaf, Tensor) for leaf in spec.leaves):
             # A result without tensors depends only on shapes. Printed text must not look like a
             # result with values.
             if name in ("__repr__", "__str__"):
                 return f"a tensor of another pipeline stage ({self.title})"
             if name == "__format__":
                 self._refuse("it is printed")
-        deferred = DeferredCall(func, args, kwargs, form.is_random)
-        return fill_form(
-            form,
+        deferred = DeferredCall(func, args, kwargs, spec.is_random)
+        return fill_outputs(
+            spec,
             lambda leaf, n: RemoteTensor.of(
                 leaf, self.owner, self.title, deferred=deferred, leaf=n
             ),
@@ -272,17 +272,17 @@ class DeferredCall:
         return found
 
 
-def fill_form(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
-    """Build a result of a form.
+def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
+    """Build the outputs that a specification describes.
 
     Args:
-        form: Form of the result.
-        absent: Function from the form and the index of a tensor to its placeholder.
+        spec: Specification of the outputs.
+        absent: Function from the description and the index of a tensor to its placeholder.
     """
     leaves = [
-        absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)
+        absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(spec.leaves)
     ]
-    return pytree.tree_unflatten(leaves, form.structure)
+    return pytree.tree_unflatten(leaves, spec.structure)
 
 
 def with_values(result: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import set_slot
-from lightning_megatron.models.forms import Forms
+from lightning_megatron.models.shape_inference import ShapeInference
 from lightning_megatron.models.step_plan import ProbeFindings, StepPlan, wrong_calls
 
 
@@ -41,8 +41,8 @@ class StageCursor:
         plan: Plan of the step. None means that a probe finds the plan, and runs past the first
             call.
         sent: Tensors for the next virtual stage; set by the module.
-        forms: Shapes and dtypes of the tensors that this stage receives; set by the module in a
-            probe.
+        tensor_specs: Shapes and dtypes of the tensors that this stage receives; set by the module
+            in a probe.
         calls: Number of model calls that have begun; counted by the module.
         next_block: Index of the block that must be called next; counted by a staged module.
         known: Values that have arrived from other stages or will be sent there, by name; set by a
@@ -59,7 +59,7 @@ class StageCursor:
     probe: bool = False
     plan: StepPlan | None = field(default_factory=StepPlan)
     sent: list[Tensor] = field(default_factory=list)
-    forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    tensor_specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     calls: int = 0
     next_block: int = 0
     known: dict[str, Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class PipelinedModule(nn.Module):
         #: Waits for all parameters to be complete, if training gathers them asynchronously after
         #: each step.
         self.wait_for_parameters: Callable[[], None] = _nothing
-        self.forms = Forms()
+        self.shape_inference = ShapeInference()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """Return a copy that keeps the attributes of parameters, which torch does not copy."""
@@ -200,7 +200,7 @@ class PipelinedModule(nn.Module):
             return leave(self._all_chunks(enter(), middle))
         cursor.begin_call()
         if cursor.probe:
-            cursor.forms.append(boundary())
+            cursor.tensor_specs.append(boundary())
         else:
             hidden = (
                 enter() if self.is_first_stage(cursor.chunk) else cursor.received[cursor.calls - 1]

@@ -21,7 +21,6 @@ from lightning_megatron.models.block_proxy import (
     is_recomputing,
 )
 from lightning_megatron.models.cut_blocks import CutBlocks
-from lightning_megatron.models.forms import flatten
 from lightning_megatron.models.outer_modules import (
     FirstStageParameter,
     LocalModule,
@@ -29,6 +28,7 @@ from lightning_megatron.models.outer_modules import (
     convert_meta,
 )
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.shape_inference import flatten
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.stored_tensors import StoredTensors
 
@@ -101,7 +101,7 @@ class StagedBlocks(CutBlocks):
         ]
         for one in outer:
             one.convert_meta(fn)
-        self.forms.clear()
+        self.shape_inference.clear()
         super()._apply(fn, recurse)
         return self
 
@@ -131,8 +131,8 @@ class StagedBlocks(CutBlocks):
             return self._run_again(index, args, kwargs)
         cursor = self.current()
         self._count(cursor, index)
-        stage = self.crossings.stage_of(index)
-        starts = index in self.crossings.starts[1:]
+        stage = self.boundaries.stage_of(index)
+        starts = index in self.boundaries.starts[1:]
         leaves, structure = flatten((args, kwargs))
         name = f"{cursor.calls}:{self.name}.{index}"
         for leaf in leaves:
@@ -142,37 +142,37 @@ class StagedBlocks(CutBlocks):
             check_checkpoint()
             if cursor.plan is not None and starts and stage == self.virtual_stage:
                 self._register_arrivals(cursor, cursor.plan.extras.get(stage, ()))
-            self.crossings.record_inputs(
+            self.boundaries.record_inputs(
                 cursor, self.virtual_stage, f"{name}:in", leaves, stage, starts
             )
         elif stage == self.virtual_stage:
             leaves = (
-                self.crossings.receive_inputs(cursor, f"{name}:in", leaves, stage)
+                self.boundaries.receive_inputs(cursor, f"{name}:in", leaves, stage)
                 if starts
                 else leaves
             )
             leaves = self._values(index, leaves)
-            for n in self.forms.written.get(index, ()) if starts else ():
+            for n in self.shape_inference.written.get(index, ()) if starts else ():
                 # A received tensor is a leaf of the graph, which the block must not write in place.
                 leaves[n] = leaves[n].clone()
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif starts and stage == self.virtual_stage + 1:
             self._send_inputs(cursor, index, leaves, stage)
-        self.crossings.keep_values(cursor, f"{name}:in", leaves)
+        self.boundaries.keep_values(cursor, f"{name}:in", leaves)
         if cursor.probe or stage != self.virtual_stage:
-            form = self.form_of(f"{self.name}.{index}", self.meta_blocks[index], args, kwargs)
+            spec = self.infer_outputs(f"{self.name}.{index}", self.meta_blocks[index], args, kwargs)
             result = self.placeholders(
-                form, f"{name}:out", f"the result of '{self.name}.{index}'", stage
+                spec, f"{name}:out", f"the result of '{self.name}.{index}'", stage
             )
-            self.forms.written[index] = form.written
-            for leaf in (leaves[n] for n in form.written):
+            self.shape_inference.written[index] = spec.written
+            for leaf in (leaves[n] for n in spec.written):
                 if isinstance(leaf, RemoteTensor):
                     leaf.writer = f"'{self.name}.{index}'"
         else:
             result = self._run(index, args, kwargs)
             self.stored_tensors.keep(cursor, index)
         cursor.may_stop = index == len(self) - 1
-        self.crossings.keep_values(cursor, f"{name}:out", flatten(result)[0])
+        self.boundaries.keep_values(cursor, f"{name}:out", flatten(result)[0])
         return result
 
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,7 +280,7 @@ class StagedBlocks(CutBlocks):
         for one in replaced:
             one.hide()
         for parameter in self.first_stage_parameters:
-            self.crossings.record_origin(cursor, parameter.value_name, parameter.absent, 0)
+            self.boundaries.record_origin(cursor, parameter.value_name, parameter.absent, 0)
         try:
             yield
         finally:

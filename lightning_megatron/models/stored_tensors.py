@@ -46,14 +46,14 @@ class StoredTensors:
                 "after the block, or use pp=1."
             )
         value_name = f"{cursor.calls}:{blocks.name}.{index}.{path}"
-        stage = blocks.crossings.stage_of(index)
+        stage = blocks.boundaries.stage_of(index)
         if not cursor.probe and stage == blocks.virtual_stage:
             return found
         if value_name in cursor.known:
             return cursor.known[value_name]
-        form = torch.empty(found.shape, dtype=found.dtype, device="meta")
-        result = RemoteTensor.of(form, blocks, name, value_name)
-        blocks.crossings.record_origin(cursor, value_name, result, stage, at_start=True)
+        like = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        result = RemoteTensor.of(like, blocks, name, value_name)
+        blocks.boundaries.record_origin(cursor, value_name, result, stage, at_start=True)
         return result
 
     def register_arrival(self, name: str) -> None:

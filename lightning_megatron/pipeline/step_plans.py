@@ -17,7 +17,7 @@ from lightning_megatron.nest import children
 from lightning_megatron.pipeline.microbatch import Microbatch
 
 StepFn = Callable[[Any], Any]
-BoundaryForm = tuple[torch.Size, torch.dtype]
+TensorSpec = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class StepPlans:
                 raise
             return None
 
-    def forms(
+    def tensor_specs(
         self, step_fn: StepFn, microbatch: Microbatch, plan: StepPlan, chunk: int
-    ) -> list[BoundaryForm]:
+    ) -> list[TensorSpec]:
         """Return shapes and dtypes of the tensors that a chunk receives for a microbatch.
 
         The step runs without values up to its last call of the model. This needs no communication,
@@ -100,15 +100,15 @@ class StepPlans:
             _, ended = self.call(step_fn, microbatch, cursor)
         if ended:
             raise UnsupportedError(wrong_calls(plan.num_calls, cursor.calls))
-        return cursor.forms
+        return cursor.tensor_specs
 
 
-def form_of(node: Any) -> Any:
+def signature_of(node: Any) -> Any:
     """Return a hashable description of the shapes and numbers in a nest of containers."""
     if isinstance(node, Tensor):
         return tuple(node.shape)
     # Some containers have items without being mappings, such as a TensorDict.
     parts = children(dict(node.items()) if hasattr(node, "items") else node)
     if parts is not None:
-        return tuple((suffix, form_of(value)) for suffix, value in parts)
+        return tuple((suffix, signature_of(value)) for suffix, value in parts)
     return node if isinstance(node, (int, float)) else type(node)

@@ -19,7 +19,7 @@ from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_plans import BoundaryForm, StepFn, StepPlans, form_of
+from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.transfers import Transfer
 
@@ -73,12 +73,12 @@ class StepRun:
         #: Graph edges of the sent outputs, from which the backward pass starts.
         self._edges: dict[ChunkMicrobatch, list[GradientEdge | None]] = {}
         #: Shapes and dtypes of the sent outputs, whose gradients will arrive.
-        self._sent: dict[ChunkMicrobatch, Sequence[BoundaryForm]] = {}
+        self._sent: dict[ChunkMicrobatch, Sequence[TensorSpec]] = {}
         #: Gradients of the sent outputs before the backward pass, of the inputs after it.
         self._gradients: dict[ChunkMicrobatch, list[Tensor]] = {}
         #: Transfers that fill received tensors, by the kind of the tensors.
         self._arrivals: dict[tuple[str, ChunkMicrobatch], PendingTransfers] = {}
-        self._boundaries: dict[Any, list[BoundaryForm]] = {}
+        self._boundaries: dict[Any, list[TensorSpec]] = {}
         self._pending: list[PendingTransfers] = []
         self._weights = weights
         self._weight_gradients = weight_gradients
@@ -216,17 +216,17 @@ class StepRun:
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
         device = self._mesh.device
         key = (transfer.chunk, transfer.microbatch)
-        forms = self._sent.pop(key) if transfer.kind == "B" else self._forms(transfer)
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+        specs = self._sent.pop(key) if transfer.kind == "B" else self._tensor_specs(transfer)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
 
-    def _forms(self, transfer: Transfer) -> Sequence[BoundaryForm]:
+    def _tensor_specs(self, transfer: Transfer) -> Sequence[TensorSpec]:
         microbatch = self.microbatches[transfer.microbatch]
         # Cached for this run only: the next run may have another step function, or one that gives
         # the model another part of an equally shaped batch.
-        key = transfer.chunk, form_of(microbatch.data)
+        key = transfer.chunk, signature_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)
-            self._boundaries[key] = self._plans.forms(
+            self._boundaries[key] = self._plans.tensor_specs(
                 self.step_fn, microbatch, self.plan, transfer.chunk
             )
         return self._boundaries[key]

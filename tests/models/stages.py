@@ -21,7 +21,7 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
     model.cursor = StageCursor(0, probe=True)
     with pytest.raises(StageDone):
         model(tokens, labels, **others)
-    ((shape, dtype),) = model.cursor.forms
+    ((shape, dtype),) = model.cursor.tensor_specs
     assert (shape, dtype) == model.boundary(labels), "a probe reports the boundary"
     inputs, outputs = {}, {}
     losses = torch.zeros(labels.shape, dtype=torch.float64)

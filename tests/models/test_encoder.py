@@ -116,7 +116,7 @@ def in_stages(model: Encoder, rows: EncoderInput) -> Tensor:
     sent, model.cursor = model.cursor.sent, StageCursor(chunk=0, probe=True)
     with pytest.raises(StageDone):
         model(rows)
-    assert model.cursor.forms == [(sent[0].shape, sent[0].dtype)]
+    assert model.cursor.tensor_specs == [(sent[0].shape, sent[0].dtype)]
     model.cursor = StageCursor(chunk=1, received=sent)
     return model(rows).pooled
 

@@ -138,7 +138,7 @@ def test_stages_take_turns_and_what_they_need_travels() -> None:
     assert (plan.num_calls, plan.inputs) == (1, {(1, 1): (0,)})
     assert plan.extras == {1: ("model.words#1:out:0",)}
     _, probe = run(last, tail, probe=True, plan=plan)
-    assert probe.forms == [(torch.Size((2, 3, 8)), torch.float32)] * 2
+    assert probe.tensor_specs == [(torch.Size((2, 3, 8)), torch.float32)] * 2
     _, cursor = run(first, head, plan=plan)
     result, _ = run(last, tail, received=[one.detach() for one in cursor.sent], plan=plan)
     torch.testing.assert_close(result, whole(torch.zeros(2, 3, dtype=torch.long)))

@@ -14,7 +14,7 @@ from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
 
 
-class Crossings:
+class StageBoundaries:
     """Record, in probes, the values that cross boundaries, and receive them in runs.
 
     Args:
@@ -109,11 +109,11 @@ class Crossings:
                     f"{prefix} takes {numbers} from earlier stages, and took {taken} in the first "
                     "step. Pass the same tensors in every step, or use pp=1."
                 )
-            cursor.forms += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
+            cursor.tensor_specs += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
                 names = cursor.plan.extras.get(virtual_stage, ())
                 extras = [cursor.known[name] for name in names]
-                cursor.forms += [(extra.shape, extra.dtype) for extra in extras]
+                cursor.tensor_specs += [(extra.shape, extra.dtype) for extra in extras]
                 raise StageDone
 
     def receive_inputs(

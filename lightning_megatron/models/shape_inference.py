@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(Non
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class OutputSpec:
     """Description of a function's result without the values of its tensors.
 
     Args:
@@ -37,36 +37,38 @@ class Form:
     written: tuple[int, ...] = ()
 
 
-class Forms:
-    """Inference and cache of the forms of results."""
+class ShapeInference:
+    """Inference of the outputs of functions and modules from shapes alone, with a cache."""
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
-        self._known: dict[Any, Form] = {}
+        self._known: dict[Any, OutputSpec] = {}
         #: Indices of the argument leaves that a block writes in place, by the index of the block.
         self.written: dict[int, tuple[int, ...]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forms:
-        """Return an empty cache, because cached forms belong to the modules that were called."""
-        return Forms()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeInference:
+        """Return an empty cache, because cached outputs belong to the modules that were called."""
+        return ShapeInference()
 
     def clear(self) -> None:
         """Clear the cache, because modules have changed."""
         self._known.clear()
 
-    def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
-        """Return the form of a function's result.
+    def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
+        """Return the specification of a function's outputs.
 
         Raises:
-            RuntimeError: If the form depends on values, or the function fails.
+            RuntimeError: If a shape depends on values, or the function fails.
         """
         return self._of(function, function, args, kwargs)
 
-    def of_module(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Form:
-        """Return the form of the result of a meta module, as if the module were on a device.
+    def of_module(
+        self, module: nn.Module, device: torch.device, args: Any, kwargs: Any
+    ) -> OutputSpec:
+        """Return the outputs of a meta module, as if the module were on a device.
 
         Raises:
-            RuntimeError: If the form depends on values, or the module fails.
+            RuntimeError: If a shape depends on values, or the module fails.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,18 +82,18 @@ class Forms:
             }
             return functional_call(module, empty, args, kwargs)
 
-        form = self._of((id(module), module.training), call, args, kwargs)
+        spec = self._of((id(module), module.training), call, args, kwargs)
         if any(
             isinstance(value, FakeTensor)
             for part in module.modules()
             for value in vars(part).values()
         ):
-            # The module has stored a tensor of this call. Forms of later calls may depend on its
-            # shape.
+            # The module has stored a tensor of this call. Shapes of later calls may depend
+            # on its own.
             self._known.clear()
-        return form
+        return spec
 
-    def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
+    def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         leaves, structure = flatten((args, kwargs))
         parts = [_key_of(leaf) for leaf in leaves]
         key = None if any(part is None for part in parts) else (name, structure, tuple(parts))
@@ -108,10 +110,10 @@ class Forms:
         written = [
             n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version
         ]
-        form = Form(tuple(found), result, draws.found, problem, tuple(written))
+        spec = OutputSpec(tuple(found), result, draws.found, problem, tuple(written))
         if key is not None:
-            self._known[key] = form
-        return form
+            self._known[key] = spec
+        return spec
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
