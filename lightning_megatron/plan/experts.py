@@ -41,14 +41,14 @@ class ExpertsConfig:
             A tuple has one truth value for each layer. All other layers have an MLP.
         scoring: Function that turns the router's logits into scores: ``softmax`` over all experts,
             or ``sigmoid``.
-        normalize_top_k: Whether the scores of the chosen experts are divided by their sum. With
-            ``softmax`` this equals a softmax over the chosen experts alone.
-        score_scale: Factor that the scores of the chosen experts are multiplied by, after
+        normalize_top_k: Whether the scores of the selected experts are divided by their sum. With
+            ``softmax`` this equals a softmax over the selected experts alone.
+        score_scale: Factor that the scores of the selected experts are multiplied by, after
             normalization.
         num_groups: Number of equal groups of neighbouring experts; a token is sent only to experts
             of its best groups (groups).
-        top_k_groups: Number of groups that are chosen for a token. The score of a group is the sum
-            of its two best experts (groups).
+        top_k_groups: Number of groups that are selected for a token. The score of a group is the
+            sum of its two best experts (groups).
         expert_bias: Whether every expert has a bias that is added to its score only for the
             selection of experts.
         expert_bias_rate: Step by which biases change after every optimizer step: up for experts

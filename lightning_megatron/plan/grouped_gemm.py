@@ -121,20 +121,20 @@ def choose_variant(
         )
     rows = num_rows // num_groups
     if which is Pass.FORWARD_SWIGLU:
-        chosen = _choose_swiglu(rows, n, k)
+        choice = _choose_swiglu(rows, n, k)
     elif which is Pass.FORWARD or which is Pass.DATA_GRAD:
-        chosen = _choose_activation(which, rows, n, k)
+        choice = _choose_activation(which, rows, n, k)
     else:
-        chosen = _choose_weight_grad(which, rows, n, k)
+        choice = _choose_weight_grad(which, rows, n, k)
     if variant is None:
-        return chosen
+        return choice
     own = [name for name in VARIANTS if pass_of(name) is which]
     if variant not in own:
         raise UnsupportedError(
             f"the variant must compute the product {which}: {variant!r} does not. Use "
             f"{join_or(own)}, or None for the rule's choice."
         )
-    return replace(chosen, variant=variant, reason="it was asked for")
+    return replace(choice, variant=variant, reason="it was asked for")
 
 
 def pass_of(variant: str) -> Pass:

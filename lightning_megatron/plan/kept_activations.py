@@ -32,7 +32,7 @@ class KeptActivations:
             added to those of earlier microbatches; 0 if they are added one by one or in place.
         router_keeps_logits: Whether a router keeps only its logits, from which a kernel recomputes
             the rest.
-        choice_copies: Number of tensors of D features for each of a token's choices while the
+        selection_copies: Number of tensors of D features for each of a token's selections while the
             expert outputs are summed.
         ffn_backward: Number of temporary tensors of F features in the activation's backward pass.
         loss_kept: Bytes that the loss keeps for each logit from forward to backward.
@@ -48,7 +48,7 @@ class KeptActivations:
     expert_copies: int = 1
     expert_gradients: int = 0
     router_keeps_logits: bool = False
-    choice_copies: int = 2
+    selection_copies: int = 2
     ffn_backward: int = 1
     loss_kept: int = 4
     loss_forward: int = 6
@@ -112,7 +112,7 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         ffn_copies=ffn_copies,
         expert_copies=expert_copies,
         router_keeps_logits=True,
-        choice_copies=0,
+        selection_copies=0,
         ffn_backward=eager.ffn_backward,
         loss_kept=activation_bytes,
         loss_forward=0,

@@ -118,16 +118,16 @@ def mixture_costs(
     inner = experts.ffn_hidden_size // batch.etp
     features = element * rows.buffer * inner
     vectors = element * rows.buffer * hidden
-    choices = element * rows.choices * hidden
+    selections = element * rows.selections * hidden
     recomputed = (table.ffn_copies + table.expert_copies) * features
     kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
     kept += batch.stream_tokens * _routing_bytes(experts, hidden, table, batch)
     kept += _shared_bytes(experts, hidden, table, batch)
-    # Outputs of experts, sorted by expert and by choice; an all-to-all needs send and receive
+    # Outputs of experts, sorted by expert and by selection; an all-to-all needs send and receive
     # buffers for both.
-    forward = vectors + table.choice_copies * choices
+    forward = vectors + table.selection_copies * selections
     if rows.are_exchanged:
-        forward += vectors + choices
+        forward += vectors + selections
     if experts.shared_ffn_hidden_size:
         forward += element * batch.stream_tokens * hidden
     gathered = element * rows.gathered * hidden if rows.gathered > batch.own_tokens else 0
@@ -150,16 +150,16 @@ def mixture_costs(
         # Activation as one kernel.
         firsts * features,
         # First matrix product after all inner features have been freed; then the sum over every
-        # token's choices.
+        # token's selections.
         vectors + firsts * (features + matrix) - recomputed,
-        table.choice_copies * choices - recomputed,
+        table.selection_copies * selections - recomputed,
     )
     return NetworkCosts(
         kept=kept,
         recomputed=recomputed,
         forward=forward,
         backward=max(moments),
-        backward_start=gathered + min(1, table.choice_copies) * choices + vectors,
+        backward_start=gathered + min(1, table.selection_copies) * selections + vectors,
         slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
     )
 
@@ -170,14 +170,14 @@ class _RowCounts:
 
     Args:
         gathered: Tokens that the rank has after a collective has gathered them.
-        choices: Pairs (token, chosen expert) that the rank sorts by expert.
+        selections: Pairs (token, selected expert) that the rank sorts by expert.
         buffer: Rows of the buffer that its experts compute on.
         are_exchanged: Whether rows are sent and returned by an all-to-all.
         are_put: Whether tokens are put into symmetric memory.
     """
 
     gathered: int
-    choices: int
+    selections: int
     buffer: int
     are_exchanged: bool = False
     are_put: bool = False
@@ -195,12 +195,12 @@ class _RowCounts:
 
     @property
     def map_bytes(self) -> int:
-        """Return the bytes of the maps from choices to sorted rows and back."""
-        return 2 * _INDEX * (self.choices + (self.buffer if self.are_exchanged else 0))
+        """Return the bytes of the maps from selections to sorted rows and back."""
+        return 2 * _INDEX * (self.selections + (self.buffer if self.are_exchanged else 0))
 
 
 def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
-    """Return the size of the symmetric buffer for tokens and their choices (bytes)."""
+    """Return the size of the symmetric buffer for tokens and their selections (bytes)."""
     return TokenBuffer(
         num_ranks=batch.ep,
         num_tokens=batch.own_tokens * batch.etp,

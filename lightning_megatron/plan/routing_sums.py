@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class RoutingSum(IntEnum):
-    """Index of a sum; the number of choices of each expert starts at :attr:`LOAD`."""
+    """Index of a sum; the number of selections of each expert starts at :attr:`LOAD`."""
 
     DROPPED = 0
     ENTROPY = 1

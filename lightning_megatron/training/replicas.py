@@ -169,12 +169,12 @@ def check_data_replicas(main: MainParameters) -> None:
     """
     mesh = main.mesh
     tied = {name for pair in main.ties or () for name in pair}
-    for axis, chosen in (
+    for axis, is_compared in (
         (mesh.data, lambda name: not main.spec(name).is_expert),
         (mesh.edp, lambda name: main.spec(name).is_expert),
         (mesh.embedding, lambda name: name in tied),
     ):
-        names = [name for name in main.names if chosen(name)] if axis.size > 1 else []
+        names = [name for name in main.names if is_compared(name)] if axis.size > 1 else []
         if names:
             _check_bits(main, names, axis)
 

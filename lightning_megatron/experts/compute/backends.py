@@ -232,10 +232,10 @@ def _launch(
     A CUDA graph can capture it: the workspace comes from the graph's memory pool.
     """
     stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
-    chosen, num_sms, num_bytes = _plan_launch(which, a.shape[0], *stack.shape, a.device)
+    choice, num_sms, num_bytes = _plan_launch(which, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
-    run(result, a, b, ends, workspace, chosen.variant, chosen.along_n, chosen.band, num_sms, alpha)
+    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms, alpha)
     return result
 
 
@@ -247,12 +247,12 @@ def _launch_swiglu(
     probabilities: Tensor,
     ends: Tensor,
 ) -> None:
-    chosen, num_sms, num_bytes = _plan_launch(
+    choice, num_sms, num_bytes = _plan_launch(
         Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device
     )
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
     run = torch.ops.lm_kernels.grouped_swiglu.default
-    order = (chosen.variant, chosen.along_n, chosen.band, num_sms)
+    order = (choice.variant, choice.along_n, choice.band, num_sms)
     run(result, kept, rows, stack, probabilities, ends, workspace, *order)
 
 

@@ -60,8 +60,8 @@ def grouped_linear(
         backend = choose_backend(
             rows.device, rows.dtype, len(weights), in_features, out_features
         ).backend
-    chosen = BACKENDS[backend]
-    return _differentiable_product(rows, weights, ends, chosen, chosen.output)
+    implementation = BACKENDS[backend]
+    return _differentiable_product(rows, weights, ends, implementation, implementation.output)
 
 
 def grouped_swiglu(

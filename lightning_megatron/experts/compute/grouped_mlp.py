@@ -102,7 +102,7 @@ class GroupedMLP(nn.ModuleDict):
         super().__init__()
         self.activation = activation
         # The backends, with the kind of rows and weights that they were chosen for.
-        self._chosen: tuple[tuple[object, ...], LayerBackends] | None = None
+        self._backends_of_kind: tuple[tuple[object, ...], LayerBackends] | None = None
         self.first_name = "gate_up" if is_gated(activation) else "up"
         inner = config.ffn_hidden_size
         etp = mesh.etp
@@ -162,11 +162,13 @@ class GroupedMLP(nn.ModuleDict):
             return _CHOSEN_AT_RUN_TIME
         # Autocast excludes the fused kernels, even where it does not change the dtype.
         kind = (rows.device, rows.dtype, is_autocast, first[0].shape, len(first))
-        if self._chosen is None or self._chosen[0] != kind:
+        if self._backends_of_kind is None or self._backends_of_kind[0] != kind:
             can_fuse = self.activation == "swiglu" and fused_kernels(rows) is not None
-            chosen = choose_layer_backends(rows.device, rows.dtype, first, down, can_fuse=can_fuse)
-            self._chosen = (kind, chosen)
-        return self._chosen[1]
+            backends = choose_layer_backends(
+                rows.device, rows.dtype, first, down, can_fuse=can_fuse
+            )
+            self._backends_of_kind = (kind, backends)
+        return self._backends_of_kind[1]
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

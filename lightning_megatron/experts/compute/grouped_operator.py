@@ -22,8 +22,8 @@ _NAME = "lightning_megatron::grouped_linear"
 )
 def _output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
     out_features, in_features = weights[0].shape
-    chosen = _backend(rows, ends, in_features, out_features, backend)
-    return chosen.output(rows.contiguous(), weights, ends)
+    implementation = _backend(rows, ends, in_features, out_features, backend)
+    return implementation.output(rows.contiguous(), weights, ends)
 
 
 @torch.library.custom_op(
@@ -35,8 +35,8 @@ def _input_gradient(
     grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None
 ) -> Tensor:
     out_features, in_features = weights[0].shape
-    chosen = _backend(grad, ends, in_features, out_features, backend)
-    return chosen.input_gradient(grad.contiguous(), weights, ends)
+    implementation = _backend(grad, ends, in_features, out_features, backend)
+    return implementation.input_gradient(grad.contiguous(), weights, ends)
 
 
 @torch.library.custom_op(
@@ -45,8 +45,8 @@ def _input_gradient(
     schema="(Tensor grad, Tensor rows, Tensor ends, str? backend) -> Tensor",
 )
 def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
-    chosen = _backend(rows, ends, rows.shape[1], grad.shape[1], backend)
-    return chosen.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
+    implementation = _backend(rows, ends, rows.shape[1], grad.shape[1], backend)
+    return implementation.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
 
 
 @_output.register_fake

@@ -62,13 +62,13 @@ def choose_transport(
         where puts may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-    chosen, why = _transport(top_k, mesh, transport, has_shared)
-    dispatcher, what = _over_ep(here, num_experts, mesh, chosen)
+    resolved, why = _transport(top_k, mesh, transport, has_shared)
+    dispatcher, what = _over_ep(here, num_experts, mesh, resolved)
     reason = f"{what}: {why}"
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
-    return TransportChoice(dispatcher, chosen, reason)
+    return TransportChoice(dispatcher, resolved, reason)
 
 
 def _transport(

@@ -177,9 +177,9 @@ def _product_choices(
     for name in (layer.experts.first_name, "down"):
         weights = layer.experts.weights(name)
         out_features, in_features = weights[0].shape
-        chosen = choose_backend(device, dtype, len(weights), in_features, out_features)
-        remedy = product_remedy(chosen.backend, device, dtype, len(weights))
-        choices.append(Choice("products of experts", chosen.backend, chosen.reason, remedy))
+        choice = choose_backend(device, dtype, len(weights), in_features, out_features)
+        remedy = product_remedy(choice.backend, device, dtype, len(weights))
+        choices.append(Choice("products of experts", choice.backend, choice.reason, remedy))
     return choices
 
 
