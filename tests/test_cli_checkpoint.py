@@ -195,7 +195,7 @@ def test_a_file_that_is_no_checkpoint_ends_every_command_that_reads_it_with_1(
 
 
 @pytest.mark.parametrize("command", ["consolidate", "reshard"])
-def test_plain_files_need_no_conversion(
+def test_single_files_need_no_conversion(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")

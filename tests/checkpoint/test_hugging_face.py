@@ -201,7 +201,7 @@ def test_what_four_ranks_have_trained_is_what_transformers_loads(
         assert found == pytest.approx(expected[0], abs=1e-4), f"plain file, {layout}"
 
 
-def test_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
+def test_files_of_ordinary_lightning_are_read_and_written(tmp_path: Path) -> None:
     case = "llama"
     folder, plain, ours = (
         saved(case, tmp_path / "given"),

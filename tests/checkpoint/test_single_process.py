@@ -296,7 +296,7 @@ def test_another_format_and_a_damaged_header_are_refused(tmp_path: Path) -> None
             load_rank_state(tmp_path / "c", MESH)
 
 
-def test_a_plain_file_or_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_a_single_file_or_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file.ckpt").write_bytes(b"")
     assert not is_sharded_checkpoint(tmp_path / "file.ckpt")
     assert not is_sharded_checkpoint(tmp_path)

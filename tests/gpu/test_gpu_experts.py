@@ -37,7 +37,7 @@ TWINS = {
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_experts_as_plain_lightning():
+def test_one_gpu_trains_experts_as_ordinary_lightning():
     compare(1, TWINS, GRIDS[1])
 
 

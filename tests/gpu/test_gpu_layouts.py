@@ -67,7 +67,7 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_as_plain_lightning():
+def test_one_gpu_trains_as_ordinary_lightning():
     compare(1, TWINS, LAYOUTS[1])
 
 

@@ -1,4 +1,4 @@
-"""CausalLM under a plain Trainer: it learns, logs, decays what it should and comes back from a
+"""CausalLM under a ordinary Trainer: it learns, logs, decays what it should and comes back from a
 checkpoint.
 """
 

@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> str:
 def train(
     module: HuggingFaceCausalLM, layout: dict[str, Any] | None = None, devices: int = 1
 ) -> dict[str, float]:
-    """Train a few steps and return the last logged losses; without a layout as plain Lightning
+    """Train a few steps and return the last logged losses; without a layout as ordinary Lightning
     does.
     """
     L.seed_everything(1, verbose=False)
@@ -134,7 +134,7 @@ def test_its_loss_is_that_of_the_logits_and_the_shifted_labels(folder: str) -> N
     assert module.mean_loss(nothing, torch.tensor(0), is_trained=True).item() == 0.0
 
 
-def test_the_strategy_trains_it_as_plain_lightning_does(folder: str) -> None:
+def test_the_strategy_trains_it_as_ordinary_lightning_does(folder: str) -> None:
     plain, swapped = learning(folder), learning(folder)
     expected, found = train(plain), train(swapped, {})
     assert type(plain.model).__name__ == "LlamaForCausalLM"
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(
         assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
 
 
-def test_plain_lightning_continues_a_training_of_a_replaced_model(
+def test_ordinary_lightning_continues_a_training_of_a_replaced_model(
     folder: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {

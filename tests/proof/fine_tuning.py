@@ -110,7 +110,7 @@ class InOrder(LightningDataModule):
 def trainer_of(
     layout: dict[str, Any] | None, devices: int, microbatch_size: int, **options: Any
 ) -> Trainer:
-    """Return a Trainer on CPUs under a layout; without one, as plain Lightning trains."""
+    """Return a Trainer on CPUs under a layout; without one, as ordinary Lightning trains."""
     return Trainer(
         accelerator="cpu",
         devices=devices,

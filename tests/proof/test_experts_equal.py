@@ -120,7 +120,7 @@ def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
 
 
 def test_the_strategy_alone_changes_nothing(twins, tmp_path: Path):
-    """One process under the strategy, in microbatches, equals plain Lightning, which has the batch
+    """One process under the strategy, in microbatches, equals ordinary Lightning, which has the batch
     as a whole.
     """
     for kind in ("experts", "experts, some layers"):

@@ -65,7 +65,7 @@ class Report:
 
 
 def train(folder: str, task: str, layout: dict[str, Any] | None, devices: int) -> Report:
-    """Train the steps of all data, however many ranks share it; without a layout as plain Lightning
+    """Train the steps of all data, however many ranks share it; without a layout as ordinary Lightning
     does.
     """
     seed_everything(1, verbose=False)

@@ -53,7 +53,7 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
-    """Train every kind in this one process: with plain Lightning, and with the strategy where
+    """Train every kind in this one process: with ordinary Lightning, and with the strategy where
     dropout draws from it.
     """
     found = {}

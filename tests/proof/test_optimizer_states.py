@@ -1,4 +1,4 @@
-"""Optimizer states of replaced Hugging Face models go to one process of plain Lightning, and come
+"""Optimizer states of replaced Hugging Face models go to one process of ordinary Lightning, and come
 from there.
 """
 

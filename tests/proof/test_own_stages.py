@@ -95,7 +95,7 @@ class Train(FineTune):
 
 
 def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
-    """Train the steps of a few batches, however many ranks share it; without a layout as plain
+    """Train the steps of a few batches, however many ranks share it; without a layout as ordinary
     Lightning does.
     """
     seed_everything(1, verbose=False)

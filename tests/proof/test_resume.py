@@ -46,7 +46,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report
 
 @pytest.fixture(scope="module")
 def whole() -> Report:
-    """Train without interruption, in one process of plain Lightning."""
+    """Train without interruption, in one process of ordinary Lightning."""
     return train(Job(KIND), 1, "cpu")
 
 

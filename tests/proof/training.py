@@ -57,7 +57,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain
+    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
     Lightning).
 
     A step that ``counts`` ignores some labels and returns how many are left.

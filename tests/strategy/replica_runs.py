@@ -73,7 +73,7 @@ class Predict(Regress):
 def run(
     module: Regress, devices: int = 1, layout: dict[str, Any] | None = None, **options: Any
 ) -> Outcome:
-    """Train a few steps; without a layout as plain Lightning does on one device."""
+    """Train a few steps; without a layout as ordinary Lightning does on one device."""
     seed_everything(1, verbose=False)
     share = 1 if layout is None else devices // (layout.get("tp", 1) * layout.get("pp", 1))
     trainer = Trainer(

@@ -48,7 +48,7 @@ def _assert_equal(found: list[float], expected: list[float]) -> None:
 
 
 def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Continue from a plain file under every layout; begin under every layout for plain Lightning
+    """Continue from a plain file under every layout; begin under every layout for ordinary Lightning
     to continue.
     """
     config = CONFIGS[kind]
@@ -62,7 +62,7 @@ def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_training_goes_on_between_plain_lightning_and_every_layout(
+def test_training_goes_on_between_ordinary_lightning_and_every_layout(
     kind: str, tmp_path: Path
 ) -> None:
     config = CONFIGS[kind]

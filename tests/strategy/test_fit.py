@@ -93,7 +93,7 @@ def lines(batch_size: int = 4) -> DataLoader:
 
 
 @pytest.mark.parametrize("module", [Plain, Manual])
-def test_plain_modules_train_as_without_the_strategy(module: type[Plain]) -> None:
+def test_modules_of_a_user_train_as_without_the_strategy(module: type[Plain]) -> None:
     ours, theirs = module(), module()
     trainer_of().fit(ours, lines())
     trainer_of("auto").fit(theirs, lines())
@@ -183,7 +183,7 @@ def test_unknown_precisions_are_refused() -> None:
         trainer_of(precision="16-true")
 
 
-def test_inputs_of_plain_modules_are_converted_and_cut_into_microbatches() -> None:
+def test_inputs_of_modules_of_a_user_are_converted_and_cut_into_microbatches() -> None:
     model = Plain()
     trainer_of(precision="bf16-mixed").fit(model, lines())
     assert model.seen == [(torch.bfloat16, 2)] * 8

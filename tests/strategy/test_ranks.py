@@ -73,7 +73,7 @@ def test_torchrun_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 
 
-def test_a_plain_script_launches_its_processes() -> None:
+def test_a_script_launches_its_processes() -> None:
     strategy = strategy_of(4, tp=2, pp=2)
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
     assert isinstance(strategy.launcher, MegatronLauncher)

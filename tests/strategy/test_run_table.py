@@ -29,7 +29,7 @@ def rows_of(output: str, ranks: str = "rank 0") -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_a_plain_script_shows_the_choices_of_a_dense_fit_once() -> None:
+def test_a_script_shows_the_choices_of_a_dense_fit_once() -> None:
     run = run_script("run_table_script", "dense")
     assert run.returncode == 0, run.stderr
     assert rows_of(run.stdout + run.stderr) == {
@@ -48,7 +48,7 @@ def test_a_plain_script_shows_the_choices_of_a_dense_fit_once() -> None:
     assert run.stderr.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
 
 
-def test_a_plain_script_shows_the_choices_of_experts_once() -> None:
+def test_a_script_shows_the_choices_of_experts_once() -> None:
     run = run_script("run_table_script", "experts")
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr)

@@ -139,7 +139,7 @@ def test_copies_are_saved_in_the_precision_of_the_mains(tmp_path: Path) -> None:
     )
 
 
-def test_added_and_removed_names_are_those_of_the_checkpoint_and_its_plain_file(
+def test_added_and_removed_names_are_those_of_the_checkpoint_and_its_consolidated_file(
     tmp_path: Path,
 ) -> None:
     found = saved(adds, tmp_path, {}, 1)

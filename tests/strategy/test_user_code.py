@@ -1,4 +1,4 @@
-"""What a user's code does between and around steps has the effect that it has under plain
+"""What a user's code does between and around steps has the effect that it has under ordinary
 Lightning.
 """
 
@@ -230,14 +230,14 @@ def distance(module: Net, other: Net) -> float:
 
 
 @pytest.mark.parametrize("kind", [Adversaries, RawBackward])
-def test_manual_optimization_equals_plain_lightning(kind: type[Net]) -> None:
+def test_manual_optimization_equals_ordinary_lightning(kind: type[Net]) -> None:
     start = kind()
     plain = fit(kind(), "auto")
     assert distance(start, plain) > 0.01
     assert distance(fit(kind(), MegatronStrategy(microbatch_size=8)), plain) < 1e-6
 
 
-def test_a_plain_backward_pass_is_refused_where_losses_are_scaled() -> None:
+def test_loss_backward_is_refused_where_losses_are_scaled() -> None:
     options = {"plugins": [MegatronPrecision("16-mixed")]}
     with pytest.raises(UnsupportedError, match="needs self.manual_backward"):
         fit(RawBackward().half(), MegatronStrategy(microbatch_size=8), **options)

@@ -188,7 +188,7 @@ def test_calls_that_a_cut_block_cannot_answer_are_refused() -> None:
         module[0](torch.randn(2, 3, 8), is_causal=True)
 
 
-def test_axes_that_plain_modules_cannot_use_are_refused() -> None:
+def test_axes_that_modules_of_torch_cannot_use_are_refused() -> None:
     assert "pipeline stages" in refusal(mlp(), MLP_PLAN, UnsupportedError, pp=2)
     assert "whole sequences" in refusal(Classifier(), None, UnsupportedError, tp=1, cp=2)
 
