@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -35,7 +36,21 @@ def _patch_for_new_numpy(tensor: object, scope: interpreter._LangPatchScope) -> 
     )
 
 
+_splat = interpreter.InterpreterBuilder.create_splat
+
+
+def _splat_truth(
+    builder: interpreter.InterpreterBuilder, kind: tl.block_type, value: interpreter.TensorHandle
+) -> interpreter.TensorHandle:
+    # The handle of a comparison has the dtype of what is compared, into which Triton 3.9 converts
+    # its truth values; masks must have truth values.
+    if kind.scalar.is_bool():
+        value = interpreter.TensorHandle(value.data.astype(np.bool_), tl.int1)
+    return _splat(builder, kind, value)
+
+
 interpreter._patch_lang_tensor = _patch_for_new_numpy
+interpreter.InterpreterBuilder.create_splat = _splat_truth
 # The interpreter cuts bfloat16 off instead of rounding it.
 ROUNDOFF[torch.bfloat16] = 2.0**-7
 # Few programs, so that each has several rows.
