@@ -64,7 +64,10 @@ def test_the_command_is_one_of_the_program(capsys: pytest.CaptureFixture[str]) -
     assert "schedule zb-h1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run_command(["schedule", "--name", "zb", *SIZES])
-    assert "lightning-megatron schedule: error: schedule must be one" in capsys.readouterr().err
+    assert (
+        "lightning-megatron schedule: error: schedule must be 1f1b, interleaved"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_comparison_gives_every_schedule_the_same_work(
@@ -93,7 +96,7 @@ def test_schedules_that_cannot_run_are_listed_with_the_reason(
     ]
     words = " ".join(reasons.split())
     assert "dualpipe-v: schedule 'dualpipe-v' needs at least two microbatches per stage" in words
-    assert "interleaved: microbatches must fill groups of at least pp" in words
+    assert "interleaved: microbatch groups must have at least pp" in words
     text = printed(
         capsys, "--compare", "--pp", "4", "--microbatches", "6", "--microbatch-group-size", "6"
     )
@@ -261,7 +264,7 @@ def test_a_missing_matplotlib_names_the_extra(
         (["--name", "1f1b", "--pp", "4"], "--pp and --microbatches are required"),
         (["--compare", *SIZES, "--csv", "x.csv"], "--csv writes one schedule, and --compare"),
         (["--compare", *SIZES, "--png", "x.doc"], "'x.doc' must end in .png, .svg, .pdf"),
-        (["--compare", *SIZES, "--png", "nowhere/x.png"], "there is no folder 'nowhere'"),
+        (["--compare", *SIZES, "--png", "nowhere/x.png"], "folder 'nowhere' does not exist"),
         (["--name", "1f1b", *SIZES, "--csv", "x.txt"], "'x.txt' must end in .csv"),
         (["--compare", *SIZES, "--memory", "0"], "must be a number above 0: it is '0'"),
         (["--compare", *SIZES, "--memory", "nan"], "must be a number above 0: it is 'nan'"),
@@ -280,8 +283,8 @@ def test_bad_arguments_end_the_command(
     [
         (
             ["--name", "zb", *SIZES],
-            "schedule must be one that exists: it is 'zb'. Use 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, "
-            "dualpipe-v or auto, or a file that ends in .csv.",
+            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v or auto, or a file that ends "
+            "in .csv: it is 'zb'.",
         ),
         (["--name", "zb-v", "--pp", "0", "--microbatches", "8"], "pp must be a whole number of at"),
         (["--compare", "--pp", "4", "--microbatches", "0"], "num_microbatches must be a whole"),
@@ -383,7 +386,7 @@ def test_costs_that_cannot_be_are_refused(tmp_path: Path, text: str, message: st
         (
             "costs.yaml",
             LISTS + "forward: [2, 2]\n",
-            "must name every list once: 'forward' is there twice.",
+            "must name every list once: 'forward' occurs twice.",
         ),
         (
             "costs.yaml",

@@ -114,8 +114,8 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
     if own is None:
         if options.name is not None and options.name not in NAMES:
             raise ParallelPlanError(
-                f"schedule must be one that exists: it is {options.name!r}. Use {join_or(NAMES)}, "
-                f"or a file that ends in {CSV}."
+                f"schedule must be {join_or(NAMES)}, or a file that ends in {CSV}: it is "
+                f"{options.name!r}."
             )
         require_positive("pp", options.pp)
         require_positive("num_microbatches", options.microbatches)
@@ -212,5 +212,5 @@ def _path(text: str, suffixes: Sequence[str]) -> Path:
     if path.suffix.lower() not in suffixes:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes)}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"folder {str(path.parent)!r} does not exist")
     return path

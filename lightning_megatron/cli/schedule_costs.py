@@ -191,4 +191,4 @@ def _value_of(node: yaml.Node | None, path: Path) -> Any:
 def _check_unique(keys: Sequence[str], path: Path) -> None:
     for key in keys:
         if keys.count(key) > 1:
-            raise CorruptDataError(f"{path} must name every list once: {key!r} is there twice.")
+            raise CorruptDataError(f"{path} must name every list once: {key!r} occurs twice.")
