@@ -251,13 +251,14 @@ class ParallelLayout:
             share, rest = divmod(self.world_size, product // size)
             if size > 1 and rest == 0:
                 legal.append(f"{axis} of {join_or(divisors(share))}")
-        remedy = f"Use {', or '.join(legal)}." if legal else ""
-        remedy = remedy or f"Use sizes whose product is {join_or(divisors(self.world_size))}."
+        if not legal:
+            legal.append(f"sizes whose product is {join_or(divisors(self.world_size))}")
+        legal.append(f"a multiple of {product} ranks (devices x num_nodes of the Trainer)")
         named = " x ".join(axes)
         values = " x ".join(str(size) for size in sizes.values())
         raise ParallelPlanError(
             f"world_size ({self.world_size}) must be a multiple of {named} ({values} = {product}), "
-            f"because {why}. {remedy}"
+            f"because {why}. Use {', or '.join(legal)}."
         )
 
     def _check_order(self) -> None:

@@ -170,22 +170,22 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
         (
             {"world_size": 16, "tp": 3},
             "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 1 = 3), because every copy of the dense "
-            "layers takes that many ranks. Use tp of 1, 2, 4, 8 or 16.",
+            "layers takes that many ranks. Use tp of 1, 2, 4, 8 or 16, or a multiple of 3 ranks (devices x num_nodes of the Trainer).",
         ),
         (
             {"world_size": 16, "tp": 4, "pp": 8},
             "world_size (16) must be a multiple of tp x cp x pp (4 x 1 x 8 = 32), because every copy of the dense "
-            "layers takes that many ranks. Use tp of 1 or 2, or pp of 1, 2 or 4.",
+            "layers takes that many ranks. Use tp of 1 or 2, or pp of 1, 2 or 4, or a multiple of 32 ranks (devices x num_nodes of the Trainer).",
         ),
         (
             {"world_size": 16, "tp": 3, "pp": 5},
             "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 5 = 15), because every copy of the dense "
-            "layers takes that many ranks. Use sizes whose product is 1, 2, 4, 8 or 16.",
+            "layers takes that many ranks. Use sizes whose product is 1, 2, 4, 8 or 16, or a multiple of 15 ranks (devices x num_nodes of the Trainer).",
         ),
         (
             {"world_size": 8, "tp": 2, "ep": 8},
             "world_size (8) must be a multiple of etp x ep x pp (2 x 8 x 1 = 16), because every copy of the experts "
-            "takes that many ranks. Use etp of 1, or ep of 1, 2 or 4.",
+            "takes that many ranks. Use etp of 1, or ep of 1, 2 or 4, or a multiple of 16 ranks (devices x num_nodes of the Trainer).",
         ),
         (
             {"world_size": 16, "order": "tp-tp-dp"},
