@@ -16,18 +16,21 @@ from lightning_megatron.groups.collectives import all_gather_objects
 
 Fields = Mapping[str, str | int | float | None]
 
+_REMEDY = "Start every rank with the same command, environment and files."
 #: Time for which rank 0, which may run the store, waits until the others have read the failure.
 _READING = timedelta(seconds=30)
-#: Interval at which a waiting rank checks whether the other rank has another layout (seconds).
-_LOOK = 1.0
+#: Shortest and longest time between two looks of a waiting rank into the store (seconds).
+_FIRST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.5
 
 
-def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
+def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY) -> None:
     """Check that named values are equal on all ranks of ``world``.
 
     Args:
         world: Axis with all ranks, on CPU.
         fields: Values by name.
+        remedy: Last sentence of the message: what to do about values that differ.
 
     Raises:
         RankMismatchError: On every rank; the message names the ranks and fields that differ from
@@ -36,7 +39,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
     Communication: one gather of objects over ``world``.
     """
     everyone = all_gather_objects(dict(fields), world)
-    complaint = _complaint(everyone, [f"rank {rank}" for rank in world.ranks])
+    complaint = _complaint(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
     if complaint is not None:
         raise RankMismatchError(complaint)
 
@@ -117,24 +120,21 @@ class _Waiting:
 
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
         """Return the value of a key that one of ``others`` writes."""
-        while True:
-            left = self._deadline - time.monotonic()
-            try:
-                store.wait([key], timedelta(seconds=max(min(left, _LOOK), 0.001)))
-            except RuntimeError as error:
-                if not _is_timeout(error):
-                    raise
-                for other in others:
-                    self._check_layout_of(other)
-                if left > 0:
-                    continue
+        pause = _FIRST_PAUSE
+        # Ask instead of waiting in the store, whose client logs each wait that ends without a key.
+        while not store.check([key]):
+            for other in others:
+                self._check_layout_of(other)
+            if time.monotonic() > self._deadline:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
                     f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
                     "not been started. Look for the first failure, or allow more time with "
                     "MegatronStrategy(timeout=...)."
-                ) from error
-            return store.get(key).decode()
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return store.get(key).decode()
 
     def _check_layout_of(self, other: int) -> None:
         """Raise if another rank waits for this rank with another layout."""
@@ -166,7 +166,9 @@ def _is_timeout(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
-def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
+def _complaint(
+    everyone: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
+) -> str | None:
     """Return a description of the values that differ between ranks, None if all are equal."""
     names = list(dict.fromkeys(name for one in everyone for name in one))
     complaints = []
@@ -186,6 +188,5 @@ def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
     )
     return (
         f"all ranks must be started with the same configuration, versions and data: {shown}. "
-        "Otherwise the job hangs, or trains another model. Start every rank with the same command, "
-        "environment and files."
+        f"Otherwise the job hangs, or trains another model. {remedy}"
     )

@@ -82,6 +82,25 @@ def test_ranks_that_do_not_come_are_reported() -> None:
     assert "rank 0 did not join within 0.2 s" in found[2]
 
 
+def test_waiting_for_a_late_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    stores.append(dist.TCPStore("127.0.0.1", stores[0].port, is_master=False))
+    numbers: dict[int, int] = {}
+
+    def run(rank: int) -> None:
+        time.sleep(1.5 * rank)
+        patience = timedelta(seconds=60)
+        numbers[rank] = check_same_in_store(stores[rank], rank, range(2), {"tp": 2}, patience)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert numbers == {0: 0, 1: 0}
+    assert capfd.readouterr().err == ""
+
+
 def test_ranks_with_layouts_of_other_ranks_do_not_wait_for_each_other() -> None:
     store, found = dist.HashStore(), {}
 

@@ -164,6 +164,9 @@ class TrainingSteps:
         check_same_everywhere(
             self._mesh.model_cpu,
             {"first training batch of its data-parallel rank": digest_of(batch)},
+            "Call seed_everything before the data is made if it, its order or its augmentation is "
+            "random, and let no data depend on the rank: the strategy gives each data-parallel "
+            "rank its own batches.",
         )
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
