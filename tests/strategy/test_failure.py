@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron.strategy.process import children as children_module
 from lightning_megatron.strategy.process.children import Children
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
@@ -162,6 +163,28 @@ def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
     children._wait()
     assert ended == [expected]
     assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
+
+
+def test_a_script_that_raises_does_not_wait_for_processes_that_wait_for_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError("after the fit"), raising=False)
+    monkeypatch.setattr(children_module, "_GRACE_SECONDS", 0.2)
+    begun = time.monotonic()
+    ended: list[int] = []
+    processes = [start(code) for code in ("", "import time; time.sleep(60)")]
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        Children(processes, 1, end)._wait()
+    assert processes[1].wait() == -signal.SIGKILL
+    assert time.monotonic() - begun < 30
+    assert ended == [1]
+    expected = "rank 2 did not end within 0.2 s after the script of rank 0 and will be stopped."
+    assert expected in capsys.readouterr().err
 
 
 def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:

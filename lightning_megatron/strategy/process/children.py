@@ -77,21 +77,38 @@ class Children:
                 return
 
     def _wait(self) -> None:
-        """Wait for the processes when this one exits, and adopt the exit code of a failed one."""
+        """Wait for the processes when this one exits, and adopt the exit code of a failed one.
+
+        Processes may wait for a script that has ended with an exception. They get little time.
+        """
         if self._is_over.is_set():
             return
         self._is_over.set()
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        patience = _GRACE_SECONDS if _has_raised() else _PATIENCE_SECONDS
+        deadline = time.monotonic() + patience
         while any(process.poll() is None for process in self._processes):
             code = self.failed()
             if code is not None:
                 deadline = min(deadline, time.monotonic() + _grace(code))
             if time.monotonic() > deadline:
+                if code is None:
+                    self._say_stopped(patience)
                 self._finish(code or 1)
             time.sleep(0.02)
         code = self.failed()
         if code is not None:
             self._finish(code)
+
+    def _say_stopped(self, patience: float) -> None:
+        running = [
+            f"rank {self._first_rank + number}"
+            for number, process in enumerate(self._processes)
+            if process.poll() is None
+        ]
+        sys.stderr.write(
+            f"{', '.join(running)} did not end within {patience:g} s after the script of rank "
+            f"{self._first_rank - 1} and will be stopped.\n"
+        )
 
     def _say_killed(self) -> None:
         for number, process in enumerate(self._processes):
@@ -118,6 +135,11 @@ class Children:
             stream.flush()
         logging.shutdown()
         self._end(code)
+
+
+def _has_raised() -> bool:
+    """Return whether an exception has ended the script of this process."""
+    return getattr(sys, "last_value", None) is not None
 
 
 def _grace(code: int) -> float:
