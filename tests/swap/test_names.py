@@ -235,6 +235,9 @@ def save(rank: int, size: int, folder: str) -> None:
         mesh.destroy()
         # As after Trainer.fit.
         model.save_pretrained(Path(folder) / f"{number}_after")
+        # Rank 0 refuses the folder, and all ranks raise.
+        with pytest.raises(UnsupportedError, match="folder without weights"):
+            model.save_pretrained(Path(folder) / str(number))
 
 
 def save_alone(rank: int, size: int, folder: str) -> str:

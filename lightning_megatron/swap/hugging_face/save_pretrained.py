@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import RankMismatchError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from lightning_megatron.groups.after_run import ranks_on_cpu
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects, barrier
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
@@ -170,8 +175,13 @@ def write_together(
         write: Function that writes names and full tensors, one after the other, given all shapes
             (elements).
 
-    Communication: one gather of names, then one message for each part of a tensor, over all ranks
-    on the CPU.
+    Raises:
+        CheckpointMismatchError: On all ranks, if ``write`` raises it on rank 0.
+        UnsupportedError: Likewise.
+        OSError: Likewise.
+
+    Communication: one gather of names, one message for each part of a tensor, and one gather of
+    the outcome, over all ranks on the CPU.
     """
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
@@ -182,15 +192,20 @@ def write_together(
         everyone = all_gather_objects(offers, world)
         found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
         shapes = {name: found[name] for name in sorted(found, key=block)}
+        failure: Exception | None = None
         if world.rank != 0:
             for name in shapes:
                 _send(held.get(name), world)
         else:
-            write(
-                ((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes),
-                shapes,
-            )
-        barrier(world)
+            full = ((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes)
+            try:
+                write(full, shapes)
+            except (CheckpointMismatchError, UnsupportedError, OSError) as error:
+                failure = error
+                deque(full, maxlen=0)  # the other ranks send all tensors before they learn of it
+        failure = all_gather_objects(failure, world)[0]
+    if failure is not None:
+        raise failure
 
 
 @contextmanager
