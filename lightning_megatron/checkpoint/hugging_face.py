@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.own_code import (
@@ -256,13 +257,20 @@ def _architecture(source: SafetensorsFolder) -> str:
 def _chosen(
     models: Mapping[str, Any], name: str | None, path: str | os.PathLike[str]
 ) -> tuple[str, Any]:
-    known = ", ".join(repr(one) for one in models) or "none"
+    if not models:
+        raise CheckpointMismatchError(
+            f"a checkpoint that is exported must hold a Hugging Face model: {os.fspath(path)} "
+            "holds none. Other models, such as a GPT of this package, have no form that "
+            "from_pretrained reads. Use `lightning-megatron checkpoint consolidate` for one file "
+            "with all tensors."
+        )
     if name is None and len(models) == 1:
         return next(iter(models.items()))
     if name is None or name not in models:
-        what = "it has" if name is None else f"{name!r} is not among them:"
+        what = "none is named" if name is None else f"{name!r} is not among them"
         raise CheckpointMismatchError(
-            f"only Hugging Face models of a checkpoint can be exported: {os.fspath(path)}: {what} "
-            f"{known}. Name one of its Hugging Face models."
+            "one of the Hugging Face models of a checkpoint must be chosen for the export: "
+            f"{os.fspath(path)} holds {len(models)}, and {what}. A folder has one model. Choose "
+            f"{join_or([repr(one) for one in models])} with --name."
         )
     return name, models[name]

@@ -238,6 +238,35 @@ def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_checkpoint_without_a_hugging_face_model_is_not_exported(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        strategy=MegatronStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Plain(), DataLoader(torch.ones(1, 2), batch_size=1))
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(CheckpointMismatchError, match=r"plain\.ckpt holds none.*consolidate"):
+        export_model(tmp_path / "plain.ckpt", tmp_path / "out")
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_the_command_refuses_what_it_cannot_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +297,8 @@ def test_the_command_refuses_what_it_cannot_write(
         with pytest.raises(SystemExit):
             main(["convert", *arguments])
         assert reason in capsys.readouterr().err
-    with pytest.raises(CheckpointMismatchError, match="'other' is not among them: 'model'"):
+    with pytest.raises(
+        CheckpointMismatchError, match="'other' is not among them.*Choose 'model' with --name"
+    ):
         export_model(tmp_path / "checkpoint", tmp_path / "out", name="other")
     assert not (tmp_path / "out").exists()
