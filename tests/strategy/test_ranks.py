@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins.environments import (
     TorchElasticEnvironment,
 )
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, UnsupportedError
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.parent_watch import LAUNCHER
 
@@ -84,6 +85,20 @@ def test_a_script_launches_its_processes() -> None:
         torch.device("cpu"),
     )
     assert strategy.is_distributed
+
+
+@pytest.mark.parametrize(
+    ("program", "source"), [("-c", "python -c"), ("-", "standard input"), ("", "standard input")]
+)
+def test_a_program_without_a_file_is_refused_before_processes_start(
+    program: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    launcher = strategy_of(2, tp=2).launcher
+    assert isinstance(launcher, MegatronLauncher)
+    monkeypatch.setattr(launcher, "_check", lambda arguments: None)
+    with pytest.raises(UnsupportedError, match=f"must be a file: it comes from {source}"):
+        launcher.launch(lambda: None)
 
 
 def test_launched_processes_know_who_launched_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from typing_extensions import override
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.strategy.private.processes import (
     SubprocessScriptLauncher,
     set_num_threads_if_needed,
@@ -66,6 +68,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
+            if self.num_processes > 1:
+                check_has_file(sys.argv[0])
             self._call_children_scripts()
             first = environment.node_rank() * self.num_processes + 1
             self._children = Children(self.procs, first, lambda code: self._watch().end(code))
@@ -92,3 +96,21 @@ class MegatronLauncher(SubprocessScriptLauncher):
             super()._call_children_scripts()
         finally:
             del os.environ[LAUNCHER]
+
+
+def check_has_file(program: str) -> None:
+    """Check that other processes can run the program of this process.
+
+    Args:
+        program: First entry of ``sys.argv``.
+
+    Raises:
+        UnsupportedError: If the program is the text of ``python -c`` or comes from standard input.
+    """
+    if program in {"-c", "-", ""}:
+        source = "python -c" if program == "-c" else "standard input"
+        raise UnsupportedError(
+            f"a program that starts one process for each device must be a file: it comes from "
+            f"{source}. Every process runs the program from its beginning. Save it as a file and "
+            "run `python train.py`."
+        )
