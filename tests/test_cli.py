@@ -196,6 +196,20 @@ def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")
 
 
+def test_devices_that_do_not_fit_the_layout_are_one_message(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy"]
+    devices = ["--trainer.accelerator", "cpu", "--trainer.devices", "1"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", str(base), *strategy, "--trainer.strategy.tp", "2", *devices])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "lightning-megatron fit: error: world_size (1) must be a multiple of tp" in message
+    assert "or a multiple of 2 ranks (devices x num_nodes of the Trainer)." in message
+    assert "Traceback" not in message
+
+
 def test_help_lists_the_options_of_the_strategy(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,11 @@ import sys
 from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.recipe_files import with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
@@ -91,6 +91,14 @@ class MegatronCLI(LightningCLI):
                 MegatronStrategy(**chosen.init_args.as_dict())
             except ValueError as error:
                 raise ValueError(f"trainer.strategy: {error}") from error
+
+    @override
+    def instantiate_trainer(self, **options: Any) -> Trainer:
+        # The command prints the message alone if one of our errors is the cause: no rank runs yet.
+        try:
+            return super().instantiate_trainer(**options)
+        except (ParallelPlanError, UnsupportedError) as error:
+            raise ValueError(f"trainer: {error}") from error
 
 
 def main(args: list[str] | None = None) -> None:
