@@ -20,12 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.mesh import ParallelMesh
+
 #: Types whose content is ignored: code, objects that are checked elsewhere and objects that steps
 #: only read.
 _OPAQUE = (
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
     *(
         nn.Module,
+        ParallelMesh,
+        MeshAxis,
         Trainer,
         Strategy,
         Callback,
