@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.groups.shard_spec import num_elements
 from lightning_megatron.layers import rotary
 from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.logs.run_table import Choice, table_of, warn_of_slow
 from tests.strategy.scripts import run_script
+from tests.strategy.tiny import TinyLM
 
 GPU = torch.device("cuda", 0)
 
@@ -53,6 +55,14 @@ def test_a_script_shows_the_choices_of_experts_once() -> None:
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr)
     assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
+    experts = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
+    whole = TinyLM(experts=experts, mlp_bias=False)
+    whole.configure_model()
+    found = re.search(r"this one ([\d,]+) of its ([\d,]+) parameters$", rows["layout"][1])
+    assert found is not None, rows["layout"][1]
+    here, everywhere = (int(number.replace(",", "")) for number in found.groups())
+    assert everywhere == num_elements(whole)
+    assert everywhere / 2 < here < everywhere
     assert rows["sequence parallel"] == (
         "on",
         "tp is above 1; sequence lengths must be multiples of tp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -12,8 +13,9 @@ from torch import nn
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.attention_core import choose_core
@@ -54,8 +56,8 @@ def show_choices(
         options: Options of the strategy.
         precision: Precision of the fit.
 
-    Communication: one gather over the pipeline, and that of the choice of a token transport, if
-        the module has experts.
+    Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
+        token transport, if the module has experts.
     """
     own = _module_choices(module, mesh.device, precision.dtypes.parameters)
     of_stages = all_gather_objects(own, mesh.pp_cpu)
@@ -106,7 +108,11 @@ def _layout_choices(
         shown += [f"ep {layout.ep}", f"etp {layout.etp}"]
     reason = "one process holds the whole model"
     if layout.world_size > 1:
-        reason = f"{layout.world_size} processes; tp x pp x cp of them hold a copy of the model"
+        parts = f"this one {num_elements(module):,} of its {_num_full_elements(module, mesh):,}"
+        reason = (
+            f"{layout.world_size} processes; tp x pp x cp of them hold a copy of the model, and "
+            f"{parts} parameters"
+        )
     choices = [Choice("layout", ", ".join(shown), reason)]
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
         why = "asked for"
@@ -120,6 +126,19 @@ def _layout_choices(
             why = f"default for vpp {layout.vpp}"
         choices.append(Choice("pipeline schedule", options.schedule_name, why))
     return choices
+
+
+def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
+    """Count the parameters of the whole model, each once (elements).
+
+    Communication: one sum over all ranks.
+    """
+    counted = 0
+    for parameter in module.parameters():
+        spec = shard_spec_of(parameter, mesh.tp.rank)
+        if spec.tied_to is None and mesh.copies(spec.is_expert).is_first:
+            counted += sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)
+    return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
 
 
 def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Choice:
