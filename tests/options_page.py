@@ -47,6 +47,8 @@ def _legal(kind: Any) -> list[str]:
         return [f"{word}{_bounds(bounds[0])}" for word in _legal(base)]
     if origin is dict:
         return ["a mapping"]
+    if origin is list:
+        return ["a list"]
     return [_TYPES[kind]]
 
 

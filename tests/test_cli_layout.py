@@ -70,6 +70,24 @@ def test_without_experts_only_the_dense_grid_is_printed(capsys: pytest.CaptureFi
     assert "[8 9] [10 11] [12 13] [14 15]" in printed
 
 
+@pytest.mark.parametrize("asked", ["0,3,2,1", "[0, 3, 2, 1]", "E|(t*3|)tt|tL"])
+def test_the_layers_of_every_stage_are_printed(
+    asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--world-size", "2", "--pp", "2", "--vpp", "2", "--stage-layers", asked])
+    printed = capsys.readouterr().out
+    assert (
+        "layers of each virtual stage: 0, 3, 2, 1\n"
+        "stage 0  embedding; layers 3 to 4\n"
+        "stage 1  layers 0 to 2; layer 5, head\n"
+    ) in printed
+
+
+def test_a_bad_string_of_stages_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="'Et|xL' has 'x' at position 4"):
+        main(["--world-size", "2", "--pp", "2", "--stage-layers", "Et|xL"])
+
+
 def test_groups_that_cross_nodes_are_marked() -> None:
     lines = describe_layout(MOE, experts=True, gpus_per_node=8).splitlines()
     rows = {" ".join(line.split()[:1]): line for line in lines if line[:1].isalpha()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, PICTURE_SUFFIXES, draw_layout
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
+from lightning_megatron.plan.partition import LayerPartition
 
 EXAMPLE = """example:
   lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
@@ -44,6 +45,14 @@ def layout_parser() -> argparse.ArgumentParser:
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
     add("--cp", type=int, default=1, metavar="N", help="context parallel size")
     add("--vpp", type=int, default=1, metavar="N", help="chunks per pipeline stage")
+    add(
+        "--stage-layers",
+        "--stage_layers",
+        type=_stage_layers,
+        metavar="LAYERS",
+        help="layers of each virtual stage: numbers such as 4,5,5,2, or a string such as "
+        "'Et*4|(t*5|)*2ttL'",
+    )
     add("--ep", type=int, default=1, metavar="N", help="expert parallel size")
     add("--etp", type=int, metavar="N", help="tensor parallel size of each expert (default: tp)")
     add("--order", default=DEFAULT_ORDER, help="axes, fastest first (default: %(default)s)")
@@ -88,6 +97,7 @@ def run_layout(options: argparse.Namespace) -> None:
         vpp=options.vpp,
         order=options.order,
         rank_offset=options.rank_offset,
+        stage_layers=options.stage_layers,
     )
     experts = layout.has_experts or options.etp is not None
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
@@ -146,7 +156,32 @@ def _header(layout: ParallelLayout, experts: bool) -> str:
             f"virtual stages: {layout.vpp} chunks on each of {layout.pp} stages = "
             f"{layout.vpp * layout.pp}"
         )
+    if layout.stage_layers is not None:
+        lines += ["", *_stage_lines(layout, LayerPartition(layout.stage_layers, ""))]
     return "\n".join(lines)
+
+
+def _stage_lines(layout: ParallelLayout, partition: LayerPartition) -> list[str]:
+    last = layout.placement.num_virtual_stages - 1
+    margin = len(f"stage {layout.pp - 1}") + 2
+    lines = [f"layers of each virtual stage: {partition}"]
+    for stage in range(layout.pp):
+        chunks = []
+        for chunk in range(layout.vpp):
+            number = layout.placement.virtual_stage(stage, chunk)
+            layers = partition.ranges[number]
+            parts = ["embedding"] if number == 0 else []
+            parts += [_span(layers)] if layers else []
+            parts += ["head"] if number == last else []
+            chunks.append(", ".join(parts))
+        lines.append(f"stage {stage}".ljust(margin) + "; ".join(chunks))
+    return lines
+
+
+def _span(layers: range) -> str:
+    if len(layers) == 1:
+        return f"layer {layers.start}"
+    return f"layers {layers.start} to {layers.stop - 1}"
 
 
 def _table(
@@ -200,6 +235,13 @@ def _in_one_node(group: list[int], gpus_per_node: int) -> bool:
 
 def _ranks(layout: ParallelLayout) -> range:
     return range(layout.rank_offset, layout.rank_offset + layout.world_size)
+
+
+def _stage_layers(text: str) -> list[int] | str:
+    numbers = text.strip("[]").split(",")
+    if all(number.strip().isdecimal() for number in numbers):
+        return [int(number) for number in numbers]
+    return text
 
 
 def _picture_path(text: str) -> Path:

@@ -18,6 +18,7 @@ from lightning_megatron.models.config_checks import (
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.partition import LayerPartition, partition_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import (
     Count,
@@ -28,12 +29,8 @@ from lightning_megatron.plan.settings import (
     coerce_fields,
 )
 from lightning_megatron.plan.shards import attention_ranges, even_range
-from lightning_megatron.plan.stages import split_layers
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
-#: Cost of the embedding (lookup, sum of positions, dropout) relative to one layer, to balance
-#: stages.
-_EMBEDDING_COST = 0.1
 #: Activation with the same memory use, among those that the memory estimate knows.
 _MEMORY_OF: Mapping[Activation, Literal["gelu", "relu", "swiglu", "geglu"]] = {
     "gelu": "gelu",
@@ -223,18 +220,14 @@ class GPTConfig:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
-    def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``.
-
-        If the number of layers is divisible, all virtual stages get the same number. Otherwise the
-        costs of the embedding and the head are taken into account.
+    def partition(self, layout: ParallelLayout) -> LayerPartition:
+        """Return the number of layers of each virtual stage, by cost or as the layout asks for.
 
         Raises:
-            ParallelPlanError: If there are fewer layers than virtual stages.
+            ParallelPlanError: If the layout asks for another number of layers, or there are fewer
+                layers than virtual stages.
         """
-        even = self.num_layers % (layout.pp * layout.vpp) == 0
-        costs = (0.0, 0.0) if even else (_EMBEDDING_COST, self._head_cost())
-        return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
+        return partition_of(self.memory_shape().costs(), layout)
 
     def memory_shape(self) -> ModelShape:
         """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""
@@ -248,6 +241,7 @@ class GPTConfig:
             vocab_size=self.vocab_size,
             vocab_multiple=self.vocab_multiple,
             num_positions=self.max_seq_length if self.position == "learned" else 0,
+            max_seq_length=self.max_seq_length,
             gated=self.is_gated,
             activation=_MEMORY_OF[self.activation],
             norm=self.norm,
@@ -281,7 +275,7 @@ class GPTConfig:
         """
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
-        self.stage_layers(layout)
+        self.partition(layout)
         check_axes(layout, "GPT", self.experts)
         if seq_length is not None:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
@@ -321,10 +315,3 @@ class GPTConfig:
         is_legal = not self.parallel_residual or self.norm_position == "pre"
         why = "parallel_residual adds both branches in one sum"
         require(is_legal, "norm_position", self.norm_position, "be pre", why)
-
-    def _head_cost(self) -> float:
-        """Return the cost of the output head relative to one layer (multiplications per token)."""
-        heads = (2 * self.num_heads + 2 * self.kv_heads) * self.head_size
-        ffn = (3 if self.is_gated else 2) * self.ffn_size
-        core = self.max_seq_length * self.num_heads * self.head_size
-        return self.vocab_size * self.hidden_size / (self.hidden_size * (heads + ffn) + core)

@@ -16,6 +16,7 @@ from lightning_megatron.models.shape_inference import OutputSpec
 from lightning_megatron.models.stage import PipelinedModule, StageCursor
 from lightning_megatron.models.stage_boundaries import StageBoundaries
 from lightning_megatron.models.step_plan import StepPlan
+from lightning_megatron.plan.partition import LayerPartition
 
 
 class CutBlocks(PipelinedModule):
@@ -27,7 +28,7 @@ class CutBlocks(PipelinedModule):
         name: Name of the list, for errors.
         source: List of blocks; those of other stages move to the meta device.
         twins: Copies of all blocks on the meta device.
-        layers: Ranges of block indices, as ``layers[stage][chunk]``.
+        partition: Number of blocks of each virtual stage.
         mesh: The groups of this rank.
     """
 
@@ -36,16 +37,15 @@ class CutBlocks(PipelinedModule):
         name: str,
         source: nn.ModuleList | nn.Sequential,
         twins: Sequence[nn.Module],
-        layers: Sequence[Sequence[range]],
+        partition: LayerPartition,
         mesh: ParallelMesh,
     ) -> None:
         super().__init__(mesh)
         self.name = name
-        self.layers = tuple(layers[mesh.pp.rank])
-        order = [
-            layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)
-        ]
-        self.boundaries = StageBoundaries([blocks.start for blocks in order], len(source))
+        self.partition = partition
+        self.layers = partition.by_stage(mesh.layout.placement)[mesh.pp.rank]
+        starts = [blocks.start for blocks in partition.ranges]
+        self.boundaries = StageBoundaries(starts, len(source))
         # In a dictionary, so that nn.Module does not register them as children.
         self.meta_blocks = dict(enumerate(twins))
         #: The pipeline_plan that cuts the model in this way, for errors.
@@ -83,7 +83,7 @@ class CutBlocks(PipelinedModule):
     def virtual_stage(self) -> int:
         """Return the virtual stage that runs now."""
         assert self.cursor is not None, "a step runs"
-        return self.cursor.chunk * self.mesh.pp.size + self.mesh.pp.rank
+        return self.mesh.layout.placement.virtual_stage(self.mesh.pp.rank, self.cursor.chunk)
 
     def current(self) -> StageCursor:
         """Return the cursor of the running step, or raise if no step runs."""

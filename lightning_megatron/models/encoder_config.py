@@ -7,9 +7,10 @@ from typing import Literal
 
 from lightning_megatron.models.config_checks import check_axes, check_length, require
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST
+from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
 from lightning_megatron.plan.shards import attention_ranges, even_range
-from lightning_megatron.plan.stages import split_layers
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu"]
 EncoderHead = Literal["none", "pooler", "masked_lm", "classifier"]
@@ -110,13 +111,14 @@ class EncoderConfig:
         """Return the size of an attention head (elements)."""
         return self.hidden_size // self.num_heads
 
-    def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``.
+    def partition(self, layout: ParallelLayout) -> LayerPartition:
+        """Return the number of layers of each virtual stage, by cost or as the layout asks for.
 
         Raises:
-            ParallelPlanError: If there are fewer layers than virtual stages.
+            ParallelPlanError: If the layout asks for another number of layers, or there are fewer
+                layers than virtual stages.
         """
-        return split_layers(self.num_layers, layout.pp, layout.vpp)
+        return partition_of(self._costs(), layout)
 
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
@@ -134,7 +136,7 @@ class EncoderConfig:
         """
         attention_ranges(self.num_heads, self.num_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_hidden_size, layout.tp, 0, what="ffn_hidden_size")
-        self.stage_layers(layout)
+        self.partition(layout)
         check_axes(layout, "an encoder")
         if seq_length is not None:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
@@ -150,6 +152,17 @@ class EncoderConfig:
             ParallelPlanError: If the length is too large or not divisible.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards)
+
+    def _costs(self) -> LayerCosts:
+        """Return the work of each part (multiplications per token in forward).
+
+        Heads that read the first token only have next to none.
+        """
+        size = self.hidden_size
+        keys = min(self.max_seq_length, COUNTED_LENGTH)
+        layer = size * (4 * size + 2 * self.ffn_hidden_size + 2 * keys)
+        head = size * (size + self.vocab_size) if self.head == "masked_lm" else 0
+        return LayerCosts((layer,) * self.num_layers, EMBEDDING_COST * layer, head)
 
     def _check_padding(self) -> None:
         token = self.padding_id

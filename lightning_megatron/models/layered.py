@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Name of the word embedding, which a tied head shares.
@@ -44,8 +46,8 @@ class LayeredConfig(Protocol):
     ) -> None:
         """Raise if the model cannot be divided over a layout."""
 
-    def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``."""
+    def partition(self, layout: ParallelLayout) -> LayerPartition:
+        """Return the number of layers of each virtual stage."""
 
 
 class LayeredModule(PipelinedModule):
@@ -75,7 +77,10 @@ class LayeredModule(PipelinedModule):
         self._owns_mesh = mesh is None
         self._num_calls = 0
         self._dtype = torch.get_default_dtype()
-        self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
+        #: Number of layers of each virtual stage.
+        self.partition = config.partition(self.mesh.layout)
+        stages = self.partition.by_stage(self.mesh.layout.placement)
+        self._layers_of_chunk = stages[self.mesh.pp.rank]
         with torch.device("meta"):
             self._build()
         self._mixtures = self._find_mixtures()
@@ -141,6 +146,13 @@ class LayeredModule(PipelinedModule):
         return torch.Size(
             (seq_length // shards, num_sequences, self.config.hidden_size)
         ), self.dtype
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
+        super()._apply(fn, recurse)
+        # A stage without layers and without a head has no parameter that would tell the dtype.
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -31,6 +31,11 @@ class StageBoundaries:
         """Return the index of the last virtual stage."""
         return len(self.starts) - 1
 
+    @property
+    def is_last_empty(self) -> bool:
+        """Return whether the last virtual stage has no blocks, and is not the only one."""
+        return self.last > 0 and self.starts[-1] == self.num_blocks
+
     def stage_of(self, index: int) -> int:
         """Return the index of the virtual stage of a block."""
         return bisect_right(self.starts, index) - 1
@@ -111,10 +116,13 @@ class StageBoundaries:
                 )
             cursor.tensor_specs += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
-                names = cursor.plan.extras.get(virtual_stage, ())
-                extras = [cursor.known[name] for name in names]
-                cursor.tensor_specs += [(extra.shape, extra.dtype) for extra in extras]
+                self.report_extras(cursor, cursor.plan.extras.get(virtual_stage, ()))
                 raise StageDone
+
+    def report_extras(self, cursor: StageCursor, names: Sequence[str]) -> None:
+        """Report, in a probe, the shapes and dtypes of values that arrive by name."""
+        extras = [cursor.known[name] for name in names]
+        cursor.tensor_specs += [(extra.shape, extra.dtype) for extra in extras]
 
     def receive_inputs(
         self, cursor: StageCursor, prefix: str, leaves: Sequence[Any], stage: int

@@ -31,6 +31,7 @@ from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.shape_inference import flatten
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.stored_tensors import StoredTensors
+from lightning_megatron.plan.partition import LayerPartition
 
 
 class StagedBlocks(CutBlocks):
@@ -45,7 +46,7 @@ class StagedBlocks(CutBlocks):
         name: Name of the list, for errors.
         source: List to replace; its blocks of other stages move to the meta device.
         twins: Copies of all blocks on the meta device.
-        layers: Ranges of block indices, as ``layers[stage][chunk]``.
+        partition: Number of blocks of each virtual stage.
         mesh: The groups of this rank.
         ends: Modules next to the list that only this stage has, and whether with their submodules.
     """
@@ -55,11 +56,11 @@ class StagedBlocks(CutBlocks):
         name: str,
         source: nn.ModuleList | nn.Sequential,
         twins: Sequence[nn.Module],
-        layers: Sequence[Sequence[range]],
+        partition: LayerPartition,
         mesh: ParallelMesh,
         ends: Sequence[tuple[nn.Module, bool]] = (),
     ) -> None:
-        super().__init__(name, source, twins, layers, mesh)
+        super().__init__(name, source, twins, partition, mesh)
         self.is_sequential = isinstance(source, nn.Sequential)
         # In a tuple, so that nn.Module does not register them as children.
         self.ends = tuple(ends)
@@ -173,7 +174,28 @@ class StagedBlocks(CutBlocks):
             self.stored_tensors.keep(cursor, index)
         cursor.may_stop = index == len(self) - 1
         self.boundaries.keep_values(cursor, f"{name}:out", flatten(result)[0])
+        if cursor.may_stop and cursor.is_last_call and self.boundaries.is_last_empty:
+            self._enter_empty_stage(cursor)
         return result
+
+    def _enter_empty_stage(self, cursor: StageCursor) -> None:
+        """Cross, after the last block, into a last virtual stage that has no blocks.
+
+        It receives everything by name, because it has no block with inputs.
+
+        Raises:
+            StageDone: On the stage before it, and in its probe.
+        """
+        assert cursor.plan is not None, "only a step with a plan knows its last call"
+        stage = self.boundaries.last
+        names = cursor.plan.extras.get(stage, ())
+        if cursor.probe and stage == self.virtual_stage:
+            self._register_arrivals(cursor, names)
+            self.boundaries.report_extras(cursor, names)
+            raise StageDone
+        if not cursor.probe and stage == self.virtual_stage + 1:
+            cursor.sent += [self._value_to_send(cursor, name) for name in names]
+            raise StageDone
 
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block again in a backward pass, because the user's code has checkpointed it."""
@@ -237,8 +259,8 @@ class StagedBlocks(CutBlocks):
                 )
             cursor.sent.append(whole_of(found))
         if cursor.is_last_call:
-            for value_name in plan.extras.get(stage, ()):
-                cursor.sent.append(self._value_to_send(cursor, value_name))
+            names = plan.extras.get(stage, ())
+            cursor.sent += [self._value_to_send(cursor, name) for name in names]
             raise StageDone
 
     def _value_to_send(self, cursor: StageCursor, value_name: str) -> Tensor:

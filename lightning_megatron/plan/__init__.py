@@ -9,6 +9,12 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.live_microbatches import LiveMicrobatches, live_microbatches
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.own_schedule import own_schedule
+from lightning_megatron.plan.partition import (
+    LayerCosts,
+    LayerPartition,
+    lightest_partition,
+    partition_of,
+)
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.schedule import Schedule, build_schedule
@@ -24,7 +30,7 @@ from lightning_megatron.plan.shards import (
 )
 from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stage_costs import StageCosts
-from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.plan.stage_string import read_stage_string
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import (
     Compute,
@@ -42,6 +48,8 @@ __all__ = [
     "TransferBatch",
     "FlatBox",
     "KeptActivations",
+    "LayerCosts",
+    "LayerPartition",
     "LiveMicrobatches",
     "ModelShape",
     "ParallelLayout",
@@ -64,19 +72,21 @@ __all__ = [
     "flat_range_boxes",
     "format_schedule",
     "gated_ranges",
+    "lightest_partition",
     "live_microbatches",
     "one_by_one",
     "own_schedule",
     "padded_vocab_size",
     "parse_schedule",
+    "partition_of",
     "plan_by_elements",
     "plan_by_parameters",
     "plan_transfers",
     "read_schedule",
+    "read_stage_string",
     "reduction_points",
     "render",
     "simulate",
-    "split_layers",
     "vocab_range",
     "whole_range",
 ]

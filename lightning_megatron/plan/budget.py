@@ -14,13 +14,13 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
+from lightning_megatron.plan.partition import partition_of
 from lightning_megatron.plan.schedule import (
     SCHEDULE_NAMES,
     Schedule,
     ScheduleName,
     build_schedule,
 )
-from lightning_megatron.plan.stages import split_layers
 
 GIB = 2**30
 
@@ -128,9 +128,10 @@ def estimate_memory(
     training: TrainingShape,
     *,
     table: KeptActivations | None = None,
-    stage_layers: Sequence[Sequence[int]] | None = None,
 ) -> tuple[StageMemory, ...]:
     """Estimate the peak memory of every stage, including the optimizer state.
+
+    Stages have the layers that they have in a training: by cost, or as the layout says.
 
     The first step creates the optimizer state. The estimate walks through the actions of the
     schedule: a forward adds the activations that its chunk keeps, a backward frees them. The peak
@@ -144,8 +145,6 @@ def estimate_memory(
         layout: Sizes of the axes; the data ranks are dp x cp.
         training: Settings of the step.
         table: Activations that layers keep; by default those of plain torch operations.
-        stage_layers: Number of blocks of each chunk, as ``stage_layers[stage][chunk]``; by default
-            an even split.
 
     Returns:
         One estimate for each stage, for the rank of tp with the largest memory.
@@ -154,11 +153,7 @@ def estimate_memory(
         ParallelPlanError: For sizes that do not fit together.
     """
     _check(layout, training)
-    if stage_layers is None:
-        stage_layers = [
-            [len(chunk) for chunk in stage]
-            for stage in split_layers(model.num_layers, layout.pp, layout.vpp)
-        ]
+    layers = partition_of(model.costs(), layout).by_stage(layout.placement)
     schedule = build_schedule(
         training.schedule,
         layout.pp,
@@ -170,8 +165,16 @@ def estimate_memory(
         model, layout, training, table or eager_activations(model, training.activation_bytes)
     )
     return tuple(
-        _stage_memory(model, layout, training, stage, schedule, blocks)
-        for stage, blocks in enumerate(_blocks_of_stages(model, stage_layers, costs))
+        _stage_memory(
+            model,
+            layout,
+            training,
+            stage,
+            schedule,
+            [[_block(model, layer, costs) for layer in chunk] for chunk in chunks],
+            costs[0],
+        )
+        for stage, chunks in enumerate(layers)
     )
 
 
@@ -209,8 +212,9 @@ def _stage_memory(
     stage: int,
     schedule: Schedule,
     chunks: Sequence[Sequence[_Block]],
+    ends: ActivationCosts,
 ) -> StageMemory:
-    """Find the peak memory of one stage."""
+    """Find the peak memory of one stage, for which ``ends`` has the costs beside its blocks."""
     blocks = [block for chunk in chunks for block in chunk]
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
@@ -221,8 +225,7 @@ def _stage_memory(
     ]
     static = {name: sum(part[name] for part in parts) for name in parts[0]}
     owned = _owned(dense, layout.dp * layout.cp, training) + _owned(expert, layout.edp, training)
-    costs = blocks[0].costs
-    moments = list(_moments(schedule, stage, chunks))
+    moments = list(_moments(schedule, stage, chunks, ends))
     moments.append(_Moment("optimizer step", 0, 0, 0, training.step_bytes * owned))
     worst = max(moments, key=lambda moment: moment.size)
     return StageMemory(
@@ -235,10 +238,8 @@ def _stage_memory(
         loss=worst.loss,
         workspace=worst.workspace,
         # A stage receives one tensor while it sends another.
-        communication=(
-            2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0
-        )
-        + max(block.costs.slots for block in blocks),
+        communication=(2 * ends.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0)
+        + max((block.costs.slots for block in blocks), default=0),
         libraries=training.library_bytes,
     )
 
@@ -295,30 +296,15 @@ class _Block:
     has_experts: bool
 
 
-def _blocks_of_stages(
-    model: ModelShape,
-    stage_layers: Sequence[Sequence[int]],
-    costs: tuple[ActivationCosts, ActivationCosts],
-) -> list[list[list[_Block]]]:
-    """List the blocks of every chunk of every stage.
-
-    Chunk 0 of all stages has the first layers of the model in order, then chunk 1 of all stages,
-    and so on.
-    """
-    stages: list[list[list[_Block]]] = [[] for _ in stage_layers]
-    layers = iter(range(sum(map(sum, stage_layers))))
-    for chunk in range(len(stage_layers[0])):
-        for stage, counts in enumerate(stage_layers):
-            has_experts = [model.has_experts_in(next(layers)) for _ in range(counts[chunk])]
-            stages[stage].append([_Block(costs[has_some], has_some) for has_some in has_experts])
-    return stages
+def _block(model: ModelShape, layer: int, costs: tuple[ActivationCosts, ActivationCosts]) -> _Block:
+    has_experts = model.has_experts_in(layer)
+    return _Block(costs[has_experts], has_experts)
 
 
 def _moments(
-    schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]]
+    schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]], costs: ActivationCosts
 ) -> Iterable[_Moment]:
     head = (schedule.num_stages - 1, schedule.num_chunks - 1)
-    costs = next(block.costs for chunk in chunks for block in chunk)
     kept = [sum(block.costs.kept for block in blocks) for blocks in chunks]
     for chunk, blocks in enumerate(chunks):
         if blocks:

@@ -7,12 +7,19 @@ from typing import Literal
 
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
+
+#: Cost of the embedding (lookup, sum of positions, dropout) relative to one layer.
+EMBEDDING_COST = 0.1
+#: Longest sequence that the costs of layers count. Most trainings use shorter sequences than the
+#: longest that their model can take (tokens).
+COUNTED_LENGTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a GPT-like model that determine its memory.
+    """Sizes of a GPT-like model that determine its memory, and the costs of its layers.
 
     Args:
         num_layers: Number of transformer blocks.
@@ -24,6 +31,7 @@ class ModelShape:
         vocab_size: Size of the vocabulary, without padding.
         vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
         num_positions: Rows of a learned position table; 0 for rotary positions.
+        max_seq_length: Longest sequence (tokens).
         gated: Whether the MLP has a gate projection in addition to the up projection.
         activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
             result; of the gated ones, "swiglu" has a fused kernel and "geglu" has none.
@@ -54,6 +62,7 @@ class ModelShape:
     vocab_size: int
     vocab_multiple: int = 128
     num_positions: int = 0
+    max_seq_length: int = COUNTED_LENGTH
     gated: bool = False
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "swiglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -85,6 +94,26 @@ class ModelShape:
     def has_experts_in(self, layer: int) -> bool:
         """Return whether a block has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
+
+    def costs(self) -> LayerCosts:
+        """Return the work of each part of the model (multiplications per token in forward).
+
+        Backward passes have twice the work of forward passes, in all parts. Norms, activations and
+        the loss, which memory bounds, take about the same share of the time of a layer and of the
+        head.
+        """
+        query = self.num_heads * self.head_dim
+        key = self.num_kv_heads * self.head_dim
+        # Scores and weighted values have this many keys in the mean, because attention is causal.
+        keys = min(self.max_seq_length, COUNTED_LENGTH) / 2
+        attention = 2 * self.hidden_size * (query + key) + 2 * keys * query
+        dense = self._num_matrices * self.hidden_size * self.ffn_hidden_size
+        layers = tuple(
+            attention + (self._mixture_cost() if self.has_experts_in(layer) else dense)
+            for layer in range(self.num_layers)
+        )
+        embedding = EMBEDDING_COST * sum(layers) / len(layers)
+        return LayerCosts(layers, embedding, self.vocab_size * self.hidden_size)
 
     def layer_parameters(self, tp: int, has_experts: bool = False) -> int:
         """Count the parameters of one block on one tensor-parallel rank, without experts.
@@ -152,6 +181,13 @@ class ModelShape:
         has_biases = self.bias if self.mlp_bias is None else self.mlp_bias
         biases = (self._num_matrices - 1) * inner + self.hidden_size if has_biases else 0
         return self._num_matrices * self.hidden_size * inner + biases
+
+    def _mixture_cost(self) -> float:
+        if self.experts is None:
+            return 0.0
+        active = self.experts.top_k * self.experts.ffn_hidden_size
+        active += self.experts.shared_ffn_hidden_size or 0
+        return self.hidden_size * (self.experts.num_experts + self._num_matrices * active)
 
     def _beside_experts(self, tp: int) -> int:
         """Count the parameters of the router, the shared MLP and its gate."""

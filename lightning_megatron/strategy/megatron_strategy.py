@@ -74,6 +74,7 @@ class MegatronStrategy(TrainerAnswers):
         tp: int = 1,
         pp: int = 1,
         vpp: int = 1,
+        stage_layers: list[int] | str | None = None,
         cp: int = 1,
         ep: int = 1,
         etp: int | None = None,

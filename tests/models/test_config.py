@@ -132,18 +132,17 @@ def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], mes
         GPTConfig.gpt2(**(SIZES | sizes))
 
 
-def test_layers_that_divide_are_cut_evenly_and_others_by_work() -> None:
-    def sizes(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[list[int]]:
+def test_layers_are_cut_by_work_where_they_divide_evenly_too() -> None:
+    def counts(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[int]:
         config = GPTConfig.gpt2(num_layers=num_layers, vocab_size=vocab_size)
-        layout = ParallelLayout(world_size=pp, pp=pp, vpp=vpp)
-        return [[len(layers) for layers in chunks] for chunks in config.stage_layers(layout)]
+        return list(config.partition(ParallelLayout(world_size=pp, pp=pp, vpp=vpp)).counts)
 
-    assert sizes(12, 50257, 4) == [[3], [3], [3], [3]]
-    assert sizes(8, 50257, 2, 2) == [[2, 2], [2, 2]]
-    assert sizes(10, 256, 4) == [[2], [3], [3], [2]]
-    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, so the last stage takes the
-    # fewest layers allowed.
-    assert sizes(13, 50257, 4) == [[4], [4], [4], [1]]
+    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, one of 256 next to nothing.
+    assert counts(12, 50257, 4) == [4, 4, 4, 0]
+    assert counts(12, 256, 4) == [3, 3, 3, 3]
+    assert counts(8, 50257, 2, 2) == [3, 2, 3, 0]
+    assert counts(10, 256, 4) == [2, 3, 3, 2]
+    assert counts(13, 50257, 4) == [4, 4, 5, 0]
 
 
 def test_families_have_their_published_shapes() -> None:

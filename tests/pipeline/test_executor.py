@@ -17,8 +17,8 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.partition import LayerCosts, partition_of
 from lightning_megatron.plan.schedule import build_schedule
-from lightning_megatron.plan.stages import split_layers
 from tests.pipeline.halves import with_halves
 from tests.world import run_world
 
@@ -47,7 +47,8 @@ class Tower(PipelinedModule):
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
-        plan = split_layers(LAYERS, mesh.layout.pp, mesh.layout.vpp)[mesh.pp.rank]
+        partition = partition_of(LayerCosts.equal(LAYERS), mesh.layout)
+        plan = partition.by_stage(mesh.layout.placement)[mesh.pp.rank]
         self.chunks = plan
         self.layers = nn.ModuleDict({str(i): Layer(i) for chunk in plan for i in chunk})
         self.passed_on: list[ReferenceType[Tensor]] = []

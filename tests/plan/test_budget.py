@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ QWEN3_30B_A3B = ModelShape(
 STEP = TrainingShape(seq_length=1024, num_microbatches=8)
 
 
-def layout(dp: int = 1, **sizes: int) -> ParallelLayout:
+def layout(dp: int = 1, **sizes: Any) -> ParallelLayout:
     world_size = dp
     for name in ("tp", "pp"):
         world_size *= sizes.get(name, 1)
@@ -133,17 +134,47 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
 
 
 def test_the_first_stages_hold_more_microbatches() -> None:
-    stages = estimate_memory(LLAMA, layout(pp=4), STEP)
+    even = layout(pp=4, stage_layers=[4] * 4)
+    stages = estimate_memory(LLAMA, even, STEP)
     assert [one.in_flight for one in stages] == [4, 3, 2, 1]
     kept = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
     assert [one.activations for one in stages[:3]] == [4 * n * kept.kept for n in (4, 3, 2)]
     assert stages[3].activations == 4 * kept.kept + kept.head
     assert [one.loss > 0 for one in stages] == [False, False, False, True]
     assert all(one.communication == 2 * kept.boundary for one in stages)
-    gpipe = estimate_memory(LLAMA, layout(pp=4), replace(STEP, schedule="gpipe"))
+    gpipe = estimate_memory(LLAMA, even, replace(STEP, schedule="gpipe"))
     assert [one.in_flight for one in gpipe] == [8] * 4
-    chunks = estimate_memory(LLAMA, layout(pp=4, vpp=2), replace(STEP, schedule="interleaved"))
+    chunks = estimate_memory(
+        LLAMA,
+        layout(pp=4, vpp=2, stage_layers=[2] * 8),
+        replace(STEP, schedule="interleaved"),
+    )
     assert [one.in_flight for one in chunks] == [11, 9, 7, 5]
+
+
+def test_stages_without_layers_hold_the_embedding_and_the_head_alone() -> None:
+    stages = estimate_memory(LLAMA, layout(pp=4, stage_layers="E|(t*8|)*2L"), STEP)
+    table = LLAMA.vocab_rows(1) * LLAMA.hidden_size
+    assert [one.num_parameters for one in stages] == [
+        table,
+        8 * LLAMA.layer_parameters(1),
+        8 * LLAMA.layer_parameters(1),
+        table + LLAMA.hidden_size,
+    ]
+    head = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024)).head
+    assert [one.activations for one in stages] == [
+        0,
+        *[one.activations for one in stages[1:3]],
+        head,
+    ]
+    assert stages[1].activations > 1.4 * stages[2].activations > 0
+
+
+def test_the_estimate_has_the_layers_that_a_training_has() -> None:
+    by_cost = estimate_memory(LLAMA, layout(pp=4), STEP)
+    asked = layout(pp=4, stage_layers=[4, 5, 5, 2])
+    assert by_cost == estimate_memory(LLAMA, asked, STEP)
+    assert by_cost != estimate_memory(LLAMA, layout(pp=4, stage_layers=[4] * 4), STEP)
 
 
 def test_the_parts_add_up_to_the_peak() -> None:
@@ -229,7 +260,8 @@ def test_experts_are_cut_over_ep_and_etp_and_their_state_over_the_ranks_that_hol
 
 def test_only_stages_whose_layers_have_experts_hold_some() -> None:
     model = replace(experts_of(layers=tuple(layer >= 36 for layer in range(48))), tied=False)
-    stages = estimate_memory(model, ParallelLayout(4, pp=4), STEP)
+    even = ParallelLayout(4, pp=4, stage_layers=[12] * 4)
+    stages = estimate_memory(model, even, STEP)
     of_layer = model.expert_parameters(ParallelLayout(4, pp=4))
     assert (
         stages[1].num_parameters
@@ -240,9 +272,8 @@ def test_only_stages_whose_layers_have_experts_hold_some() -> None:
     # Layers are in order of chunks, then stages: here the last chunk of every stage has experts.
     chunks = estimate_memory(
         model,
-        ParallelLayout(4, pp=4, vpp=4),
+        ParallelLayout(4, pp=4, vpp=4, stage_layers=[3] * 16),
         replace(STEP, schedule="interleaved"),
-        stage_layers=[[3] * 4] * 4,
     )
     assert all(one.num_parameters > 3 * of_layer for one in chunks)
     assert chunks[1].num_parameters == chunks[2].num_parameters

@@ -182,7 +182,13 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
         "Literal": (str, int),
         "dict": dict,
     }
-    words |= {"tuple": (list, tuple), "timedelta": timedelta, "Config": dict, "RotaryScaling": dict}
+    words |= {
+        "tuple": (list, tuple),
+        "list": (list, tuple),
+        "timedelta": timedelta,
+        "Config": dict,
+        "RotaryScaling": dict,
+    }
     types = tuple(
         kind
         for word, kinds in words.items()

@@ -14,17 +14,18 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import (
     Action,
     Compute,
+    LayerCosts,
     Placement,
     Program,
     Schedule,
     StageCosts,
     TransferBatch,
     build_schedule,
+    lightest_partition,
     live_microbatches,
     one_by_one,
     plan_transfers,
     simulate,
-    split_layers,
 )
 from lightning_megatron.plan.live_microbatches import check_peak, peak_activations
 from lightning_megatron.plan.simulate import consumer_of
@@ -214,16 +215,14 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
 
 
 def test_layers_lie_in_a_v() -> None:
-    assert split_layers(8, 2, 2, shape="v") == (
+    place = Placement("v", 2, 2)
+    assert lightest_partition(LayerCosts.equal(8), place).by_stage(place) == (
         (range(0, 2), range(6, 8)),
         (range(2, 4), range(4, 6)),
     )
     # The first stage has the embedding and the loss, and fewer layers for both.
-    counts = [
-        [len(chunk) for chunk in stage]
-        for stage in split_layers(18, 2, 2, embedding_cost=1.0, loss_cost=3.0, shape="v")
-    ]
-    assert counts == [[4, 3], [5, 6]]
+    costs = LayerCosts((1.0,) * 18, embedding=1.0, head=3.0)
+    assert lightest_partition(costs, place).counts == (4, 5, 6, 3)
 
 
 TIMES = [(1, 1, 1), (10, 11, 9), (10, 12, 8), (10, 13, 7), (12, 14, 10)]

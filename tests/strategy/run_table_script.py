@@ -1,5 +1,5 @@
-"""Script as a user writes it, without a word about logging: a dense model, or one with experts
-on all pipeline stages or on the last one.
+"""Script as a user writes it, without a word about logging: a dense model, one in stages, or one
+with experts on all pipeline stages or on the last one.
 
 The dense one overflows in its first step. It runs as in a source tree that was never installed:
 the distribution's metadata cannot be found.
@@ -35,6 +35,10 @@ def main(kind: str) -> None:
         model = TinyLM()
         options |= {"devices": 1, "plugins": [MegatronPrecision("16-mixed", scale)]}
         strategy = MegatronStrategy()
+    elif kind == "stages":
+        model = TinyLM(num_layers=4)
+        options["devices"] = 2
+        strategy = MegatronStrategy(pp=2, stage_layers="E|t*4L")
     else:
         experts = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
         model = TinyLM(experts=experts, mlp_bias=False)
@@ -42,7 +46,7 @@ def main(kind: str) -> None:
         strategy = MegatronStrategy(tp=2, ep=2, etp=1)
     if kind == "experts of a later stage":
         model = TinyLM(experts={**experts, "layers": (False, True)}, mlp_bias=False)
-        strategy = MegatronStrategy(pp=2)
+        strategy = MegatronStrategy(pp=2, stage_layers=[1, 1])
     trainer = L.Trainer(strategy=strategy, enable_checkpointing=False, **options)
     trainer.fit(model, loader())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.checkpoints.name_order import (
     merge_orders,
     named_numbers,
@@ -21,7 +22,9 @@ from lightning_megatron.strategy.checkpoints.name_order import (
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 
 
-def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:
+def _whole_and_stages(
+    pp: int, vpp: int, stage_layers: Sequence[int] | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Return the names of a GPT of eight layers, whole and as stages hold them."""
     config = GPTConfig.gpt2(
         vocab_size=32, max_seq_length=8, num_layers=8, hidden_size=8, num_heads=2
@@ -29,7 +32,9 @@ def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:
     with torch.device("meta"):
         names = [f"net.{name}" for name, _ in GPT(config).named_parameters()]
     stages: list[list[str]] = []
-    for number, chunks in enumerate(split_layers(8, pp, vpp)):
+    layout = ParallelLayout(pp, pp=pp, vpp=vpp, stage_layers=stage_layers)
+    layers = config.partition(layout).by_stage(layout.placement)
+    for number, chunks in enumerate(layers):
         held = {str(layer) for chunk in chunks for layer in chunk}
         first, last = number == 0, number == pp - 1
         parts = {"embedding": first, "final_norm": last, "head": last}
@@ -39,9 +44,20 @@ def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:
     return names, stages
 
 
-@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (8, 1)])
-def test_stages_merge_into_the_order_of_the_whole_model(pp: int, vpp: int) -> None:
-    names, stages = _whole_and_stages(pp, vpp)
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage_layers"),
+    [
+        *((pp, vpp, None) for pp, vpp in ((1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (8, 1))),
+        (2, 1, [8, 0]),
+        (2, 1, [0, 8]),
+        (4, 1, [0, 5, 3, 0]),
+        (3, 1, [0, 8, 0]),
+    ],
+)
+def test_stages_merge_into_the_order_of_the_whole_model(
+    pp: int, vpp: int, stage_layers: list[int] | None
+) -> None:
+    names, stages = _whole_and_stages(pp, vpp, stage_layers)
     assert sorted(name for stage in stages for name in stage) == sorted(names)
     assert merge_orders(stages) == names
     decays = [
@@ -50,6 +66,11 @@ def test_stages_merge_into_the_order_of_the_whole_model(pp: int, vpp: int) -> No
     ]
     expected = [[n for n in names if "norm" not in n], [n for n in names if "norm" in n]]
     assert order_groups(decays, names) == expected
+
+
+def test_parts_of_the_last_stage_that_were_defined_before_the_blocks_stay_before_them() -> None:
+    stages = [["words", "blocks.0"], ["norm", "blocks.1", "head"]]
+    assert merge_orders(stages) == ["words", "norm", "blocks.0", "blocks.1", "head"]
 
 
 def test_groups_in_another_order_than_the_models_are_refused_over_several_stages() -> None:

@@ -54,6 +54,8 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
         ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
         ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
+        ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
+        ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
         (
             {"schedule": "zigzag"},
             ParallelPlanError,
@@ -124,6 +126,7 @@ def test_every_argument_reaches_the_options() -> None:
         "tp": 2,
         "pp": 2,
         "vpp": 2,
+        "stage_layers": [1, 2, 2, 1],
         "ep": 2,
         "etp": 1,
         "sequence_parallel": True,

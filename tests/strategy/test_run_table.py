@@ -50,6 +50,13 @@ def test_a_script_shows_the_choices_of_a_dense_fit_once() -> None:
     assert run.stderr.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
 
 
+def test_a_script_shows_which_stage_has_which_layers() -> None:
+    run = run_script("run_table_script", "stages")
+    assert run.returncode == 0, run.stderr
+    rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
+    assert rows["layers of stages"] == ("0, 4", "asked for (stage_layers)")
+
+
 def test_a_script_shows_the_choices_of_experts_once() -> None:
     run = run_script("run_table_script", "experts")
     assert run.returncode == 0, run.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,20 @@ from lightning_megatron.swap.weights.load import reader_of
 from tests.oracles import assert_equal
 
 
-def mesh_of(tp: int = 1, pp: int = 1, tp_rank: int = 0, pp_rank: int = 0) -> ParallelMesh:
+def mesh_of(
+    tp: int = 1,
+    pp: int = 1,
+    tp_rank: int = 0,
+    pp_rank: int = 0,
+    stage_layers: Sequence[int] | None = None,
+) -> ParallelMesh:
     """Return the mesh of a rank without processes, for what happens before any communication."""
     axes = {
         "tp": MeshAxis("tp", tuple(range(tp)), tp_rank),
         "pp": MeshAxis("pp", tuple(range(pp)), pp_rank),
     }
-    return replace(ParallelMesh.single(), layout=ParallelLayout(tp * pp, tp=tp, pp=pp), **axes)
+    layout = ParallelLayout(tp * pp, tp=tp, pp=pp, stage_layers=stage_layers)
+    return replace(ParallelMesh.single(), layout=layout, **axes)
 
 
 def expert_mesh_of(ep: int, etp: int, ep_rank: int, etp_rank: int) -> ParallelMesh:

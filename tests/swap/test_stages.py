@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def cut(
-    model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: int
+    model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: Any
 ) -> StagedBlocks:
     """Leave a rank its stage."""
     root = nn.ModuleDict({"model": model})
@@ -52,7 +52,7 @@ def cut(
 
 
 def refusal(
-    model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: int
+    model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: Any
 ) -> str:
     """Return the message of a refusal, which has changed nothing."""
     before = [type(part) for part in model.modules()]
@@ -63,6 +63,13 @@ def refusal(
 
 
 BLOCKS = {"model.blocks": "blocks"}
+
+
+def test_a_stage_has_as_many_blocks_as_asked_for() -> None:
+    assert [len(cut(Model(), BLOCKS, rank, stage_layers=(3, 1))._modules) for rank in (0, 1)] == [
+        3,
+        1,
+    ]
 
 
 def test_each_stage_keeps_its_own_under_the_names_of_the_whole() -> None:
@@ -96,6 +103,9 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
     beside = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
     assert "Use 'model.words', 'model.norm' or 'model.head'" in beside
     assert "must be at least pp x vpp" in refusal(Model(), BLOCKS, ParallelPlanError, pp=8)
+    assert "are 5 layers, and the model has 4" in refusal(
+        Model(), BLOCKS, ParallelPlanError, stage_layers=(4, 1)
+    )
     shared = refusal(Model(shared=True), BLOCKS, UnsupportedError)
     assert (
         "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline "

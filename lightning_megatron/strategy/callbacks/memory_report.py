@@ -197,10 +197,9 @@ def estimate_of(
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
         )
-        layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]
         shape = model.config.memory_shape()
         table = kept_by(model)
-        return estimate_memory(shape, layout, training, table=table, stage_layers=layers)[stage]
+        return estimate_memory(shape, layout, training, table=table)[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:

@@ -40,7 +40,8 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
 
     Numbered parts are sorted by number: layers in ascending order, experts in descending order.
     Other parts keep the order of their stage. A part that only a later stage has follows the part
-    that precedes it on that stage.
+    that precedes it on that stage. Without such a part it stands right before the part that follows
+    it there, and after all parts of earlier stages if that stage has none of them.
 
     Args:
         stages: Names on each stage, first to last, in module order, such as
@@ -70,14 +71,15 @@ def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
         return sorted(found, key=int, reverse=descends)
     merged: list[str] = []
     for parts in stages:
-        place = 0
-        for part in parts:
-            # A new part goes after its predecessor on the same stage.
+        for number, part in enumerate(parts):
             if part in merged:
-                place = merged.index(part) + 1
-            else:
-                merged.insert(place, part)
-                place += 1
+                continue
+            place = len(merged)
+            if number:
+                place = merged.index(parts[number - 1]) + 1
+            elif known := [one for one in parts if one in merged]:
+                place = merged.index(known[0])
+            merged.insert(place, part)
     return merged
 
 

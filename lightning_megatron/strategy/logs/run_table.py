@@ -20,7 +20,9 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -125,6 +127,10 @@ def _layout_choices(
         if options.schedule is None:
             why = f"default for vpp {layout.vpp}"
         choices.append(Choice("pipeline schedule", options.schedule_name, why))
+    for _, model in pipelined_modules(module):
+        if layout.pp > 1 and isinstance(model, LayeredModule | CutBlocks):
+            partition = model.partition
+            choices.append(Choice("layers of stages", str(partition), partition.reason))
     return choices
 
 

@@ -47,6 +47,12 @@ class StrategyOptions:
         pp: Stages that the layers are cut into (pipeline parallel).
         vpp: Chunks of layers per stage (virtual pipeline stages); values above 1 shorten the
             pipeline bubble.
+        stage_layers: Layers of each of the pp * vpp virtual stages, in the order in which a
+            microbatch passes them: a list of numbers such as [4, 5, 5, 2], or a string in
+            Megatron-Core's notation such as "Et*4|(t*5|)*2ttL" (E is the embedding, t a layer, L
+            the head with the loss; | begins the next virtual stage). The first and the last virtual
+            stage may have no layers. None minimizes the work of the busiest stage: the embedding
+            and the head count, too. The log shows the numbers.
         cp: Ranks that share a sequence (context parallel); only 1 is available yet.
         ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp
             divide the ranks of tp and dp in another way, and add no ranks.
@@ -137,6 +143,7 @@ class StrategyOptions:
     tp: Count
     pp: Count
     vpp: Count
+    stage_layers: list[int] | str | None
     cp: Count
     ep: Count
     etp: Count | None
@@ -209,10 +216,9 @@ class StrategyOptions:
         return cls(**{field.name: names[field.name] for field in fields(cls)})
 
     def sizes(self) -> dict[str, Any]:
-        """Return the arguments of the layout other than the world size."""
-        return {
-            name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")
-        }
+        """Return the arguments of the layout that do not depend on the job's ranks."""
+        names = ("tp", "pp", "cp", "ep", "etp", "vpp", "order", "stage_layers")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def shards_sequence(self) -> bool:

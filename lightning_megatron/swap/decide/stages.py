@@ -22,7 +22,7 @@ from lightning_megatron.models.outer_modules import (
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or
-from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.swap.decide.kinds import ModuleSite, check_kind
 from lightning_megatron.swap.decide.record import SwapRecord
 
@@ -56,7 +56,7 @@ class Stages:
 
     Args:
         blocks: List of blocks.
-        layers: Blocks of every chunk of every stage.
+        partition: Number of blocks of each virtual stage.
         ends: Modules outside the list that have parameters.
         loose: Parameters that the modules around the list own directly: owner, name in the owner
             and full name. They belong to the first stage.
@@ -69,7 +69,7 @@ class Stages:
     """
 
     blocks: ModuleSite
-    layers: tuple[tuple[range, ...], ...]
+    partition: LayerPartition
     ends: tuple[End, ...]
     loose: tuple[tuple[nn.Module, str, str], ...]
     ties: Mapping[str, str]
@@ -77,6 +77,11 @@ class Stages:
     end_twins: tuple[nn.Module, ...]
     mesh: ParallelMesh
     prepare: Callable[[], None] | None = None
+
+    @property
+    def layers(self) -> tuple[tuple[range, ...], ...]:
+        """Return the indices of the blocks, as ``layers[stage][chunk]``."""
+        return self.partition.by_stage(self.mesh.layout.placement)
 
     def is_here(self, name: str) -> bool:
         """Return whether this rank has the module or parameter of a name."""
@@ -100,7 +105,7 @@ class Stages:
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
         own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
-        staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
+        staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
             end.site.name: "first" if end.is_before else "last"
@@ -126,7 +131,8 @@ class Stages:
 
     def _record(self, before: int, now: int) -> SwapRecord:
         held = ", ".join(
-            f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank]
+            f"{layers.start} to {layers.stop - 1}" if layers else "none"
+            for layers in self.layers[self.mesh.pp.rank]
         )
         first, last = (
             ", ".join(end.site.name for end in self.ends if end.is_before == is_before)
@@ -173,7 +179,8 @@ def plan_stages(
     layout = mesh.layout
     if layout.pp == 1:
         return None
-    layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
+    costs = LayerCosts.equal(len(blocks.module))  # type: ignore[arg-type]
+    partition = partition_of(costs, layout)
     around = _around(root, blocks.name)
     ends = tuple(_ends(around, blocks, plan))
     _check_sides(sites, blocks, ends, plan)
@@ -183,11 +190,12 @@ def plan_stages(
         for key, parameter in module._parameters.items()
         if parameter is not None
     )
+    layers = partition.by_stage(layout.placement)
     owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
     ties = _ties(root, owners, kinds)
     twins = tuple(meta_copy_of(block) for block in blocks.module.children())
     end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
-    return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
+    return Stages(blocks, partition, ends, loose, ties, twins, end_twins, mesh)
 
 
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:

@@ -1,0 +1,271 @@
+"""Partition of a model's layers over the virtual stages of a pipeline, by cost or as asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of the parts of a model, in any unit of time or work.
+
+    Args:
+        layers: Cost of each layer, in order.
+        embedding: Cost of what runs before the layers.
+        head: Cost of what runs after the layers: the output layer and the loss.
+
+    Raises:
+        ParallelPlanError: If there are no layers, or a cost is negative.
+    """
+
+    layers: tuple[float, ...]
+    embedding: float = 0.0
+    head: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive("num_layers", len(self.layers))
+        for name, cost in {
+            "the embedding": self.embedding,
+            "the head": self.head,
+            "each layer": min(self.layers),
+        }.items():
+            if cost < 0:
+                raise ParallelPlanError(
+                    f"the cost of {name} must not be negative: it is {cost}. Use 0 or more."
+                )
+
+    @classmethod
+    def equal(cls, num_layers: int) -> LayerCosts:
+        """Return the costs of layers that cost the same, with nothing before and after them."""
+        require_positive("num_layers", num_layers)
+        return cls((1.0,) * num_layers)
+
+    @property
+    def layer(self) -> float:
+        """Return the mean cost of a layer."""
+        return sum(self.layers) / len(self.layers) or 1.0
+
+    @property
+    def are_equal(self) -> bool:
+        """Return whether all layers cost the same."""
+        return min(self.layers) == max(self.layers)
+
+    def of_virtual_stages(self, counts: Sequence[int]) -> list[float]:
+        """Return the cost of each virtual stage, in mean layers.
+
+        Args:
+            counts: Number of layers of each virtual stage.
+        """
+        before = list(accumulate(self.layers, initial=0.0))
+        stops = accumulate(counts, initial=0)
+        costs = [before[stop] - before[start] for start, stop in pairwise(stops)]
+        costs[0] += self.embedding
+        costs[-1] += self.head
+        return [cost / self.layer for cost in costs]
+
+    def of_stages(self, counts: Sequence[int], placement: Placement) -> list[float]:
+        """Return the cost of each stage, over all its chunks, in mean layers.
+
+        Args:
+            counts: Number of layers of each virtual stage.
+            placement: Stages of the virtual stages.
+        """
+        costs = [0.0] * placement.num_stages
+        for number, cost in enumerate(self.of_virtual_stages(counts)):
+            costs[placement.owner(number)[0]] += cost
+        return costs
+
+
+@dataclass(frozen=True)
+class LayerPartition:
+    """Number of layers of each virtual stage, in the order in which a microbatch passes them.
+
+    Which rank runs which virtual stage is another question, which
+    :class:`~lightning_megatron.plan.placement.Placement` answers.
+
+    Args:
+        counts: Number of layers of each virtual stage (layers).
+        reason: Reason for the partition, for the log.
+    """
+
+    counts: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.counts))
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Return the global indices of each virtual stage's layers."""
+        return tuple(range(*ends) for ends in pairwise(accumulate(self.counts, initial=0)))
+
+    def by_stage(self, placement: Placement) -> tuple[tuple[range, ...], ...]:
+        """Return the global indices of the layers, as ``layers[stage][chunk]``."""
+        ranges = self.ranges
+        return tuple(
+            tuple(
+                ranges[placement.virtual_stage(stage, chunk)]
+                for chunk in range(placement.num_chunks)
+            )
+            for stage in range(placement.num_stages)
+        )
+
+
+def partition_of(costs: LayerCosts, layout: ParallelLayout) -> LayerPartition:
+    """Return the layout's own partition, or else the lightest one.
+
+    Args:
+        costs: Costs of the model's parts.
+        layout: Layout with the numbers of stages and chunks.
+
+    Raises:
+        ParallelPlanError: If ``stage_layers`` of the layout is for another number of layers, or
+            there are fewer layers than virtual stages.
+    """
+    num_layers = len(costs.layers)
+    counts = layout.stage_layers
+    if counts is None:
+        return lightest_partition(costs, layout.placement)
+    if sum(counts) != num_layers:
+        example = ""
+        if num_layers >= len(counts):
+            example = f", such as {list(lightest_partition(costs, layout.placement).counts)}"
+        raise ParallelPlanError(
+            f"stage_layers must give every layer to one virtual stage: {list(counts)} are "
+            f"{sum(counts)} layers, and the model has {num_layers}. Use numbers with the sum "
+            f"{num_layers}{example}."
+        )
+    return LayerPartition(counts, "asked for (stage_layers)")
+
+
+def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartition:
+    """Return the partition whose busiest stage costs least.
+
+    Every virtual stage has a layer, except the last one if a head follows the layers. If several
+    stages could take one more layer at the same cost, middle stages take it before the one with the
+    head, and the one with the embedding is last, because it keeps the most activations. For layers
+    with different costs, single layers move between virtual stages as long as that lowers the costs
+    of the busiest stages; the result may then not be the best one.
+
+    Args:
+        costs: Costs of the model's parts.
+        placement: Stages of the virtual stages.
+
+    Raises:
+        ParallelPlanError: If there are fewer layers than virtual stages.
+    """
+    _check_enough_layers(len(costs.layers), placement.num_stages, placement.num_chunks)
+    least = [1] * placement.num_virtual_stages
+    if costs.head:
+        least[-1] = 0
+    counts = _filled(costs, placement, least)
+    if not costs.are_equal:
+        _move_layers(counts, costs, placement, least)
+    weights = "layers count alike"
+    if costs.embedding or costs.head:
+        weights = (
+            f"the embedding counts as {costs.embedding / costs.layer:.1f} layers, the head as "
+            f"{costs.head / costs.layer:.1f}"
+        )
+    busiest = max(costs.of_stages(counts, placement))
+    return LayerPartition(
+        tuple(counts), f"least work of the busiest stage, {busiest:.1f} layers; {weights}"
+    )
+
+
+def _filled(costs: LayerCosts, placement: Placement, least: Sequence[int]) -> list[int]:
+    """Divide layers of mean cost among the stages, and those of a stage among its chunks."""
+    counts = [0] * placement.num_virtual_stages
+    extras = costs.of_virtual_stages(counts)
+    chunks = [
+        [placement.virtual_stage(stage, chunk) for chunk in range(placement.num_chunks)]
+        for stage in range(placement.num_stages)
+    ]
+    last = placement.num_virtual_stages - 1
+
+    def reluctance(numbers: Sequence[int]) -> int:
+        return 2 if 0 in numbers else int(last in numbers)
+
+    totals = _fill(
+        len(costs.layers),
+        [sum(least[number] for number in numbers) for numbers in chunks],
+        [(sum(extras[number] for number in numbers), reluctance(numbers)) for numbers in chunks],
+    )
+    for numbers, total in zip(chunks, totals, strict=True):
+        parts = [(extras[number], reluctance([number])) for number in numbers]
+        found = _fill(total, [least[number] for number in numbers], parts)
+        for number, count in zip(numbers, found, strict=True):
+            counts[number] = count
+    return counts
+
+
+def _fill(total: int, least: Sequence[int], parts: Sequence[tuple[float, int]]) -> list[int]:
+    # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so that
+    # moving one of them to another part can only raise the maximum. A part is a pair of its cost in
+    # addition to layers and its reluctance, the lower one of which wins at equal cost.
+    counts = list(least)
+
+    def price(part: int) -> tuple[float, int, int]:
+        cost, reluctance = parts[part]
+        # At equal cost and reluctance later stages come first, because they keep fewer activations.
+        return round(cost + counts[part], 9), reluctance, -part
+
+    for _ in range(total - sum(least)):
+        counts[min(range(len(parts)), key=price)] += 1
+    return counts
+
+
+def _move_layers(
+    counts: list[int], costs: LayerCosts, placement: Placement, least: Sequence[int]
+) -> None:
+    """Move single layers between virtual stages, in place, while that makes the stages more even.
+
+    All virtual stages between the two shift by one layer.
+    """
+
+    def score(counts: Sequence[int]) -> list[list[float]]:
+        found = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
+        return [sorted((round(cost, 9) for cost in one), reverse=True) for one in found]
+
+    numbers = range(len(counts))
+    best = score(counts)
+    while True:
+        moved = [
+            [count - (n == giver) + (n == taker) for n, count in enumerate(counts)]
+            for giver in numbers
+            for taker in numbers
+            if giver != taker and counts[giver] > least[giver]
+        ]
+        found = min(moved, key=score, default=counts)
+        if score(found) >= best:
+            return
+        counts[:] = found
+        best = score(found)
+
+
+def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
+    if num_stages * num_chunks <= num_layers:
+        return
+    legal = []
+    if num_layers >= num_chunks:
+        legal.append(f"pp of {join_or(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
+    if num_chunks > 1 and num_layers >= num_stages:
+        legal.append(f"vpp of {join_or(_up_to(num_layers // num_stages))} with pp {num_stages}")
+    if not legal:
+        legal = [f"pp of {join_or(_up_to(num_layers))} with vpp 1"]
+    raise ParallelPlanError(
+        f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
+        f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "
+        f"{', or '.join(legal)}."
+    )
+
+
+def _up_to(largest: int) -> list[object]:
+    return list(range(1, largest + 1)) if largest <= 4 else [f"1 to {largest}"]

@@ -1,0 +1,108 @@
+"""Strings that say which layers each virtual stage has, such as ``Et*3|(tt|)*29L``."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.settings import shown
+
+_TIMES = re.compile(r"\*([0-9]{1,6})(?![0-9])")
+#: Longest string after repetition; no pipeline has as many layers and stages (signs).
+_LONGEST = 1_000_000
+_EXAMPLE = "Use for example 'Ett|ttt|tL'."
+
+
+def read_stage_string(text: str) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage that a string describes.
+
+    ``E`` is the embedding, ``t`` a Transformer layer and ``L`` the head with the loss. ``|`` begins
+    the next virtual stage. ``*n`` repeats what stands before it n times: a sign, or what stands in
+    round brackets. Commas and spaces have no meaning.
+
+    Args:
+        text: String in this notation.
+
+    Raises:
+        ParallelPlanError: For a sign without a meaning, brackets that do not match, too many signs,
+            an embedding that is not first and single, or a head that is not last and single.
+        UnsupportedError: For ``m``, a layer of multi-token prediction.
+
+    Source: the notation of Megatron-Core's ``--pipeline-model-parallel-layout``.
+    """
+    signs = _expanded(text)
+    _require_end(text, signs, "E", "the embedding", "first", signs.startswith("E"))
+    _require_end(text, signs, "L", "the head with the loss", "last", signs.endswith("L"))
+    return tuple(stage.count("t") for stage in signs.split("|"))
+
+
+def _expanded(text: str) -> str:
+    """Return a string without repetitions, brackets and signs that have no meaning."""
+    # The last element belongs to the innermost bracket that is open.
+    found = [""]
+    position = 0
+    while position < len(text):
+        sign = text[position]
+        position += 1
+        if sign in ", ":
+            continue
+        if sign == "(":
+            found.append("")
+            continue
+        if sign == ")" and len(found) > 1:
+            item = found.pop()
+        elif sign in "EtL|":
+            item = sign
+        else:
+            raise _refusal(text, sign, position)
+        times = _TIMES.match(text, position)
+        number = 1
+        if times is not None:
+            position = times.end()
+            number = int(times[1])
+        if len(found[-1]) + len(item) * number > _LONGEST:
+            raise ParallelPlanError(
+                f"stage_layers must describe at most {_LONGEST} layers and stages: {shown(text)} "
+                "repeats its parts more often. Use smaller numbers after '*'."
+            )
+        found[-1] += item * number
+    if len(found) > 1:
+        raise ParallelPlanError(
+            f"stage_layers must close every bracket: {shown(text)} leaves {len(found) - 1} open. "
+            "Brackets hold what is repeated. Add ')*' and a number for each."
+        )
+    return found[0]
+
+
+def _refusal(text: str, sign: str, position: int) -> ParallelPlanError | UnsupportedError:
+    where = f"{shown(text)} has {sign!r} at position {position}"
+    if sign == "m":
+        return UnsupportedError(
+            f"stage_layers cannot have layers of multi-token prediction: {where}. No model of this "
+            "version has such layers. Leave 'm' out."
+        )
+    if sign == ")":
+        return ParallelPlanError(
+            f"stage_layers must open every bracket that it closes: {where}. Brackets hold what is "
+            "repeated. Add '(' before it, or leave it out."
+        )
+    if sign == "*":
+        return ParallelPlanError(
+            f"stage_layers must have '*' between what is repeated and a number: {where}. Use 't', "
+            "'|' or ')' before it, and a number of at most six digits after it."
+        )
+    return ParallelPlanError(
+        f"stage_layers must consist of signs with a meaning: {where}. Use 'E' (embedding), 't' "
+        "(layer), 'L' (head with the loss), '|' (next virtual stage), brackets and '*'."
+    )
+
+
+def _require_end(text: str, signs: str, sign: str, part: str, place: str, is_there: bool) -> None:
+    number = signs.count(sign)
+    if number == 1 and is_there:
+        return
+    stands = f"{number} times" if number != 1 else f"elsewhere, in {shown(signs)}"
+    raise ParallelPlanError(
+        f"stage_layers must have '{sign}' once and {place}, because a model has {part} {place}: "
+        f"{shown(text)} has it {stands}. {_EXAMPLE}"
+    )

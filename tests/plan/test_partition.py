@@ -1,0 +1,274 @@
+"""Virtual stages have contiguous layers, all of them, and the busiest stage costs as little as can be."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan import (
+    LayerCosts,
+    ParallelLayout,
+    Placement,
+    StageCosts,
+    build_schedule,
+    partition_of,
+    simulate,
+)
+
+COSTS = st.sampled_from([0.0, 0.3, 1.0, 2.5])
+
+
+def layout(pp: int, vpp: int = 1, stage_layers: list[int] | str | None = None) -> ParallelLayout:
+    return ParallelLayout(pp, pp=pp, vpp=vpp, stage_layers=stage_layers)
+
+
+def counts(
+    num_layers: int, pp: int, vpp: int = 1, embedding: float = 0.0, head: float = 0.0
+) -> list[int]:
+    costs = LayerCosts((1.0,) * num_layers, embedding, head)
+    return list(partition_of(costs, layout(pp, vpp)).counts)
+
+
+@cache
+def compositions(total: int, least: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    parts, spare = len(least), total - sum(least)
+    found = []
+    for bars in combinations(range(spare + parts - 1), parts - 1):
+        edges = (-1, *bars, spare + parts - 1)
+        found.append(
+            tuple(
+                low + right - left - 1
+                for low, (left, right) in zip(least, pairwise(edges), strict=True)
+            )
+        )
+    return tuple(found)
+
+
+@given(st.integers(1, 12), st.integers(2, 5), st.integers(1, 3), COSTS, COSTS)
+def test_the_busiest_stage_is_as_light_as_can_be(
+    num_layers: int, pp: int, vpp: int, embedding: float, head: float
+) -> None:
+    costs, place = LayerCosts((1.0,) * num_layers, embedding, head), layout(pp, vpp)
+    if pp * vpp > num_layers:
+        with pytest.raises(ParallelPlanError, match="every virtual stage holds at least one layer"):
+            partition_of(costs, place)
+        return
+    partition = partition_of(costs, place)
+    assert [layer for one in partition.ranges for layer in one] == list(range(num_layers))
+    assert all(partition.counts[:-1])
+    assert partition.counts[-1] or head
+    last = vpp - 1 if head else vpp
+    best = min(
+        max(embedding + totals[0], *totals[1:-1], head + totals[-1])
+        for totals in compositions(num_layers, (*(vpp,) * (pp - 1), last))
+    )
+    assert max(costs.of_stages(partition.counts, place.placement)) == pytest.approx(best)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_an_even_division_is_even_where_nothing_surrounds_the_layers(
+    pp: int, vpp: int, each: int
+) -> None:
+    vpp = vpp if pp > 1 else 1
+    assert counts(pp * vpp * each, pp, vpp) == [each] * (pp * vpp)
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=2, max_size=9),
+    st.integers(2, 4),
+    COSTS,
+    COSTS,
+)
+def test_layers_of_different_costs_are_divided_almost_as_well_as_can_be(
+    layers: list[float], pp: int, embedding: float, head: float
+) -> None:
+    if pp > len(layers):
+        return
+    costs, place = LayerCosts(tuple(layers), embedding, head), layout(pp)
+    least = (*(1,) * (pp - 1), 0 if head else 1)
+    best = min(max(costs.of_virtual_stages(one)) for one in compositions(len(layers), least))
+    found = max(costs.of_virtual_stages(partition_of(costs, place).counts))
+    assert found <= 1.34 * best
+
+
+def test_dense_layers_of_a_mixture_weigh_what_they_cost() -> None:
+    experts = {
+        "num_experts": 8,
+        "top_k": 1,
+        "ffn_hidden_size": 64,
+        "layers": [False] * 4 + [True] * 8,
+    }
+    model = GPTConfig.llama(
+        num_layers=12,
+        hidden_size=64,
+        num_heads=4,
+        vocab_size=64,
+        max_seq_length=16,
+        ffn_hidden_size=1024,
+        experts=experts,
+    )
+    costs = model.memory_shape().costs()
+    assert costs.layers[0] > 5 * costs.layers[-1]
+    assert model.partition(layout(4)).counts == (1, 2, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((10, 4), [2, 3, 3, 2]),
+        ((9, 4), [2, 2, 3, 2]),
+        ((11, 4), [2, 3, 3, 3]),
+        ((8, 4, 1, 1.0, 1.0), [1, 3, 3, 1]),
+        ((8, 4, 1, 0.0, 1.0), [2, 2, 3, 1]),
+        ((7, 4, 1, 0.0, 1.0), [2, 2, 2, 1]),
+        ((4, 4, 1, 9.0, 9.0), [1, 1, 2, 0]),
+        ((9, 2, 2), [2, 3, 2, 2]),
+        ((16, 4, 2, 0.1, 2.3), [2, 2, 2, 2, 2, 3, 3, 0]),
+    ],
+)
+def test_first_and_last_stage_hold_fewer_layers(
+    arguments: tuple[int, ...], expected: list[int]
+) -> None:
+    assert counts(*arguments) == expected
+
+
+def test_virtual_stages_alternate_between_the_stages_or_go_back() -> None:
+    partition = partition_of(LayerCosts.equal(9), layout(2, 2, [2, 3, 3, 1]))
+    assert partition.ranges == (range(2), range(2, 5), range(5, 8), range(8, 9))
+    assert partition.by_stage(Placement("loop", 2, 2)) == (
+        (range(2), range(5, 8)),
+        (range(2, 5), range(8, 9)),
+    )
+    assert partition.by_stage(Placement("v", 2, 2)) == (
+        (range(2), range(8, 9)),
+        (range(2, 5), range(5, 8)),
+    )
+
+
+SHAPES = {
+    "Llama 3 8B": GPTConfig.llama(),
+    "Llama 3 8B with half of the layers": GPTConfig.llama(num_layers=16, vocab_size=131072),
+    "Llama 3 70B": GPTConfig.llama(
+        num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28672
+    ),
+    "GPT-2 XL": GPTConfig.gpt2(num_layers=48, hidden_size=1600, num_heads=25),
+    "Mixtral": GPTConfig.llama(
+        vocab_size=32000, hidden_size=4096, num_kv_heads=8, ffn_hidden_size=14336,
+        experts={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336},
+    ),
+    "Qwen3 30B A3B": GPTConfig.llama(
+        num_layers=48, vocab_size=151936, hidden_size=2048, num_kv_heads=4, head_dim=128,
+        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 4)])
+def test_a_step_takes_no_longer_than_with_as_many_layers_in_every_stage(
+    name: str, pp: int, vpp: int
+) -> None:
+    model = SHAPES[name]
+    costs, place = model.memory_shape().costs(), layout(pp, vpp)
+    even = [model.num_layers // (pp * vpp)] * (pp * vpp)
+    schedules = ("interleaved",) if vpp > 1 else ("1f1b", "gpipe", "zb-h1")
+
+    def length(schedule: str, num_microbatches: int, counts: list[int]) -> int:
+        ticks = tuple(round(1000 * cost) for cost in costs.of_virtual_stages(counts))
+        order = build_schedule(schedule, pp, num_microbatches, vpp)  # type: ignore[arg-type]
+        return simulate(order, StageCosts(ticks, ticks, ticks)).length
+
+    by_cost = list(model.partition(place).counts)
+    for schedule in schedules:
+        for num_microbatches in (pp, 2 * pp, 4 * pp):
+            before = length(schedule, num_microbatches, even)
+            assert length(schedule, num_microbatches, by_cost) <= before
+    if name == "Llama 3 8B with half of the layers" and (pp, vpp) == (4, 2):
+        assert by_cost == [2, 2, 2, 2, 2, 3, 3, 0]
+        assert length("interleaved", 16, even) > 1.24 * length("interleaved", 16, by_cost)
+
+
+def test_a_layout_has_the_partition_that_was_asked_for() -> None:
+    model = GPTConfig.llama()
+    asked = model.partition(layout(4, 1, [10, 10, 8, 4]))
+    assert (asked.counts, asked.reason) == ((10, 10, 8, 4), "asked for (stage_layers)")
+    assert layout(4, 1, "Et*10|t*10|(t*4)*2|tttt,L") == layout(4, 1, [10, 10, 8, 4])
+    assert model.partition(layout(2, 2, [0, 20, 12, 0])).counts == (0, 20, 12, 0)
+    assert "the head as 2.2" in model.partition(layout(4)).reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            (4, 1, [8, 8, 16]),
+            "stage_layers must name the layers of every virtual stage: it names 3 of them ([8, 8, 16]), and pp x "
+            "vpp is 4 x 1 = 4. Name 4.",
+        ),
+        ((2, 1, [8, 8, 8, 8]), "and pp x vpp is 2 x 1 = 2. Name 2, or use vpp=2."),
+        (
+            (4, 1, [8, 0, 16, 8]),
+            "stage_layers must give a layer to every virtual stage except the first and the last: it is [8, 0, 16, "
+            "8]. The first one has the embedding and the last one the head, but the others would have nothing to do. "
+            "Use numbers of at least 1 between them, and at least one layer.",
+        ),
+        ((2, 1, [0, 0]), "and at least one layer"),
+        ((2, 1, [-1, 33]), "stage_layers[0] must be a whole number of at least 0: it is -1"),
+        ((2, 1, 32), "stage_layers must be a list with a whole number of at least 0 for each element or None: it is 32"),
+        (
+            (4, 1, [8, 8, 8, 9]),
+            "stage_layers must give every layer to one virtual stage: [8, 8, 8, 9] are 33 layers, and the model has "
+            "32. Use numbers with the sum 32, such as [8, 9, 9, 6].",
+        ),
+        ((2, 1, "Et|tL"), "[1, 1] are 2 layers, and the model has 32"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_are_refused(
+    sizes: tuple[int, int, list[int]], message: str
+) -> None:
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        GPTConfig.llama().check_layout(layout(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (3, 4),
+            "num_layers (3) must be at least pp x vpp (4 x 1 = 4), because every virtual stage holds at least one "
+            "layer. Use pp of 1, 2 or 3 with vpp 1.",
+        ),
+        (
+            (6, 4, 2),
+            "num_layers (6) must be at least pp x vpp (4 x 2 = 8), because every virtual stage holds at least one "
+            "layer. Use pp of 1, 2 or 3 with vpp 2, or vpp of 1 with pp 4.",
+        ),
+        (
+            (30, 32),
+            "num_layers (30) must be at least pp x vpp (32 x 1 = 32), because every virtual stage holds at least one "
+            "layer. Use pp of 1 to 30 with vpp 1.",
+        ),
+        (
+            (4, 2, 1, -1.0),
+            "the cost of the embedding must not be negative: it is -1.0. Use 0 or more.",
+        ),
+        (
+            (0, 1),
+            (
+                "num_layers must be a whole number of at least 1: it is 0. Use num_layers of 1 or "
+                "more."
+            ),
+        ),
+    ],
+)
+def test_layers_that_cannot_be_cut_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ParallelPlanError) as error:
+        counts(*arguments)
+    assert str(error.value) == message
