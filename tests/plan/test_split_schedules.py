@@ -194,7 +194,9 @@ def test_chunks_lie_in_a_v() -> None:
         1,
         2,
     ]
-    with pytest.raises(ParallelPlanError, match=r"virtual stage must lie on its axis: it is 6"):
+    with pytest.raises(
+        ParallelPlanError, match=r"virtual stage must be a position on its axis: it is 6"
+    ):
         placement.owner(6)
     with pytest.raises(ParallelPlanError, match=r"it is 'w'\. Use 'loop' or 'v'"):
         Placement("w", 2, 2)  # type: ignore[arg-type]
