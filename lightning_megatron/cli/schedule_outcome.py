@@ -16,14 +16,13 @@ from lightning_megatron.plan.live_microbatches import (
 )
 from lightning_megatron.plan.schedule import (
     SCHEDULE_NAMES,
-    SPLIT_SCHEDULE_NAMES,
     Schedule,
     build_schedule,
     shape_of,
 )
 from lightning_megatron.plan.simulate import Timeline, simulate
 
-NAMES = (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES, AUTOMATIC)
+NAMES = (*SCHEDULE_NAMES, AUTOMATIC)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ParallelMesh:
 
     Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group
     that averages dense gradients. ``model`` is tp x pp, the ranks that together hold one copy of
-    the model. ``embedding`` joins the first and the last stage.
+    the model. ``embedding`` joins the first stage and the one that computes the loss.
 
     The axes that end in ``_cpu`` are gloo groups of the same ranks for Python objects and CPU
     tensors; :meth:`on_cpu` finds them by name. ``experts_cpu`` joins the ranks that together hold
@@ -190,6 +190,11 @@ class ParallelMesh:
             owned_groups=tuple(builder.created),
             owns_world=owns_world,
         )
+
+    @property
+    def has_loss(self) -> bool:
+        """Return whether this rank's stage has the last virtual stage, and computes the loss."""
+        return self.pp.rank == self.layout.loss_stage
 
     def copies(self, is_expert: bool) -> MeshAxis:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
@@ -319,12 +324,8 @@ class _Builder:
         """
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
-            fields = {
-                **asdict(self.layout),
-                "sequence_parallel": sequence_parallel,
-                "options": repr(self.options),
-            }
-            fields["lightning-megatron sources"] = own_sources()
+            fields = asdict(self.layout) | {"sequence_parallel": sequence_parallel}
+            fields |= {"options": repr(self.options), "lightning-megatron sources": own_sources()}
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
             return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
         return 0

@@ -118,7 +118,7 @@ class Encoder(LayeredModule):
             elif config.head == "classifier":
                 self.head = Classifier(config, mesh)
             elif config.head == "masked_lm":
-                self.head = MaskedLMHead(config, mesh, holds_copy=mesh.pp.size > 1)
+                self.head = MaskedLMHead(config, mesh, holds_copy=not self.is_first_stage())
 
     def forward(
         self,

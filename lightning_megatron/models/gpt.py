@@ -91,8 +91,8 @@ class GPT(LayeredModule):
         )
         if self.is_last_stage():
             self.final_norm = build_norm(config, mesh) if config.norm_position == "pre" else None
-            # On one stage a tied head has no parameter: it reads the embedding's weight.
-            if not (config.tie_embeddings and mesh.pp.size == 1):
+            # On the embedding's rank a tied head has no parameter: it reads the embedding's weight.
+            if not (config.tie_embeddings and self.is_first_stage()):
                 tied_to = WORD_EMBEDDING if config.tie_embeddings else None
                 self.head = VocabParallelHead(
                     config.vocab_size, config.hidden_size, mesh, tied_to=tied_to, **padding

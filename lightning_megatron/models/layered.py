@@ -181,6 +181,9 @@ class LayeredModule(PipelinedModule):
             return next(
                 chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers
             )
+        # In a V the first stage has both ends, where a tied head reads the embedding's weight.
+        if name == WORD_EMBEDDING and self.is_first_stage() and self.is_last_stage():
+            return None
         return 0 if kind == "embedding" else self.num_chunks - 1
 
     def _advance_own_streams(self, device: torch.device) -> None:

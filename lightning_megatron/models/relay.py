@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
@@ -24,35 +25,38 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
         call: Function that calls the model with inputs that are the same on all stages.
 
     Returns:
-        The result of ``call`` on the last stage; None on others.
+        The result of ``call`` on the stage of the last layers; None on others.
 
     Communication: hidden states from each virtual stage to the next. All ranks of pp must call
         this.
     """
     axis = model.mesh.pp
     device = model.mesh.device
-    last = model.num_chunks - 1
+    placement = model.mesh.layout.placement
+    sent: list[Tensor] = []
+    result: T | None = None
     try:
         for chunk in range(model.num_chunks):
             cursor = model.cursor = StageCursor(chunk, probe=True)
             _stop(call)
-            received = []
-            if not model.is_first_stage(chunk):
+            virtual = placement.virtual_stage(axis.rank, chunk)
+            received = sent
+            if virtual > 0 and (source := placement.owner(virtual - 1)[0]) != axis.rank:
                 received = [
                     torch.empty(shape, dtype=dtype, device=device)
                     for shape, dtype in cursor.tensor_specs
                 ]
-                start_transfers(
-                    [], [(one, (axis.rank - 1) % axis.size) for one in received], axis
-                ).wait()
+                start_transfers([], [(one, source) for one in received], axis).wait()
             cursor = model.cursor = StageCursor(chunk, received)
-            if axis.is_last and chunk == last:
-                return call()
+            if model.is_last_stage(chunk):
+                result = call()
+                break
             _stop(call)
-            start_transfers(
-                [(one.contiguous(), (axis.rank + 1) % axis.size) for one in cursor.sent], [], axis
-            ).wait()
-        return None
+            sent = [one.contiguous() for one in cursor.sent]
+            # The next chunk of the same stage, at the turn of a V, takes the tensors as they are.
+            if (target := placement.owner(virtual + 1)[0]) != axis.rank:
+                start_transfers([(one, target) for one in sent], [], axis).wait()
+        return result
     finally:
         model.cursor = None
 

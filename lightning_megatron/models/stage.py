@@ -168,7 +168,7 @@ class PipelinedModule(nn.Module):
         Args:
             chunk: Index of the chunk; None means the last one of this rank.
         """
-        return self.mesh.pp.is_last and chunk in (None, self.num_chunks - 1)
+        return self.mesh.has_loss and chunk in (None, self.num_chunks - 1)
 
     def run_stage(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
@@ -158,6 +159,7 @@ class PipelineExecutor:
         key = (num_microbatches, backward)
         if key not in self._programs:
             schedule = self._build_schedule(num_microbatches, not backward)
+            self._check_placement(schedule)
             points: dict[int, list[ReductionPoint]] = {}
             for point in reduction_points(schedule)[self.mesh.pp.rank] if backward else ():
                 points.setdefault(point.after_action, []).append(point)
@@ -176,6 +178,15 @@ class PipelineExecutor:
             forward_only=forward_only,
         )
 
+    def _check_placement(self, schedule: Schedule) -> None:
+        own = self.mesh.layout.placement
+        if schedule.placement != own:
+            raise ParallelPlanError(
+                "a schedule must place chunks as the layout does, which has placed the layers: "
+                f"schedule {schedule.name!r} has {schedule.placement}, the layout has {own}. Give "
+                "the layout the shape and sizes of the schedule."
+            )
+
     @property
     def runs_to_end(self) -> bool:
         """Return whether the running call is of the last virtual stage, and not a probe."""
@@ -188,14 +199,14 @@ class PipelineExecutor:
         """Return whether the side effects of the running call must be discarded.
 
         The step runs once for each chunk and probe, but its side effects must happen once for each
-        microbatch. They stay for the last chunk on the last stage, and for the first chunk
-        elsewhere.
+        microbatch. They stay for the last chunk on the stage of the loss, and for the first
+        chunk elsewhere.
         """
         if self.model is None or self.model.cursor is None:
             return False
         cursor = self.model.cursor
         return cursor.probe or cursor.chunk != (
-            self.model.num_chunks - 1 if self.mesh.pp.is_last else 0
+            self.model.num_chunks - 1 if self.mesh.has_loss else 0
         )
 
     def call(

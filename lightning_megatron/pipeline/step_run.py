@@ -62,13 +62,14 @@ class StepRun:
         self.backward = backward
         self.results: list[Any] = []
         self._axis = mesh.pp
+        self._placement = mesh.layout.placement
         self._last_chunk = num_chunks - 1
         self.plan = StepPlan()
-        #: Tensors from the previous stage, from their receive until the backward pass.
+        #: Tensors from the previous chunk, from their receive until the backward pass.
         self._inputs: dict[ChunkMicrobatch, list[Tensor]] = {}
-        #: Losses of the last stage, until their backward passes.
+        #: Losses of the last chunk, until their backward passes.
         self._losses: dict[ChunkMicrobatch, Tensor | None] = {}
-        #: Tensors for the next stage, from the forward pass until they are sent.
+        #: Tensors for the next chunk, from the forward pass until they are sent.
         self._outputs: dict[ChunkMicrobatch, list[Tensor]] = {}
         #: Graph edges of the sent outputs, from which the backward pass starts.
         self._edges: dict[ChunkMicrobatch, list[GradientEdge | None]] = {}
@@ -151,7 +152,7 @@ class StepRun:
                 tensor.requires_grad_(tensor.is_floating_point())
             cursor = StageCursor(chunk, received, plan=self.plan)
         result, ended = self._plans.call(self.step_fn, microbatch, cursor)
-        is_last = self._axis.is_last and chunk == self._last_chunk
+        is_last = self._mesh.has_loss and chunk == self._last_chunk
         if cursor is not None and (ended != is_last or cursor.calls != self.plan.num_calls):
             raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
         if is_last:
@@ -162,12 +163,17 @@ class StepRun:
                 self._weights.fill(number, self.weight_of(number))
         elif cursor is not None:
             self._outputs[key] = cursor.sent
+            following = self._placement.chunk_beside(self._axis.rank, chunk, 1)
+            if following is not None:
+                self._inputs[following, number] = self._released(key)
+                self._sent.pop(key, None)
         if not self.backward:
             self._inputs.pop(key, None)
 
     def _backward(self, key: ChunkMicrobatch) -> None:
+        chunk, number = key
         # A layer whose activations are recomputed attaches its losses again, and reads the weight.
-        self._weights.begin(key[1])
+        self._weights.begin(number)
         loss = self._losses.pop(key, None)
         if loss is not None:
             self._inspect(loss.grad_fn, True)
@@ -185,7 +191,9 @@ class StepRun:
                 [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
             )
         received = [one for one in self._inputs.pop(key, ()) if one.is_floating_point()]
-        self._gradients[key] = [
+        before = self._placement.chunk_beside(self._axis.rank, chunk, -1)
+        target = chunk if before is None else before
+        self._gradients[target, number] = [
             torch.zeros_like(one) if one.grad is None else one.grad for one in received
         ]
 
@@ -199,8 +207,14 @@ class StepRun:
         # To the previous stage go the gradients of what it sent, which `_backward` has left here.
         if transfer.kind == "B":
             return [gradient.contiguous() for gradient in self._gradients.pop(key)]
-        # The backward pass starts from graph edges. It does not need the outputs' values, so their
-        # memory is released as soon as the transfer is done.
+        return [output.contiguous() for output in self._released(key)]
+
+    def _released(self, key: ChunkMicrobatch) -> list[Tensor]:
+        """Return the outputs of a forward pass for the next chunk, and keep their graph edges.
+
+        The backward pass starts from the edges. It does not need the outputs' values, so their
+        memory is released as soon as the next chunk has them.
+        """
         outputs = self._outputs.pop(key)
         if self.backward:
             # Gradients arrive in this order, and only for floating-point outputs: the next stage
@@ -210,8 +224,8 @@ class StepRun:
             self._edges[key] = [
                 get_gradient_edge(one) if one.requires_grad else None for one in floating
             ]
-        # Detached, because the graph must not follow tensors to another process.
-        return [output.detach().contiguous() for output in outputs]
+        # Detached, because the graph of a chunk must end at its borders.
+        return [output.detach() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
         device = self._mesh.device

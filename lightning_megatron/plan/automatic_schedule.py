@@ -17,7 +17,6 @@ from lightning_megatron.plan.live_microbatches import (
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import (
     SCHEDULE_NAMES,
-    SPLIT_SCHEDULE_NAMES,
     Schedule,
     build_schedule,
 )
@@ -130,7 +129,7 @@ def search_schedule(
 def _named(
     num_stages: int, num_microbatches: int, num_chunks: int, shapes: Sequence[PlacementShape]
 ) -> Iterator[Schedule]:
-    for name in (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES):
+    for name in SCHEDULE_NAMES:
         try:
             schedule = build_schedule(name, num_stages, num_microbatches, num_chunks)
         except ParallelPlanError:

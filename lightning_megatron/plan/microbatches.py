@@ -7,11 +7,16 @@ from functools import cache
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.schedule import ScheduleName, check_schedule_sizes
+from lightning_megatron.plan.schedule import (
+    ScheduleName,
+    build_schedule,
+    check_schedule_sizes,
+    splits_backward,
+)
+from lightning_megatron.plan.simulate import simulate
 
-#: Microbatches x chunks for each stage after the first; stages are then idle for at most a fifth of
-#: a step.
-_PER_STAGE = 4
+#: Largest share of a step in which stages are idle, where the size of a microbatch is chosen.
+_MOST_IDLE = 1 / 5
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class MicrobatchRule:
         size: Samples of a microbatch. ``batch`` means one microbatch. None means one microbatch
             with a single stage, otherwise the fewest microbatches of equal size with which stages
             are idle for at most a fifth of a step.
-        schedule: Pipeline schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
+        schedule: Name of the pipeline schedule.
         num_stages: Pipeline-parallel size.
         num_chunks: Chunks of layers on a stage.
         group_size: Microbatches that pass through a chunk before the next chunk starts; None means
@@ -79,10 +84,17 @@ class MicrobatchRule:
     def idle_share(self, num_microbatches: int) -> float:
         """Return the share of a step in which a stage waits for other stages.
 
-        Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
+        A forward and each half of a backward pass count as equally long.
+
+        Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, for schedules
+            with whole backward passes; others are simulated.
         """
-        waits = self.num_stages - 1
-        return waits / (num_microbatches * self.num_chunks + waits)
+        if not splits_backward(self.schedule):
+            waits = self.num_stages - 1
+            return waits / (num_microbatches * self.num_chunks + waits)
+        return simulate(
+            build_schedule(self.schedule, self.num_stages, num_microbatches, self.num_chunks)
+        ).bubble
 
     def can_run(self, num_microbatches: int) -> bool:
         """Return whether the schedule can run this number of microbatches."""
@@ -99,11 +111,9 @@ class MicrobatchRule:
 def _chosen_size(rule: MicrobatchRule, num_samples: int) -> int:
     divisors = [count for count in range(1, num_samples + 1) if not num_samples % count]
     counts = [count for count in divisors if rule.can_run(count)]
-    enough = [
-        count for count in counts if count * rule.num_chunks >= _PER_STAGE * (rule.num_stages - 1)
-    ]
-    if enough:
-        return num_samples // min(enough)
+    enough = next((count for count in counts if rule.idle_share(count) <= _MOST_IDLE), None)
+    if enough is not None:
+        return num_samples // enough
     # Without a legal count, `check` fails for one sample per microbatch and names the legal
     # numbers.
     return num_samples // max(counts, default=num_samples)

@@ -165,7 +165,7 @@ class ModelShape:
             num_expert_layers: Number of these blocks that have experts.
         """
         is_first = stage == 0
-        is_last = stage == layout.pp - 1
+        is_last = stage == layout.loss_stage
         table = self.vocab_rows(layout.tp) * self.hidden_size
         count = (num_layers - num_expert_layers) * self.layer_parameters(layout.tp)
         count += num_expert_layers * self.layer_parameters(layout.tp, has_experts=True)

@@ -64,5 +64,23 @@ class Placement:
         rank = self.num_stages - 1 - step if self._goes_back(chunk) else step
         return rank, chunk
 
+    def chunk_beside(self, rank: int, chunk: int, step: Literal[-1, 1]) -> int | None:
+        """Return the chunk of the same stage that is next to a chunk in the order of the layers.
+
+        Args:
+            rank: Position on the pp axis.
+            chunk: Index of the chunk on this stage.
+            step: -1 for the chunk before it, 1 for the one after it.
+
+        Returns:
+            The index of the chunk; None if another stage has it, or if there is none. A stage has
+            both chunks at the turn of a V alone.
+        """
+        virtual = self.virtual_stage(rank, chunk) + step
+        if not 0 <= virtual < self.num_virtual_stages:
+            return None
+        owner, found = self.owner(virtual)
+        return found if owner == rank else None
+
     def _goes_back(self, chunk: int) -> bool:
         return self.shape == "v" and chunk % 2 == 1

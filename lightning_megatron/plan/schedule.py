@@ -22,15 +22,10 @@ from lightning_megatron.plan.zero_bubble import (
     zero_bubble_v_row,
 )
 
-ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
-"""Schedules that the executor runs. The option `schedule` of MegatronStrategy offers these alone:
-the executor does not run weight halves, and layers are not placed in a V yet."""
+ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+"""Named schedules, described in :func:`build_schedule`."""
 
-SplitScheduleName = Literal["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-"""Schedules that split backward passes. They can be built, checked and simulated, but not run."""
-
-SCHEDULE_NAMES = get_args(ScheduleName)
-SPLIT_SCHEDULE_NAMES = get_args(SplitScheduleName)
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 @dataclass(frozen=True)
@@ -236,6 +231,11 @@ def shape_of(name: str) -> PlacementShape:
     return "v" if name in ("zb-v", "dualpipe-v") else "loop"
 
 
+def splits_backward(name: str) -> bool:
+    """Return whether a named schedule runs some backward passes in halves."""
+    return name not in ("1f1b", "interleaved", "gpipe")
+
+
 def check_schedule_sizes(
     name: str,
     num_stages: int,
@@ -252,9 +252,8 @@ def check_schedule_sizes(
     sizes = {"pp": num_stages, "num_microbatches": num_microbatches, "vpp": num_chunks}
     for size_name, size in sizes.items():
         require_positive(size_name, size)
-    names = (*SCHEDULE_NAMES, *SPLIT_SCHEDULE_NAMES)
-    if name not in names:
-        raise ParallelPlanError(f"schedule must be {join_or(names)}: it is {name!r}.")
+    if name not in SCHEDULE_NAMES:
+        raise ParallelPlanError(f"schedule must be {join_or(SCHEDULE_NAMES)}: it is {name!r}.")
     if shape_of(name) == "v":
         check_v(name, num_stages, num_microbatches, num_chunks, forward_only)
     check_chunks(name, num_stages, num_chunks, microbatch_group_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
     rank.
     """
     mesh = model.mesh
-    pp, stages = mesh.pp, mesh.pp.size * model.num_chunks
+    pp, placement = mesh.pp, mesh.layout.placement
+    stages = placement.num_virtual_stages
     model.cursor = StageCursor(0, probe=True)
     with pytest.raises(StageDone):
         model(tokens, labels, **others)
@@ -25,33 +27,39 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
     assert (shape, dtype) == model.boundary(labels), "a probe reports the boundary"
     inputs, outputs = {}, {}
     losses = torch.zeros(labels.shape, dtype=torch.float64)
+
+    def sent_from(stage: int, found: Callable[[int], Tensor]) -> Tensor:
+        """Return on every rank what a virtual stage has found for its neighbour."""
+        owner, chunk = placement.owner(stage)
+        result = torch.zeros(shape, dtype=dtype)
+        if pp.rank == owner:
+            result.copy_(found(chunk))
+        torch.distributed.broadcast(result, pp.ranks[owner], group=pp.group)
+        return result
+
     for stage in range(stages):
-        chunk, owner = divmod(stage, pp.size)
-        hidden = torch.zeros(shape, dtype=dtype)
-        if stage and pp.rank == (stage - 1) % pp.size:
-            hidden.copy_(outputs[(stage - 1) // pp.size].detach())
+        owner, chunk = placement.owner(stage)
+        received = []
         if stage:
-            torch.distributed.broadcast(hidden, pp.ranks[(stage - 1) % pp.size], group=pp.group)
+            received = [sent_from(stage - 1, lambda chunk: outputs[chunk].detach())]
         if pp.rank != owner:
             continue
-        inputs[chunk] = hidden.requires_grad_() if stage else None
-        model.cursor = StageCursor(chunk, [inputs[chunk]] if stage else [])
+        inputs[chunk] = [one.requires_grad_() for one in received]
+        model.cursor = StageCursor(chunk, received)
         try:
             outputs[chunk] = model(tokens, labels, label_smoothing=0.1, **others)
             losses = outputs[chunk].detach().clone()
         except StageDone:
             (outputs[chunk],) = model.cursor.sent
     for stage in reversed(range(stages)):
-        chunk, owner = divmod(stage, pp.size)
-        received = torch.zeros(shape, dtype=dtype)
+        owner, chunk = placement.owner(stage)
+        gradient = grad
         if stage < stages - 1:
-            if pp.rank == (stage + 1) % pp.size:
-                received.copy_(inputs[(stage + 1) // pp.size].grad)
-            torch.distributed.broadcast(received, pp.ranks[(stage + 1) % pp.size], group=pp.group)
+            gradient = sent_from(stage + 1, lambda chunk: inputs[chunk][0].grad)
         if pp.rank == owner:
-            outputs[chunk].backward(received if stage < stages - 1 else grad)
+            outputs[chunk].backward(gradient)
     model.cursor = None
-    torch.distributed.broadcast(losses, pp.ranks[-1], group=pp.group)
+    torch.distributed.broadcast(losses, pp.ranks[mesh.layout.loss_stage], group=pp.group)
     return losses
 
 

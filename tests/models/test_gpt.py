@@ -35,6 +35,7 @@ CUTS = [
     ({"tp": 4}, True),
     ({"pp": 2}, False),
     ({"pp": 2, "vpp": 2}, False),
+    ({"pp": 2, "vpp": 2, "shape": "v"}, False),
     ({"pp": 4}, False),
     ({"tp": 2, "pp": 2}, True),
 ]

@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, partition_of
-from lightning_megatron.plan.schedule import build_schedule
+from lightning_megatron.plan.schedule import build_schedule, shape_of
 from tests.pipeline.halves import with_halves
 from tests.world import run_world
 
@@ -26,6 +26,9 @@ WIDTH, LAYERS = 4, 8
 CASES = [
     ("1f1b", 4, 1, 1), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 6), ("gpipe", 4, 1, 5), ("1f1b", 2, 1, 4),
     ("interleaved", 2, 2, 4), ("interleaved", 2, 4, 6), ("interleaved", 4, 2, 4), ("interleaved", 4, 2, 8),
+    ("zb-h1", 4, 1, 1), ("zb-h1", 4, 1, 6), ("zb-h2", 4, 1, 3), ("zb-h2", 2, 1, 5),
+    ("zb-v", 2, 2, 1), ("zb-v", 2, 2, 5), ("zb-v", 4, 2, 3), ("zb-v", 4, 2, 9),
+    ("dualpipe-v", 2, 2, 5), ("dualpipe-v", 4, 2, 8),
     ("halves of 1f1b", 4, 1, 6), ("halves of gpipe", 2, 1, 3), ("halves of interleaved", 4, 2, 8),
 ]  # fmt: skip
 
@@ -98,7 +101,8 @@ def _schedule_of(name: str, pp: int, vpp: int):
 
 
 def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=pp, vpp=vpp))
+    layout = ParallelLayout(size, pp=pp, vpp=vpp, shape=shape_of(schedule))
+    mesh = ParallelMesh.create(layout)
     model = Tower(mesh)
     samples = 2 * microbatches - (1 if microbatches > 1 else 0)
     parts = split_batch(_batch(samples), 2)
@@ -113,7 +117,7 @@ def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
         results = executor.run(_step(model), parts, backward=True, loss_of=loss_of)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
-        assert len(results) == (len(parts) if mesh.pp.is_last else 0)
+        assert len(results) == (len(parts) if mesh.has_loss else 0)
         if results:
             loss = sum(
                 r["loss"] * p.num_samples / samples for r, p in zip(results, parts, strict=True)
@@ -122,7 +126,7 @@ def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
     assert all(output() is None for output in model.passed_on), (
         "an output must be freed once it is sent"
     )
-    assert mesh.pp.is_last or model.passed_on
+    assert (mesh.has_loss and vpp == 1) or model.passed_on
     for number in (microbatches, 1, 3):
         parts = split_batch(_batch(samples), -(-samples // number))
         with torch.no_grad():

@@ -49,6 +49,17 @@ def test_stages_are_idle_for_at_most_a_fifth_of_a_step(
     assert count == num_samples or found.idle_share(count) <= 0.2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "count"),
+    [("zb-h1", 1, 4), ("zb-h2", 1, 6), ("zb-v", 2, 4), ("dualpipe-v", 2, 8)],
+)
+def test_schedules_with_halves_need_fewer_microbatches(schedule, vpp, count) -> None:
+    found = MicrobatchRule(None, schedule, 4, vpp, None)
+    assert rule(pp=4).count_for(48) == 12
+    assert found.count_for(48) == count
+    assert found.idle_share(count) <= 0.2
+
+
 @pytest.mark.parametrize("num_samples", range(1, 100))
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3)])
 def test_fewer_microbatches_would_idle_longer(pp: int, vpp: int, num_samples: int) -> None:

@@ -80,7 +80,11 @@ def fit_all(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+}
 
 
 @pytest.fixture(scope="module")

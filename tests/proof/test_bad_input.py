@@ -152,6 +152,14 @@ SIZES_THAT_DO_NOT_FIT = {
         "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 2, pp is 4. A "
         "chunk's next turn would come before its input. Use 4 microbatches or more, or schedule '1f1b' with vpp of 1.",
     ),
+    "microbatches of a V": (
+        4,
+        {"pp": 4, "vpp": 2, "schedule": "dualpipe-v"},
+        model(num_layers=8),
+        windows(batch_size=6),
+        "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 6, pp is 4. With fewer, "
+        "both ways of the V would not be full at once. Use 8 microbatches or more, or schedule 'zb-v'.",
+    ),
     "groups of microbatches": (
         2,
         {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
@@ -279,9 +287,9 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
             "place. Use for example 'tp-cp-ep-dp-pp'.",
         ),
         (
-            {"schedule": "zb-h1"},
+            {"schedule": "zb-h3"},
             ParallelPlanError,
-            "schedule must be 1f1b, interleaved, gpipe or None: it is 'zb-h1'.",
+            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v or None: it is 'zb-h3'.",
         ),
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},

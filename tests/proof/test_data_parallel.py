@@ -32,6 +32,10 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "pp2 dp2, zero 0": SMALL | {"pp": 2, "zero": 0},
     "pp2 dp2, whole parameters": {"pp": 2, "optimizer_slices": "parameters"},
     "pp2 vpp2 dp2, many buckets": SMALL | {"pp": 2, "vpp": 2, "overlap_parameters": True},
+    "pp2 zb-v dp2, many buckets": SMALL
+    | {"pp": 2, "vpp": 2, "schedule": "zb-v", "overlap_parameters": True},
+    "pp2 zb-h1 dp2, gradients are checked": SMALL
+    | {"pp": 2, "schedule": "zb-h1", "check_gradients": True},
     "tp2 dp2 sp, many buckets": SMALL
     | {"tp": 2, "overlap_parameters": True, "overlap_tensor_parallel": True},
     "tp2 dp2 sp, whole parameters": {"tp": 2, "optimizer_slices": "parameters"},

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {"tp": 2, "sequence_parallel": False},
     "tp2+sp pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+    "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
     "tp2+sp dp2, recomputed": {"tp": 2, "zero": 0, "recompute": "full"},
 }
 _SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}

@@ -38,6 +38,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tp": 2, "pp": 2},
     "dp2 pp2": {"pp": 2},
     "dp2 pp2 vpp2": {"pp": 2, "vpp": 2},
+    "dp2 pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+    "tp2 pp2 zb-h1": {"tp": 2, "pp": 2, "schedule": "zb-h1"},
 }
 
 

@@ -14,6 +14,7 @@ from tests.proof.training import STEPS, Job, Report, train
 from tests.world import run_world
 
 SAVED_AFTER = 2
+WAYS = LAYOUTS | {"pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"}}
 KIND = "gpt2-tied"
 
 
@@ -21,9 +22,14 @@ def _save_and_go_on(rank: int, size: int, folder: str, from_one: str) -> dict[st
     saved = os.path.join(folder, "tp2 pp2")
     train(Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", saved, steps=SAVED_AFTER)
     found = {
-        f"tp2 pp2 to {name}": train(Job(KIND, layout=LAYOUTS[name]), size, "cpu", resume_from=saved)
-        for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "dp4", "tp2 pp2")
+        f"tp2 pp2 to {name}": train(Job(KIND, layout=WAYS[name]), size, "cpu", resume_from=saved)
+        for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "pp2 zb-v dp2", "dp4", "tp2 pp2")
     }
+    v = os.path.join(folder, "v")
+    train(Job(KIND, layout=WAYS["pp2 zb-v dp2"]), size, "cpu", v, steps=SAVED_AFTER)
+    found["pp2 zb-v dp2 to pp2 vpp2 dp2"] = train(
+        Job(KIND, layout=WAYS["pp2 vpp2 dp2"]), size, "cpu", resume_from=v
+    )
     found["one to tp2 pp2"] = train(
         Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one
     )
@@ -55,8 +61,9 @@ def whole() -> Report:
     [
         *(
             f"tp2 pp2 to {name}"
-            for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "dp4", "tp2 pp2", "one")
+            for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "pp2 zb-v dp2", "dp4", "tp2 pp2", "one")
         ),
+        "pp2 zb-v dp2 to pp2 vpp2 dp2",
         "one to tp2 pp2",
     ],
 )

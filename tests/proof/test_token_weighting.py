@@ -48,6 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2 +sp": {"tp": 2, "sequence_parallel": True},
     "pp2 dp2": {"pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+    "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
 }
 
 

@@ -37,6 +37,7 @@ KINDS = {
     "gpt2-untied": GPTConfig.gpt2(**_SIZES, tie_embeddings=False),
     "llama-untied": GPTConfig.llama(**_SIZES, num_kv_heads=2, ffn_hidden_size=48),
     "llama-tied": GPTConfig.llama(**_SIZES, num_kv_heads=1, ffn_hidden_size=48, tie_embeddings=True),
+    "eight layers": GPTConfig.gpt2(**{**_SIZES, "num_layers": 8}, tie_embeddings=True),
     "post-norm": GPTConfig.gpt2(**_SIZES, norm_position="post"),
     "gemma-tied": GPTConfig.llama(
         **_SIZES, num_kv_heads=2, ffn_hidden_size=48, activation="geglu_tanh", qk_norm=True, norm_offset=1.0,

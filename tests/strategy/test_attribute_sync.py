@@ -235,6 +235,7 @@ def run_layouts(
 LAYOUTS = {
     "tp2 pp2": {"tp": 2, "pp": 2, "microbatch_size": 4},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "microbatch_size": 1},
+    "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v", "microbatch_size": 1},
 }
 
 

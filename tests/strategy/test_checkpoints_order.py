@@ -14,6 +14,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.strategy.checkpoints.name_order import (
     merge_orders,
     named_numbers,
@@ -23,7 +24,10 @@ from lightning_megatron.strategy.process.random_states import random_states, res
 
 
 def _whole_and_stages(
-    pp: int, vpp: int, stage_layers: Sequence[int] | None = None
+    pp: int,
+    vpp: int,
+    stage_layers: Sequence[int] | None = None,
+    shape: PlacementShape = "loop",
 ) -> tuple[list[str], list[list[str]]]:
     """Return the names of a GPT of eight layers, whole and as stages hold them."""
     config = GPTConfig.gpt2(
@@ -32,11 +36,11 @@ def _whole_and_stages(
     with torch.device("meta"):
         names = [f"net.{name}" for name, _ in GPT(config).named_parameters()]
     stages: list[list[str]] = []
-    layout = ParallelLayout(pp, pp=pp, vpp=vpp, stage_layers=stage_layers)
+    layout = ParallelLayout(pp, pp=pp, vpp=vpp, stage_layers=stage_layers, shape=shape)
     layers = config.partition(layout).by_stage(layout.placement)
     for number, chunks in enumerate(layers):
         held = {str(layer) for chunk in chunks for layer in chunk}
-        first, last = number == 0, number == pp - 1
+        first, last = number == 0, number == (0 if shape == "v" else pp - 1)
         parts = {"embedding": first, "final_norm": last, "head": last}
         stages.append(
             [name for name in names if name.split(".")[2] in held or parts.get(name.split(".")[1])]
@@ -45,19 +49,21 @@ def _whole_and_stages(
 
 
 @pytest.mark.parametrize(
-    ("pp", "vpp", "stage_layers"),
+    ("pp", "vpp", "stage_layers", "shape"),
     [
-        *((pp, vpp, None) for pp, vpp in ((1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (8, 1))),
-        (2, 1, [8, 0]),
-        (2, 1, [0, 8]),
-        (4, 1, [0, 5, 3, 0]),
-        (3, 1, [0, 8, 0]),
+        *((pp, vpp, None, "loop") for pp, vpp in ((1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (8, 1))),
+        (2, 1, [8, 0], "loop"),
+        (2, 1, [0, 8], "loop"),
+        (4, 1, [0, 5, 3, 0], "loop"),
+        (3, 1, [0, 8, 0], "loop"),
+        (2, 2, None, "v"),
+        (4, 2, None, "v"),
     ],
 )
 def test_stages_merge_into_the_order_of_the_whole_model(
-    pp: int, vpp: int, stage_layers: list[int] | None
+    pp: int, vpp: int, stage_layers: list[int] | None, shape: PlacementShape
 ) -> None:
-    names, stages = _whole_and_stages(pp, vpp, stage_layers)
+    names, stages = _whole_and_stages(pp, vpp, stage_layers, shape)
     assert sorted(name for stage in stages for name in stage) == sorted(names)
     assert merge_orders(stages) == names
     decays = [

@@ -20,6 +20,7 @@ HALF, STEPS = 2, 5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+    "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
     "tp2 dp2": {"tp": 2},
     "dp4": {"zero": 0},
 }

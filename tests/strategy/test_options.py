@@ -56,10 +56,14 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
         ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
         ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
+        ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
+        ({"pp": 2, "schedule": "zb-v"}, ParallelPlanError, "pp is 2, vpp is 1.*with vpp=2"),
+        ({"pp": 4, "vpp": 3, "schedule": "zb-v"}, ParallelPlanError, "pp is 4, vpp is 3"),
+        ({"vpp": 2, "schedule": "dualpipe-v"}, ParallelPlanError, "pp is 1, vpp is 2"),
         (
             {"schedule": "zigzag"},
             ParallelPlanError,
-            "must be 1f1b, interleaved, gpipe or None: it is 'zigzag'",
+            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v or None: it is 'zigzag'",
         ),
         (
             {"microbatch_size": 0},
@@ -225,6 +229,16 @@ def test_ranks_that_share_memory_must_be_on_one_host(
 def test_the_schedule_follows_vpp() -> None:
     assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
     assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
+
+
+def test_the_layout_places_chunks_as_the_schedule_does() -> None:
+    for schedule in ("zb-v", "dualpipe-v"):
+        options = MegatronStrategy(pp=2, vpp=2, schedule=schedule).options
+        layout = ParallelLayout(4, **options.sizes())
+        assert layout.shape == "v"
+        assert layout.embedding_groups() == [[0], [1]]
+        assert layout.loss_stage == 0
+    assert MegatronStrategy(pp=2, schedule="zb-h1").options.sizes()["shape"] == "loop"
 
 
 @pytest.mark.parametrize("timeout", [60, 60.0])

@@ -175,7 +175,12 @@ def check_twins(rank: int, size: int) -> None:
 
 
 def check_stages(rank: int, size: int) -> None:
-    for layout in (ParallelLayout(size, tp=2, pp=2), ParallelLayout(size, pp=2, vpp=2)):
+    layouts = (
+        ParallelLayout(size, tp=2, pp=2),
+        ParallelLayout(size, pp=2, vpp=2),
+        ParallelLayout(size, pp=2, vpp=2, shape="v"),
+    )
+    for layout in layouts:
         mesh = ParallelMesh.create(layout, sequence_parallel=layout.tp > 1)
         for case in ("llama", "gpt2", "qwen2"):
             changes = {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}

@@ -180,7 +180,7 @@ class LogReplay:
         axis = self._mesh.pp_cpu
         if axis.size == 1:
             return form
-        last = axis.size - 1
+        last = self._mesh.layout.loss_stage
         changed = torch.tensor([int(self._forms.get(key) != form)])
         if broadcast_(changed, axis, last).item():
             self._forms[key] = broadcast_object(form, axis, last)
@@ -189,11 +189,11 @@ class LogReplay:
     def _from_last_stage(self, values: Sequence[Weight], count: int) -> Tensor:
         device = self._mesh.device
         axis = self._mesh.pp
-        if axis.is_last and values:
+        if self._mesh.has_loss and values:
             vector = torch.stack([scalar_on(value, device) for value in values])
         else:
             vector = torch.zeros(count, dtype=torch.float64, device=device)
-        return broadcast_(vector, axis, axis.size - 1) if count else vector
+        return broadcast_(vector, axis, self._mesh.layout.loss_stage) if count else vector
 
     def _reduce_by_step(
         self,

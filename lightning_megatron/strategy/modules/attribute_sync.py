@@ -104,7 +104,8 @@ class AttributeSync:
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
         self._module = module
         self._mesh = mesh
-        self._is_here = mesh.pp.size > 1 and mesh.pp.is_last
+        self._root = mesh.layout.loss_stage
+        self._is_here = mesh.pp.size > 1 and mesh.has_loss
         self._before: dict[_Location, bytes | ListDigest | None] | None = None
         # Digests contain object ids. A reference to each object keeps its id from being reused.
         self._alive: list[Any] = []
@@ -125,7 +126,7 @@ class AttributeSync:
         axis = self._mesh.pp_cpu
         if axis.size == 1:
             return
-        data = broadcast_object(self._packed() if self._is_here else None, axis, axis.size - 1)
+        data = broadcast_object(self._packed() if self._is_here else None, axis, self._root)
         self._before = None
         self._alive = []
         if data is not None and not self._is_here:
@@ -158,7 +159,7 @@ class AttributeSync:
         if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
             return outputs
         data = broadcast_object(
-            pack(outputs, self._module) if self._is_here else None, axis, axis.size - 1
+            pack(outputs, self._module) if self._is_here else None, axis, self._root
         )
         return outputs if self._is_here else unpack(data, self._module, self._mesh.device)
 

@@ -77,11 +77,7 @@ class TrainingState:
     ) -> None:
         self._module = module
         self._models = [model for _, model in pipelined_modules(module)]
-        self._chunks = {
-            id(parameter): model.chunk_of(name)
-            for model in self._models
-            for name, parameter in model.named_parameters()
-        }
+        self._chunks = self._chunks_of_parameters()
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         stacks = [tuple(names[id(part)] for part in stack.parts) for stack in self._stacks()]
@@ -234,6 +230,14 @@ class TrainingState:
         """Return gradients to the module's own parameters, without moving parameter values."""
         self.main.gather.release()
         self.gradients.release()
+
+    def _chunks_of_parameters(self) -> dict[int, int | None]:
+        """Return the chunk of each parameter by identity; None for one that several chunks read."""
+        found: dict[int, set[int | None]] = {}
+        for model in self._models:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), set()).add(model.chunk_of(name))
+        return {key: chunks.pop() if len(chunks) == 1 else None for key, chunks in found.items()}
 
     def _stacks(self) -> Iterator[ParameterStack]:
         for model in self._models:

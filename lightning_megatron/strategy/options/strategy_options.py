@@ -15,7 +15,8 @@ from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.schedule import ScheduleName
+from lightning_megatron.plan.placement import PlacementShape
+from lightning_megatron.plan.schedule import ScheduleName, shape_of
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 
 _Strategy = TypeVar("_Strategy")
@@ -61,12 +62,15 @@ class StrategyOptions:
             sequence, whose length must then be divisible by tp. None means True if tp is above 1.
             It applies to this package's models and to plain modules whose tensor_parallel_plan says
             "sequence"; other modules receive whole sequences.
-        schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means
-            interleaved if vpp is above 1, else 1f1b.
+        schedule: Order of forward and backward passes: 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v
+            or dualpipe-v. None means interleaved if vpp is above 1, else 1f1b. The zero-bubble
+            schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
+            zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
         microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
             microbatch. None means one microbatch without pipeline stages. With stages, None means
-            the fewest equal microbatches with at most a fifth of the step idle: at least 4 * (pp -
-            1) / vpp, or one per sample. The log names the choice.
+            the fewest equal microbatches with at most a fifth of the step idle, or one per sample;
+            with whole backward passes these are at least 4 (pp - 1) / vpp. The log names the
+            choice.
         microbatch_group_size: Microbatches that run through one chunk before the next chunk runs
             (interleaved only). None means pp.
         check_microbatches: Whether the first batch is tried without gradients, if microbatches cut
@@ -178,8 +182,8 @@ class StrategyOptions:
         coerce_fields(self)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
-        ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         self._check_schedule()
+        ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
                 "sequence_parallel (True) needs tp above 1, because it divides the sequence among "
@@ -218,7 +222,12 @@ class StrategyOptions:
     def sizes(self) -> dict[str, Any]:
         """Return the arguments of the layout that do not depend on the job's ranks."""
         names = ("tp", "pp", "cp", "ep", "etp", "vpp", "order", "stage_layers")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"shape": self.chunk_shape}
+
+    @property
+    def chunk_shape(self) -> PlacementShape:
+        """Return how the schedule places chunks on the stages."""
+        return shape_of(self.schedule_name)
 
     @property
     def shards_sequence(self) -> bool:
@@ -286,11 +295,20 @@ class StrategyOptions:
             )
 
     def _check_schedule(self) -> None:
+        if self.chunk_shape == "v":
+            if self.pp == 1 or self.vpp != 2:
+                raise ParallelPlanError(
+                    f"schedule {self.schedule!r} needs pp above 1 and vpp of 2: pp is {self.pp}, "
+                    f"vpp is {self.vpp}. Its chunks lie in a V, with one way from the first stage "
+                    "to the last and one way back. Use pp of 2 or more with vpp=2, or "
+                    "schedule='1f1b' with vpp=1."
+                )
+            return
         if self.vpp > 1 and self.schedule_name != "interleaved":
             raise ParallelPlanError(
                 f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above "
-                "1, because only this schedule runs several chunks on a stage. Use "
-                "schedule='interleaved', or vpp=1."
+                "1, or 'zb-v' or 'dualpipe-v' with vpp of 2, because only these run several chunks "
+                "on a stage. Use one of them, or vpp=1."
             )
         if self.vpp == 1 and self.schedule_name == "interleaved":
             raise ParallelPlanError(

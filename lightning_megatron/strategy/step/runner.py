@@ -135,7 +135,7 @@ class StepRunner:
             module, recorder, ("training_step",), extra, counts, returns_more
         )
         self._kept.share_after("training_step")
-        has_loss = not (self._mesh.pp.is_last and losses.is_empty)
+        has_loss = not (self._mesh.has_loss and losses.is_empty)
         if has_loss:
             self._agree_on_counting(replayed.is_counted)
         loss, num_tokens = replayed.extra
@@ -316,7 +316,7 @@ class StepRunner:
         )
 
     def _check_losses(self, losses: MicrobatchLosses) -> None:
-        if self._mesh.pp.is_last and losses.num_missing and self._mesh.world.size > 1:
+        if self._mesh.has_loss and losses.num_missing and self._mesh.world.size > 1:
             raise RuntimeError(
                 "training_step must return a loss on every rank and for every microbatch: it "
                 "returned None. The other ranks wait for the gradients of this rank. To skip a "

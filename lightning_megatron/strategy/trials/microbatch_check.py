@@ -273,7 +273,7 @@ class _MicrobatchTrial:
         if first is not None:
             raise UnsupportedError(f"{first} {_WAYS_OUT}")
         kept = sorted(changed)
-        if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
+        if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.has_loss:
             log.warning(
                 "%s stores values in the module, and is called once for each microbatch: %s will "
                 "hold an entry for each microbatch, or the values of the last one.",

@@ -94,7 +94,7 @@ class Stages:
         )
 
     def _holds(self, end: End) -> bool:
-        return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
+        return self.mesh.pp.is_first if end.is_before else self.mesh.has_loss
 
     def install(self, root: nn.Module) -> SwapRecord:
         """Remove other stages' modules in place; parameters keep their names."""
@@ -124,7 +124,7 @@ class Stages:
         staged.first_stage_parameters += [
             FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose
         ]
-        for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
+        for copy, original in self.ties.items() if self.mesh.has_loss else ():
             parameter = root.get_parameter(copy)
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
         return self._record(before, sum(p.numel() for p in staged.parameters()))
@@ -191,7 +191,8 @@ def plan_stages(
         if parameter is not None
     )
     layers = partition.by_stage(layout.placement)
-    owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
+    outer = frozenset(id(module) for _, module in around)
+    owners = _Owners(blocks.name, layers, ends, outer, layout.loss_stage)
     ties = _ties(root, owners, kinds)
     twins = tuple(meta_copy_of(block) for block in blocks.module.children())
     end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
@@ -306,12 +307,14 @@ class _Owners:
         ends: Modules outside the list that have parameters.
         around: Identities of the modules around the list, whose own parameters belong to the first
             stage.
+        loss_stage: Stage that computes the loss, and has the modules after the list.
     """
 
     blocks: str
     layers: Sequence[Sequence[range]]
     ends: Sequence[End]
     around: frozenset[int]
+    loss_stage: int
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
         """Return the stage of a module's own parameters; None outside the model."""
@@ -324,7 +327,7 @@ class _Owners:
             )
         end = self.end_of(path)
         if end is not None:
-            return 0 if end.is_before else len(self.layers) - 1
+            return 0 if end.is_before else self.loss_stage
         return 0 if id(owner) in self.around else None
 
     def end_of(self, path: str) -> End | None:
@@ -341,7 +344,7 @@ def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[st
                     (f"{path}.{key}", path, owners.stage_of(path, owner))
                 )
     ties: dict[str, str] = {}
-    last = len(owners.layers) - 1
+    last = owners.loss_stage
     for shared in uses.values():
         stages = {stage for _, _, stage in shared}
         if len(stages) == 1:

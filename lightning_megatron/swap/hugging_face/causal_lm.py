@@ -190,9 +190,10 @@ class HuggingFaceLM(ReplacedModel):
             logits.copy_(self._gather(found[1]))
             if found[0] is not None:
                 loss.copy_(found[0])
-        broadcast_(logits, pp, pp.size - 1)
+        loss_stage = self.gpt.mesh.layout.loss_stage
+        broadcast_(logits, pp, loss_stage)
         if has_labels:
-            broadcast_(loss, pp, pp.size - 1)
+            broadcast_(loss, pp, loss_stage)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
     def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:

@@ -1,0 +1,143 @@
+"""A GPT under every named schedule has the losses and gradients of one process, where microbatches
+differ in length and some parameters are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.layered import WORD_EMBEDDING
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, shape_of
+from tests.oracles import assert_equal
+from tests.training.runs import Run
+from tests.world import run_world
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "max_seq_length": 8,
+    "num_layers": 8,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 24,
+}
+KINDS = {
+    "tied": GPTConfig.llama(**SIZES, tie_embeddings=True),
+    "experts": GPTConfig.llama(
+        **SIZES, experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+    ),
+}
+#: Length of each microbatch's sequences.
+LENGTHS = (8, 5, 6, 8, 7, 4, 3, 6)
+#: Layers that are frozen: all of a stage, and one of another.
+FROZEN = ("layers.2.", "layers.3.", "layers.4.", "layers.5.", "layers.7.mlp.")
+CASES = [(name, pp, kind) for name in SCHEDULE_NAMES for pp in (2, 4) for kind in KINDS]
+
+
+def parts() -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        Microbatch({"tokens": torch.randint(0, 50, (2, length + 1), generator=generator)}, 2)
+        for length in LENGTHS
+    ]
+
+
+def step(model: GPT, data: dict[str, Tensor]) -> Tensor:
+    tokens = data["tokens"]
+    return model(tokens[:, :-1], tokens[:, 1:]).mean()
+
+
+def built(kind: str, mesh: ParallelMesh, freezes: bool) -> GPT:
+    model = GPT(KINDS[kind], mesh, seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (freezes and name.startswith(FROZEN)))
+    return model
+
+
+def truth(kind: str, freezes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the losses and gradients of one process under plain autograd."""
+    model = built(kind, ParallelMesh.single(), freezes)
+    losses = [step(model, part.data) for part in parts()]
+    torch.stack(losses).mean().backward()
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def layout_of(name: ScheduleName, pp: int, size: int) -> ParallelLayout:
+    vpp = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
+    return ParallelLayout(size, pp=pp, vpp=vpp, shape=shape_of(name))
+
+
+def sgd_of_any(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return an optimizer, also for a stage whose parameters are all frozen."""
+    return torch.optim.SGD([{"params": list(parameters)}], lr=0.1)
+
+
+def check(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int) -> None:
+    what = f"{name}, pp {pp}, {kind}, {'some' if freezes else 'none'} frozen"
+    mesh = ParallelMesh.create(layout_of(name, pp, size))
+    model = built(kind, mesh, freezes)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    run = Run(trained, mesh, make=sgd_of_any)
+    executor = PipelineExecutor(mesh, model, name)
+    expected_losses, expected = truth(kind, freezes)
+    given = parts()
+    losses = executor.run(
+        partial(step, model),
+        given,
+        backward=True,
+        loss_of=lambda loss, _: loss / len(LENGTHS),
+        weight_gradients=run.reducer.weight_gradients,
+    )
+    for loss, twin in zip(losses, expected_losses if mesh.has_loss else (), strict=True):
+        assert_equal(loss, twin, f"{what}: loss", 1e-12)
+    gradients = run.reducer.unreduced(set(run.main.trained))
+    assert gradients.keys() == set(run.main.trained), what
+    for key, gradient in gradients.items():
+        twin_key = key
+        if KINDS[kind].tie_embeddings and key in (WORD_EMBEDDING, "head.weight"):
+            # Copies of a tied weight have parts of its gradient; in a V there is one weight.
+            assert (mesh.embedding.size == 2) == (shape_of(name) == "loop"), what
+            all_reduce_(gradient, mesh.embedding)
+            twin_key = WORD_EMBEDDING
+        assert_equal(gradient, expected[twin_key], f"{what}: {key}", 1e-12)
+    with torch.no_grad():
+        found = executor.run(partial(step, model), given[:3], backward=False)
+    for loss, twin in zip(found, expected_losses[:3] if mesh.has_loss else (), strict=True):
+        assert_equal(loss, twin, f"{what}: validation", 1e-12)
+    mesh.destroy()
+
+
+def check_all(rank: int, size: int) -> int:
+    torch.set_default_dtype(torch.float64)
+    for number, (name, pp, kind) in enumerate(CASES):
+        check(name, pp, kind, number % 3 == 0, size)
+    return len(CASES)
+
+
+def test_every_schedule_equals_one_process() -> None:
+    assert run_world(check_all, 4) == [len(CASES)] * 4
+
+
+def test_several_chunks_read_a_tied_embedding_in_a_v() -> None:
+    with torch.device("meta"):
+        for kind, config in KINDS.items():
+            mesh = ParallelMesh.single()
+            object.__setattr__(mesh, "layout", layout_of("zb-v", 2, 2))
+            model = GPT(config, mesh)
+            assert (model.head is None) == config.tie_embeddings, kind
+            assert model.chunk_of(WORD_EMBEDDING) is None
+            assert model.chunk_of("layers.0.mlp.up.weight") == 0
+            assert model.chunk_of("layers.7.mlp.up.weight") == 1
+            assert model.chunk_of("final_norm.weight") == 1

@@ -1,0 +1,94 @@
+"""Schedules that split backward passes keep the promise: losses, gradient norms and final weights
+are one process's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.proof.test_layouts_equal import check
+from tests.proof.training import Job, Report, train, train_all
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+V = {"pp": 2, "vpp": 2}
+JOBS: dict[str, Job] = {}
+
+
+def _add(schedule: str, kind: str, counts: bool = False, **options: Any) -> None:
+    shape = {"pp": 2} if schedule in ("zb-h1", "zb-h2") else V
+    layout = {**shape, "schedule": schedule, **options}
+    if schedule == "dualpipe-v":
+        # It needs two microbatches for each stage.
+        layout["microbatch_size"] = 1
+    shown = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
+    JOBS[f"{schedule}, {kind}, {shown}"] = Job(kind, layout=layout, counts=counts)
+
+
+for name in ("zb-h1", "zb-h2"):
+    _add(name, "gpt2-tied", pp=4)
+    _add(name, "llama-untied", pp=4, recompute="full", microbatch_size=1)
+_add("zb-v", "eight layers", pp=4)
+_add("zb-v", "eight layers", pp=4, microbatch_size=1, recompute="selective")
+_add("dualpipe-v", "eight layers", pp=4)
+_add("zb-h1", "llama-tied", tp=2)
+_add("zb-h1", "experts", ep=2)
+_add("zb-h1", "gpt2-untied", zero=0)
+_add("zb-h2", "gpt2-tied", tp=2, sequence_parallel=False)
+_add("zb-h2", "experts, some layers", ep=2, microbatch_size=1)
+_add("zb-v", "llama-tied", tp=2)
+_add("zb-v", "gpt2-tied", tp=2, sequence_parallel=False, recompute="full")
+_add("zb-v", "llama-untied", tp=2, recompute="selective")
+_add("zb-v", "gpt2-tied")
+_add("zb-v", "llama-tied", zero=0, overlap_gradients=False)
+_add("zb-v", "experts, whole step", ep=2)
+_add("zb-v", "experts", ep=2, recompute="experts", microbatch_size=1, counts=True)
+_add("dualpipe-v", "gemma-tied", tp=2)
+_add("dualpipe-v", "gpt2-untied", optimizer_slices="parameters")
+_add("dualpipe-v", "post-norm", recompute="full")
+_add("dualpipe-v", "experts, some layers", tp=2, ep=2, etp=1)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
+    """Train every job on four processes."""
+    return run_world(train_all, 4, JOBS, str(tmp_path_factory.mktemp("four")))
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[tuple[str, bool], Report]:
+    """Train every kind in this one process."""
+    found = {}
+    for job in JOBS.values():
+        # The router's bias is the strategy's to change, and counted steps have its microbatches.
+        layout: dict[str, Any] | None = {} if job.kind == "experts, whole step" else None
+        if job.counts:
+            layout = {"microbatch_size": 1}
+        if (job.kind, job.counts) not in found:
+            twin = Job(job.kind, layout=layout, counts=job.counts)
+            found[job.kind, job.counts] = train(twin, 1, "cpu")
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_schedule_trains_as_one_process(
+    name: str, reports: list[dict[str, Report]], twins: dict[tuple[str, bool], Report]
+) -> None:
+    job = JOBS[name]
+    check(job, [ranks[name] for ranks in reports], twins[job.kind, job.counts])
+
+
+def test_a_v_with_tensor_and_data_parallel_ranks_trains_as_one_process(tmp_path: Path) -> None:
+    jobs = {
+        "zb-v": Job("llama-tied", layout={**V, "tp": 2, "schedule": "zb-v"}),
+        "dualpipe-v": Job(
+            "gpt2-tied", layout={**V, "tp": 2, "schedule": "dualpipe-v", "microbatch_size": 1}
+        ),
+    }
+    ranks = run_world(train_all, 8, jobs, str(tmp_path))
+    for name, job in jobs.items():
+        check(job, [reports[name] for reports in ranks], train(Job(job.kind), 1, "cpu"))
