@@ -33,6 +33,10 @@ class ActivationCosts:
         loss_forward: Temporary buffers of the loss in forward, in addition to ``loss_kept``.
         loss_backward: Temporary buffers of the loss in backward, in addition to ``loss_kept``.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
+        waiting: What a block keeps from the input half of a backward pass to the weight half: the
+            inputs of its matrix products, and the gradients of their outputs.
+        head_waiting: The same of the head.
+        weight_half: Temporary buffers of the weight half.
     """
 
     boundary: int
@@ -47,6 +51,9 @@ class ActivationCosts:
     loss_forward: int
     loss_backward: int
     slots: int
+    waiting: int
+    head_waiting: int
+    weight_half: int
 
 
 def activation_costs(
@@ -72,7 +79,7 @@ def activation_costs(
     if has_experts:
         network = mixture_costs(model, table, batch, recomputes=recompute in ("experts", "full"))
     else:
-        network = dense_costs(model.ffn_hidden_size, model.hidden_size, table, batch)
+        network = dense_costs(model, model.ffn_hidden_size, table, batch)
     query, key = model.widths(batch.tp)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
@@ -108,17 +115,13 @@ def activation_costs(
     start = network.backward_start + (again if recompute == "full" else 0)
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
     freed = row_sums if recompute == "selective" else again
-    attention_masks = 0
-    if model.window is not None and seq_length > model.window:
-        # All samples of a microbatch share one mask of seq_length x seq_length scores.
-        attention_masks = seq_length**2 * batch.activation_bytes
     norms_of_head = 2 if model.final_norm else 1
     logits = num_tokens * model.vocab_rows(batch.tp)
     return ActivationCosts(
         boundary=boundary,
         layer=layer,
         kept=layer - freed,
-        masks=attention_masks,
+        masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
         head=norms_of_head * boundary + statistics,
@@ -127,4 +130,17 @@ def activation_costs(
         loss_forward=table.loss_forward * logits,
         loss_backward=table.loss_backward * logits,
         slots=network.slots,
+        # Attention has the inputs and the output gradients of two products, too.
+        waiting=boundary + element * 2 * (query + key) + whole + network.waiting,
+        head_waiting=boundary + logits * batch.activation_bytes,
+        # A gathered input, and the next one on its way.
+        weight_half=2 * gathered,
     )
+
+
+def _mask_bytes(model: ModelShape, batch: MicrobatchShape, seq_length: int) -> int:
+    """Return the bytes of the attention masks that the blocks of a chunk share."""
+    if model.window is None or seq_length <= model.window:
+        return 0
+    # All samples of a microbatch share one mask of seq_length x seq_length scores.
+    return seq_length**2 * batch.activation_bytes

@@ -15,12 +15,7 @@ from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.partition import partition_of
-from lightning_megatron.plan.schedule import (
-    SCHEDULE_NAMES,
-    Schedule,
-    ScheduleName,
-    build_schedule,
-)
+from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule, shape_of
 
 GIB = 2**30
 
@@ -134,11 +129,11 @@ def estimate_memory(
     Stages have the layers that they have in a training: by cost, or as the layout says.
 
     The first step creates the optimizer state. The estimate walks through the actions of the
-    schedule: a forward adds the activations that its chunk keeps, a backward frees them. The peak
-    is the maximum of these activations plus the temporary buffers of the running layer. Buffers of
-    experts are those of
-    :func:`~lightning_megatron.plan.network_activations.mixture_costs`, which assumes balanced
-    routing for an all-to-all.
+    schedule: a forward adds the activations that its chunk keeps, a backward frees them. Of these,
+    and of what is recomputed, an input half keeps the factors of weight gradients for its weight
+    half. The peak is the maximum of these activations plus the temporary buffers of the running
+    layer. For an all-to-all, balanced routing is assumed: see
+    :func:`~lightning_megatron.plan.network_activations.mixture_costs`.
 
     Args:
         model: Shape of the model.
@@ -304,13 +299,15 @@ def _block(model: ModelShape, layer: int, costs: tuple[ActivationCosts, Activati
 def _moments(
     schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]], costs: ActivationCosts
 ) -> Iterable[_Moment]:
-    head = (schedule.num_stages - 1, schedule.num_chunks - 1)
+    head = schedule.placement.owner(schedule.placement.num_virtual_stages - 1)
     kept = [sum(block.costs.kept for block in blocks) for blocks in chunks]
+    waiting = [sum(block.costs.waiting for block in blocks) for blocks in chunks]
     for chunk, blocks in enumerate(chunks):
         if blocks:
             kept[chunk] += costs.masks
         if (stage, chunk) == head:
             kept[chunk] += costs.head
+            waiting[chunk] += costs.head_waiting
     workspaces = [_workspaces([block.costs for block in blocks]) for blocks in chunks]
     held = 0
     num_held = 0
@@ -321,6 +318,11 @@ def _moments(
         in_forward, in_backward = workspaces[action.chunk]
         # While the blocks run, the head has not started yet (forward) or is done (backward).
         not_held = costs.head if at_head else 0
+        if action.kind == "W":
+            yield _Moment("backward", num_held, held, losses, costs.weight_half)
+            held -= waiting[action.chunk]
+            num_held -= 1
+            continue
         if action.kind == "F":
             held += kept[action.chunk]
             num_held += 1
@@ -334,10 +336,13 @@ def _moments(
                 "backward", num_held, held, losses + costs.loss_backward, costs.head_backward
             )
         yield _Moment("backward", num_held, held - not_held, losses - loss, in_backward)
-        if action.kind != "I":
-            held -= kept[action.chunk]
+        held -= kept[action.chunk]
+        losses -= loss
+        if action.kind == "I":
+            held += waiting[action.chunk]
+            yield _Moment("backward", num_held, held, losses, in_backward)
+        else:
             num_held -= 1
-            losses -= loss
 
 
 def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:
@@ -359,10 +364,10 @@ def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:
 def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     for name in ("seq_length", "microbatch_size", "num_microbatches"):
         require_positive(name, getattr(training, name))
-    if training.schedule not in SCHEDULE_NAMES:
+    if shape_of(training.schedule) != layout.shape:
         raise ParallelPlanError(
-            f"schedule must be one that a training can run: it is {training.schedule!r}. Use "
-            f"{join_or(SCHEDULE_NAMES)}."
+            f"the layout must place chunks as the schedule does: shape is {layout.shape!r}. Use "
+            f"shape={shape_of(training.schedule)!r} for schedule {training.schedule!r}."
         )
     if training.zero not in (0, 1):
         raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import KeptActivations
@@ -26,6 +26,8 @@ class NetworkCosts:
         backward_start: Peak of temporary buffers in the backward pass before experts have the
             gradients of their outputs, in addition to ``kept``.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
+        waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
+            weight half of a backward pass in halves.
     """
 
     kept: int
@@ -34,6 +36,7 @@ class NetworkCosts:
     recomputed: int = 0
     backward_start: int = 0
     slots: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +78,27 @@ class MicrobatchShape:
 
 
 def dense_costs(
-    inner: int, hidden: int, table: KeptActivations, batch: MicrobatchShape
+    model: ModelShape, inner: int, table: KeptActivations, batch: MicrobatchShape
 ) -> NetworkCosts:
     """Compute the bytes of an MLP that every token passes through.
 
     Args:
+        model: Shape of the model.
         inner: Inner features of the MLP, over all ranks of tp.
-        hidden: Features of the residual stream.
         table: Activations that layers keep.
         batch: Shape of the microbatch.
     """
+    hidden = model.hidden_size
     element = batch.num_tokens * batch.activation_bytes
+    stream = batch.stream_tokens * batch.activation_bytes * hidden
     ffn = element * (inner // batch.tp)
     gathered = element * hidden if batch.sequence_parallel else 0
     # In the order of backward: the second projection with gathered gradients; the activation; the
     # first projection with gathered inputs and gradients before their reduce-scatter. At least one
     # tensor of F features has been freed before the first projection.
     backward = max(ffn + gathered, table.ffn_backward * ffn, 2 * gathered - ffn)
-    return NetworkCosts(kept=table.ffn_copies * ffn, forward=0, backward=backward)
+    waiting = stream + (3 if model.gated else 2) * ffn + element * hidden
+    return NetworkCosts(kept=table.ffn_copies * ffn, forward=0, backward=backward, waiting=waiting)
 
 
 def mixture_costs(
@@ -122,7 +128,8 @@ def mixture_costs(
     recomputed = (table.ffn_copies + table.expert_copies) * features
     kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
     kept += batch.stream_tokens * _routing_bytes(experts, hidden, table, batch)
-    kept += _shared_bytes(experts, hidden, table, batch)
+    shared = _shared_costs(model, table, batch)
+    kept += shared.kept
     # Outputs of experts, sorted by expert and by selection; an all-to-all needs send and receive
     # buffers for both.
     forward = vectors + table.selection_copies * selections
@@ -161,6 +168,7 @@ def mixture_costs(
         backward=max(moments),
         backward_start=gathered + min(1, table.selection_copies) * selections + vectors,
         slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
+        waiting=2 * vectors + (firsts + 1) * features + shared.waiting,
     )
 
 
@@ -239,13 +247,16 @@ def _num_scores(experts: ExpertsConfig) -> int:
     return count + (experts.num_experts + 1 if experts.z_loss else 0)
 
 
-def _shared_bytes(
-    experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape
-) -> int:
-    """Return the bytes that the shared MLP keeps."""
-    if experts.shared_ffn_hidden_size is None:
-        return 0
-    kept = dense_costs(experts.shared_ffn_hidden_size, hidden, table, batch).kept
+def _shared_costs(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+) -> NetworkCosts:
+    """Compute the bytes of the shared MLP and its gate."""
+    experts = model.experts
+    hidden = model.hidden_size
+    if experts is None or experts.shared_ffn_hidden_size is None:
+        return NetworkCosts(kept=0, forward=0, backward=0)
+    inner = experts.shared_ffn_hidden_size
+    costs = dense_costs(model, inner, table, batch)
     # The gate keeps the MLP's output and its own.
     gate = batch.activation_bytes * batch.stream_tokens * (hidden + 1) if experts.shared_gate else 0
-    return kept + gate
+    return replace(costs, kept=costs.kept + gate)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.activations import activation_costs
@@ -122,6 +123,33 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(kind: str, vocab_size: int
     training = TrainingShape(seq_length=64, microbatch_size=4, recompute=recompute)
     (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
     assert estimate.peak - estimate.static == pytest.approx(memory.peak, rel=0.08)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "post"])
+def test_an_input_half_leaves_what_the_estimate_says(kind: str, recompute: Any):
+    config = CONFIGS[kind]
+    model = built(config, torch.bfloat16)
+    model.recompute = recompute
+    tokens = torch.randint(0, 1024, (BATCH, 64))
+    memory = LiveMemory()
+    queue = WeightGradientQueue()
+    for parameter in model.parameters():
+        slot = GradientSlot(torch.zeros_like(parameter), lambda: None, queue=queue)
+        set_slot(parameter, slot)
+        memory.leave_out([parameter, slot.gradient])
+    with memory:
+        loss = model(tokens, labels=tokens).mean()
+        with queue.open("half"):
+            loss.backward()
+        del loss
+        waiting = memory.now
+        queue.run("half")
+    shape = config.memory_shape()
+    batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=2)
+    costs = activation_costs(shape, eager_activations(shape, 2), batch, seq_length=64)
+    estimate = config.num_layers * costs.waiting + costs.head_waiting
+    assert waiting - memory.now == pytest.approx(estimate, rel=0.02)
 
 
 def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:

@@ -81,6 +81,47 @@ def test_a_tied_head_on_another_stage_is_a_copy() -> None:
     assert sum(one.num_parameters for one in stages) == whole.num_parameters + 50304 * 768
 
 
+def v_layout(pp: int, stage_layers: list[int] | None = None) -> ParallelLayout:
+    return ParallelLayout(pp, pp=pp, vpp=2, stage_layers=stage_layers, shape="v")
+
+
+def test_in_a_v_the_first_stage_has_embedding_and_head() -> None:
+    step = replace(STEP, schedule="zb-v", num_microbatches=16)
+    stages = estimate_memory(GPT2, v_layout(2), step)
+    (whole,) = estimate_memory(GPT2, layout(), STEP)
+    assert sum(one.num_parameters for one in stages) == whole.num_parameters
+    untied = estimate_memory(LLAMA, v_layout(4, [2] * 8), step)
+    ends = 2 * 131072 * 4096 + 4096
+    assert untied[0].num_parameters - untied[1].num_parameters == ends
+    assert [one.loss > 0 for one in untied] == [True, False, False, False]
+
+
+def test_weight_halves_that_wait_need_memory() -> None:
+    step = replace(STEP, num_microbatches=32)
+    whole, waiting, twice = (
+        estimate_memory(LLAMA, layout(pp=8), replace(step, schedule=name))
+        for name in ("1f1b", "zb-h1", "zb-h2")
+    )
+    # In 1f1b the last stage keeps one microbatch. With lead 1 or 2 all stages keep many.
+    assert whole[-1].activations < waiting[-1].activations < twice[-1].activations
+    assert waiting[0].activations == pytest.approx(whole[0].activations, rel=0.02)
+    full = [
+        estimate_memory(LLAMA, layout(pp=8), replace(step, schedule=name, recompute="full"))
+        for name in ("1f1b", "zb-h1")
+    ]
+    # Recomputed activations wait with the gradients.
+    assert full[1][-1].activations > 4 * full[0][-1].activations
+
+
+def test_what_waits_are_the_factors_of_weight_gradients() -> None:
+    costs = activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096))
+    hidden, query, key, inner = 4096, 4096, 1024, 14336
+    inputs = hidden + query + hidden + inner
+    outputs = query + 2 * key + hidden + 2 * inner + hidden
+    assert costs.waiting == 4096 * 2 * (inputs + outputs)
+    assert costs.head_waiting == 4096 * 2 * (hidden + 131072)
+
+
 @given(st.integers(1, 10**9), st.integers(1, 64))
 def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: int) -> None:
     total = sum(static_bytes(count, dp, STEP).values())
@@ -301,8 +342,10 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         estimate_memory(GPT2, layout(), replace(STEP, seq_length=0))
     with pytest.raises(ParallelPlanError, match="zero must be 0 or 1"):
         estimate_memory(GPT2, layout(), replace(STEP, zero=2))
-    with pytest.raises(ParallelPlanError, match="it is 'zb-v'. Use 1f1b, interleaved or gpipe"):
-        estimate_memory(LLAMA, layout(pp=2, vpp=2), replace(STEP, schedule="zb-v"))  # type: ignore[arg-type]
+    with pytest.raises(
+        ParallelPlanError, match="shape is 'loop'. Use shape='v' for schedule 'zb-v'"
+    ):
+        estimate_memory(LLAMA, layout(pp=2, vpp=2), replace(STEP, schedule="zb-v"))
     with pytest.raises(ParallelPlanError, match="recompute must be one of"):
         estimate_memory(GPT2, layout(), replace(STEP, recompute="some"))  # type: ignore[arg-type]
     with pytest.raises(ParallelPlanError, match="Use a seq_length of 1002"):
