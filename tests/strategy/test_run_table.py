@@ -12,11 +12,17 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.groups.shard_spec import num_elements
 from lightning_megatron.layers import rotary
 from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.logs.run_table import Choice, table_of, warn_of_slow
+from lightning_megatron.swap import parallelize
+from tests.proof import around_blocks
+from tests.proof.around_blocks import BLOCKS
 from tests.strategy.scripts import run_script
 from tests.strategy.tiny import TinyLM
+from tests.swap.parts import mesh_of
 
 GPU = torch.device("cuda", 0)
 
@@ -162,3 +168,19 @@ def test_rotary_embeddings_without_the_fused_kernel_warn_once(
     (warning,) = caught
     assert warning.category is SpeedWarning
     assert reasons[case] in str(warning.message)
+
+
+def test_blocks_of_other_packages_run_both_halves_of_a_backward_pass_as_one() -> None:
+    module = around_blocks.Train("ResidualAround")
+    module.configure_model()
+    parallelize(module, mesh_of(pp=2), None, BLOCKS)
+    (choice,) = run_table.whole_backward_choices(module)
+    assert (choice.subject, choice.value) == ("backward of body.blocks", "both halves as one")
+    assert choice.reason == "Linear computes the gradients of its inputs and its weights at once"
+    assert not run_table.whole_backward_choices(small_gpt())
+
+
+def small_gpt() -> GPT:
+    sizes = {"vocab_size": 8, "max_seq_length": 4, "hidden_size": 8, "num_heads": 2}
+    with torch.device("meta"):
+        return GPT(GPTConfig.gpt2(**sizes, num_layers=1))

@@ -20,10 +20,13 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.plan.schedule import splits_backward
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
@@ -99,6 +102,26 @@ def warn_of_slow(choices: Iterable[Choice]) -> None:
             )
 
 
+def whole_backward_choices(module: nn.Module) -> list[Choice]:
+    """Return a row for each list of blocks whose backward passes run whole under any schedule.
+
+    Args:
+        module: The sharded module.
+    """
+    found = []
+    for name, blocks in pipelined_modules(module):
+        others = [
+            type(part).__name__
+            for part in blocks.modules()
+            if not isinstance(part, (ColumnParallelLinear, RowParallelLinear))
+            and any(one.dim() > 1 for one in part.parameters(recurse=False))
+        ]
+        if isinstance(blocks, StagedBlocks) and others:
+            why = f"{others[0]} computes the gradients of its inputs and its weights at once"
+            found.append(Choice(f"backward of {name}", "both halves as one", why))
+    return found
+
+
 def _layout_choices(
     module: nn.Module, mesh: ParallelMesh, options: StrategyOptions
 ) -> list[Choice]:
@@ -127,6 +150,8 @@ def _layout_choices(
         if options.schedule is None:
             why = f"default for vpp {layout.vpp}"
         choices.append(Choice("pipeline schedule", options.schedule_name, why))
+        if splits_backward(options.schedule_name):
+            choices += whole_backward_choices(module)
     for _, model in pipelined_modules(module):
         if layout.pp > 1 and isinstance(model, LayeredModule | CutBlocks):
             partition = model.partition
