@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
 from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.live_microbatches import (
@@ -124,6 +125,26 @@ def search_schedule(
     chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))
     chosen.schedule.validate()
     return SearchResult(simulate(chosen.schedule, costs), chosen, named)
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Return a schedule with every backward as an input half and, at once, its weight half.
+
+    It keeps what the schedule keeps, and shows the time of each half.
+
+    Args:
+        schedule: Order of actions.
+    """
+    halves: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W")}
+    rows = tuple(
+        tuple(
+            Action(kind, action.chunk, action.microbatch)
+            for action in row
+            for kind in halves.get(action.kind, (action.kind,))
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
 
 
 def _named(

@@ -19,7 +19,7 @@ from lightning_megatron.plan import (
     plan_transfers,
     simulate,
 )
-from lightning_megatron.plan.automatic_schedule import search_schedule
+from lightning_megatron.plan.automatic_schedule import in_halves, search_schedule
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
 from lightning_megatron.plan.live_microbatches import check_peak
 from tests.plan.test_split_schedules import run_one_by_one
@@ -142,3 +142,19 @@ def test_costs_that_do_not_fit_the_stages_are_refused() -> None:
         ParallelPlanError, match=r"costs name 3, kept names 3, pp is 2\. Use pp x vpp of each"
     ):
         search_schedule(2, 4, equal_costs(3, 1, 1, 1), [1.0] * 3, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)]
+)
+def test_halves_keep_the_order_and_the_length_of_whole_backwards(name: str, chunks: int) -> None:
+    schedule = build_schedule(name, 4, 8, chunks)
+    halves = in_halves(schedule).validate()
+    kinds = {action.kind for row in halves.rows for action in row}
+    assert kinds == {"F", "I", "W"}
+    assert [halves.order(rank) for rank in range(4)] == [schedule.order(rank) for rank in range(4)]
+    # An input gradient is sent before the weight half runs, so no stage waits longer.
+    assert simulate(halves).length <= simulate(schedule).length
+    for rank in range(4):
+        slots = live_microbatches(schedule, rank).slots
+        assert live_microbatches(halves, rank).slots == slots

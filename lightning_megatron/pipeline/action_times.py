@@ -1,0 +1,138 @@
+"""Times of the actions of training steps, and the memory that they keep, as measured on a stage."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.actions import Action, Kind
+from lightning_megatron.plan.placement import Placement
+from lightning_megatron.plan.stage_costs import StageCosts
+
+_TICKS_PER_SECOND = 1_000_000
+
+
+@dataclass(frozen=True)
+class ActionMedians:
+    """Medians over the microbatches of the steps that were measured, for a chunk of a stage.
+
+    Args:
+        seconds: Time of a forward (F), an input half (I) and a weight half (W) (seconds).
+        kept: Memory that a forward leaves allocated (bytes).
+        waiting: Part of ``kept`` that the input half leaves for the weight half.
+    """
+
+    seconds: dict[Kind, float]
+    kept: int
+    waiting: float
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """Measurements of all virtual stages, equal on all ranks.
+
+    Args:
+        costs: Times in microseconds; the slowest rank of a stage counts.
+        kept: Memory that a forward leaves allocated, for each virtual stage (bytes).
+        weight_half_share: Largest part of it that an input half leaves for the weight half.
+        free: Memory of the fullest rank for what forwards keep; None if it is not known (bytes).
+    """
+
+    costs: StageCosts
+    kept: tuple[int, ...]
+    weight_half_share: float
+    free: int | None
+
+
+class ActionTimes:
+    """Recorder of the actions of this stage.
+
+    Times on a GPU are those of the compute stream, and recording does not make the host wait. Call
+    :meth:`measure` after the stream waits for what the action receives.
+
+    Args:
+        device: Device of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._spans: dict[tuple[Kind, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self._seconds: dict[tuple[Kind, int], list[float]] = {}
+        self._growth: dict[tuple[Kind, int], list[int]] = {}
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        """Record the time and the growth of allocated memory of the block."""
+        key = (action.kind, action.chunk)
+        before = self._allocated()
+        if self._is_cuda:
+            span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            span[0].record()
+            yield
+            span[1].record()
+            self._spans.setdefault(key, []).append(span)
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds.setdefault(key, []).append(time.perf_counter() - start)
+        self._growth.setdefault(key, []).append(self._allocated() - before)
+
+    def medians(self, num_chunks: int) -> tuple[ActionMedians, ...]:
+        """Return the medians of every chunk, after a wait for the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+            for key, spans in self._spans.items():
+                self._seconds[key] = [start.elapsed_time(stop) / 1e3 for start, stop in spans]
+        return tuple(self._medians_of(chunk) for chunk in range(num_chunks))
+
+    def _medians_of(self, chunk: int) -> ActionMedians:
+        kinds: tuple[Kind, ...] = ("F", "I", "W")
+        seconds = {kind: statistics.median(self._seconds[kind, chunk]) for kind in kinds}
+        kept = max(int(statistics.median(self._growth["F", chunk])), 0)
+        freed = -statistics.median(self._growth["W", chunk])
+        waiting = 0.0
+        if kept:
+            waiting = min(max(freed / kept, 0.0), 1.0)
+        return ActionMedians(seconds, kept, waiting)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
+
+
+def gather_measurements(
+    times: ActionTimes, mesh: ParallelMesh, placement: Placement, free: int | None
+) -> MeasuredStages:
+    """Gather what all ranks have measured.
+
+    Args:
+        times: Record of this rank, with input and weight halves of every chunk.
+        mesh: The groups of this rank.
+        placement: Placement of the virtual stages.
+        free: Memory of this rank for what forwards keep; None if it is not known (bytes).
+
+    Communication: one gather over the world, on the CPU.
+    """
+    own = (mesh.pp.rank, times.medians(placement.num_chunks), free)
+    ranks = all_gather_objects(own, mesh.world_cpu)
+    kinds: tuple[Kind, ...] = ("F", "I", "W")
+    ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
+    kept = []
+    for virtual in range(placement.num_virtual_stages):
+        stage, chunk = placement.owner(virtual)
+        found = [medians[chunk] for rank, medians, _ in ranks if rank == stage]
+        for kind in kinds:
+            slowest = max(medians.seconds[kind] for medians in found)
+            ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
+        kept.append(max(medians.kept for medians in found))
+    shares = [medians.waiting for _, chunks, _ in ranks for medians in chunks]
+    limits = [limit for _, _, limit in ranks if limit is not None]
+    costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]))
+    return MeasuredStages(costs, tuple(kept), max(shares), min(limits, default=None))

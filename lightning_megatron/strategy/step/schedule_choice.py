@@ -1,0 +1,160 @@
+"""Choice of a pipeline schedule from the times that the first steps of a fit measure."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.action_times import (
+    ActionTimes,
+    MeasuredStages,
+    gather_measurements,
+)
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.plan.automatic_schedule import (
+    Candidate,
+    SearchResult,
+    in_halves,
+    search_schedule,
+)
+from lightning_megatron.plan.live_microbatches import peak_activations
+from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
+
+WARMUP_STEPS = 2
+"""First steps, which allocate memory and compile kernels, and are not measured."""
+MEASURED_STEPS = 3
+"""Steps after them whose actions are measured."""
+_USABLE = 0.95
+_GIB = 2**30
+
+
+class ScheduleChoice:
+    """Choice of the fastest schedule that fits in memory, for ``schedule="auto"``.
+
+    The first steps run a named schedule with every backward in halves. The measured times and
+    memory of all stages then go into :func:`search_schedule`, on every rank with the same result.
+    Without a known memory limit (on CPUs) a stage may keep as much as under zb-h2.
+
+    Args:
+        mesh: The groups of this rank.
+        executor: Executor whose schedule is chosen.
+    """
+
+    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor) -> None:
+        self._mesh = mesh
+        self._executor = executor
+        self._placement = mesh.layout.placement
+        self._num_steps = 0
+        self._num_microbatches = 0
+        self._times: ActionTimes | None = None
+        self._measured: MeasuredStages | None = None
+        self._found: dict[int, Schedule] = {}
+        executor.follow(self._schedule)
+
+    @property
+    def times(self) -> ActionTimes | None:
+        """Return the recorder of the step that runs next; None if it is not measured."""
+        return self._times
+
+    def end_step(self, num_microbatches: int) -> None:
+        """Count a training step; after the last measured one, choose the schedule.
+
+        Args:
+            num_microbatches: Microbatches of the step.
+
+        Communication: one gather over the world, on the CPU, after the last measured step.
+        """
+        if self._measured is not None:
+            return
+        self._num_steps += 1
+        self._num_microbatches = num_microbatches
+        if self._num_steps == WARMUP_STEPS:
+            self._times = ActionTimes(self._mesh.device)
+        elif self._num_steps == WARMUP_STEPS + MEASURED_STEPS:
+            assert self._times is not None, "the warm-up is over"
+            free = self._free(self._times, num_microbatches)
+            self._measured = gather_measurements(self._times, self._mesh, self._placement, free)
+            self._times = None
+            self._executor.follow(self._schedule)
+
+    def _schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:
+        base = self._base(num_microbatches, forward_only)
+        if forward_only:
+            return base
+        if self._measured is None:
+            return in_halves(base)
+        if num_microbatches not in self._found:
+            self._found[num_microbatches] = self._search(self._measured, base)
+        return self._found[num_microbatches]
+
+    def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:
+        """Return the schedule that runs while times are measured."""
+        name: ScheduleName = "1f1b"
+        if self._placement.shape == "v":
+            name = "zb-v"
+        elif self._placement.num_chunks > 1:
+            name = "interleaved"
+        sizes = (self._placement.num_stages, num_microbatches, self._placement.num_chunks)
+        return build_schedule(name, *sizes, forward_only=forward_only)
+
+    def _search(self, measured: MeasuredStages, base: Schedule) -> Schedule:
+        # Where nothing is known to be kept, as on CPUs, all forwards count the same.
+        kept = [float(size) for size in measured.kept]
+        if not any(kept):
+            kept = [1.0] * len(kept)
+        share = measured.weight_half_share
+        own_peak = max(self._peak(base, rank, kept, share) for rank in range(base.num_stages))
+        limit = own_peak * (2 - 1 / base.num_stages)
+        if measured.free is not None:
+            limit = max(float(measured.free), own_peak)
+        found = search_schedule(
+            base.num_stages,
+            base.num_microbatches,
+            measured.costs,
+            kept,
+            limit,
+            weight_half_share=share,
+            shapes=(base.shape,),
+        )
+        rank_zero_info(_described(found, base.num_microbatches, limit, measured.free is not None))
+        return found.chosen.schedule
+
+    def _peak(self, schedule: Schedule, rank: int, kept: list[float], share: float) -> float:
+        chunks = range(schedule.num_chunks)
+        own = [kept[schedule.virtual_stage(rank, chunk)] for chunk in chunks]
+        return peak_activations(schedule, rank, own, share)
+
+    def _free(self, times: ActionTimes, num_microbatches: int) -> int | None:
+        """Return the memory of this rank for what forwards keep; None on a CPU (bytes)."""
+        device = self._mesh.device
+        if device.type != "cuda":
+            return None
+        chunks = times.medians(self._placement.num_chunks)
+        kept = [float(chunk.kept) for chunk in chunks]
+        share = max(chunk.waiting for chunk in chunks)
+        schedule = in_halves(self._base(num_microbatches, False))
+        used = peak_activations(schedule, self._mesh.pp.rank, kept, share)
+        total = torch.cuda.get_device_properties(device).total_memory
+        others = torch.cuda.max_memory_allocated(device) - used
+        return int(_USABLE * total - others)
+
+
+def _described(found: SearchResult, num_microbatches: int, limit: float, is_known: bool) -> str:
+    """Return the sentence of the log about a choice."""
+
+    def one(candidate: Candidate) -> str:
+        text = f"{candidate.schedule.name} {candidate.length / 1e3:.1f} ms"
+        if is_known:
+            text += f" with {candidate.peak / _GIB:.1f} GiB"
+        return text if candidate.fits else f"{text}, which does not fit"
+
+    memory = ""
+    if is_known:
+        memory = f" Activations may take {limit / _GIB:.1f} GiB on each stage."
+    others = "; ".join(one(candidate) for candidate in found.named)
+    return (
+        f"schedule='auto' chose {one(found.chosen)} for {num_microbatches} microbatches, with "
+        f"{found.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
+        f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS}. Simulated: {others}.{memory}"
+    )

@@ -1,0 +1,82 @@
+"""Measured times of actions are those of the virtual stages that ran them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline import action_times
+from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
+from lightning_megatron.plan.actions import Action, Kind
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.placement import Placement
+from tests.world import run_world
+
+MILLISECONDS: dict[Kind, int] = {"F": 4, "I": 3, "W": 2}
+
+
+class Clock:
+    """Clock that goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, times: ActionTimes, kind: Kind, chunk: int, milliseconds: list[int]) -> None:
+        for microbatch, one in enumerate(milliseconds):
+            with times.measure(Action(kind, chunk, microbatch)):
+                self.now += one / 1000
+            self.now += 1.0
+
+
+def test_medians_are_those_of_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(action_times, "time", clock)
+    times = ActionTimes(torch.device("cpu"))
+    for chunk in range(2):
+        for kind, one in MILLISECONDS.items():
+            # The first microbatch is slow.
+            clock.work(times, kind, chunk, [1000, one + 10 * chunk, one + 10 * chunk])
+    for chunk, found in enumerate(times.medians(2)):
+        for kind, one in MILLISECONDS.items():
+            assert found.seconds[kind] == pytest.approx((one + 10 * chunk) / 1000)
+        assert (found.kept, found.waiting) == (0, 0.0), "a CPU does not tell what is allocated"
+
+
+def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2), device="cpu")
+    clock = Clock()
+    action_times.time = clock
+    times = ActionTimes(mesh.device)
+    for chunk in range(2):
+        virtual = chunk * 2 + mesh.pp.rank
+        for kind, one in MILLISECONDS.items():
+            clock.work(times, kind, chunk, [one + 10 * virtual])
+    measured = gather_measurements(times, mesh, Placement("loop", 2, 2), 10 + rank)
+    assert measured.free == 10, "the fullest rank counts"
+    costs = measured.costs
+    return costs.forward, costs.input_half, costs.weight_half
+
+
+def test_all_ranks_get_the_costs_of_all_virtual_stages() -> None:
+    found = run_world(_measured, 2)
+    assert found[0] == found[1]
+    for ticks, one in zip(found[0], MILLISECONDS.values(), strict=True):
+        assert ticks == tuple(1000 * (one + 10 * virtual) for virtual in range(4))
+
+
+def _slower(rank: int, size: int) -> tuple[int, ...]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
+    clock = Clock()
+    action_times.time = clock
+    times = ActionTimes(mesh.device)
+    for kind, one in MILLISECONDS.items():
+        clock.work(times, kind, 0, [one + rank])
+    return gather_measurements(times, mesh, Placement("loop", 1, 1), None).costs.forward
+
+
+def test_the_slowest_rank_of_a_stage_counts() -> None:
+    assert run_world(_slower, 2) == [(5000,), (5000,)]
