@@ -13,6 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -83,6 +84,7 @@ class PipelineExecutor:
         weight_gradients: WeightGradientQueue | None = None,
         step: int = 0,
         trial: Trial | None = None,
+        times: ActionTimes | None = None,
     ) -> list[Any]:
         """Run all microbatches.
 
@@ -109,6 +111,7 @@ class PipelineExecutor:
             trial: Name of the kind of step that ``step_fn`` is. The first run of each name, and
                 every run without a name, first probes the step without values. The probe counts the
                 calls of the model, and finds the values that each stage needs from earlier ones.
+            times: Recorder of the times of actions; None records nothing.
 
         Returns:
             Results of ``step_fn`` for each microbatch on the last stage; an empty list on the
@@ -133,6 +136,7 @@ class PipelineExecutor:
             weight_gradients or WeightGradientQueue(),
             step,
             backward,
+            times,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
@@ -140,6 +144,15 @@ class PipelineExecutor:
         with run.whole():
             self._run_program(run, observer)
         return run.results
+
+    def follow(self, schedule: ScheduleName | BuildSchedule) -> None:
+        """Use another schedule with the same placement of chunks from the next run on.
+
+        Args:
+            schedule: Name of the schedule, or the function that builds it.
+        """
+        self._schedule = schedule
+        self._programs.clear()
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
         program, points = self._program(len(run.microbatches), run.backward)

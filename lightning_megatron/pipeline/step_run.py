@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of
-from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.transfers import Transfer
 
 LossOf = Callable[[Any, int], Tensor | None]
@@ -49,6 +50,7 @@ class StepRun:
         weight_gradients: WeightGradientQueue,
         step: int,
         backward: bool,
+        times: ActionTimes | None = None,
     ) -> None:
         self._mesh = mesh
         self._plans = plans
@@ -60,6 +62,7 @@ class StepRun:
         self.inspector = inspector
         self.step = step
         self.backward = backward
+        self._times = times
         self.results: list[Any] = []
         self._axis = mesh.pp
         self._placement = mesh.layout.placement
@@ -108,15 +111,18 @@ class StepRun:
     def compute(self, action: Action) -> None:
         """Run a forward pass, a backward pass, or its input or weight half."""
         key = (action.chunk, action.microbatch)
-        if action.kind == "F":
-            self._forward(key)
-        elif action.kind == "B":
-            self._backward(key)
-        elif action.kind == "I":
-            with self._weight_gradients.open(key):
+        self._wait_for_tensors(action.kind, key)
+        # The time of an action starts when the tensors that it receives are there.
+        with nullcontext() if self._times is None else self._times.measure(action):
+            if action.kind == "F":
+                self._forward(key)
+            elif action.kind == "B":
                 self._backward(key)
-        else:
-            self._weight_gradients.run(key)
+            elif action.kind == "I":
+                with self._weight_gradients.open(key):
+                    self._backward(key)
+            else:
+                self._weight_gradients.run(key)
 
     def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
@@ -147,7 +153,7 @@ class StepRun:
         self._weights.begin(number)
         cursor = None
         if self._axis.size > 1:
-            received = self._arrived("F", key, self._inputs)
+            received = self._inputs.get(key, [])
             for tensor in received if self.backward else ():
                 tensor.requires_grad_(tensor.is_floating_point())
             cursor = StageCursor(chunk, received, plan=self.plan)
@@ -178,7 +184,7 @@ class StepRun:
         if loss is not None:
             self._inspect(loss.grad_fn, True)
             self.run_backward(loss)
-        gradients = self._arrived("B", key, self._gradients)
+        gradients = self._gradients.get(key, [])
         self._gradients.pop(key, None)
         # An edge is None if its output needs no gradient, as on a stage whose parameters are all
         # frozen.
@@ -250,10 +256,11 @@ class StepRun:
         mesh = self._mesh
         mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
 
-    def _arrived(
-        self, kind: str, key: ChunkMicrobatch, where: dict[ChunkMicrobatch, list[Tensor]]
-    ) -> list[Tensor]:
-        pending = self._arrivals.pop((kind, key), None)
+    def _wait_for_tensors(self, kind: Kind, key: ChunkMicrobatch) -> None:
+        """Make the device wait for the tensors that an action reads."""
+        if kind == "W":
+            return
+        received: Kind = "F" if kind == "F" else "B"
+        pending = self._arrivals.pop((received, key), None)
         if pending is not None:
             pending.wait()
-        return where.get(key, [])

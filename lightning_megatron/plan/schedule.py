@@ -25,6 +25,9 @@ from lightning_megatron.plan.zero_bubble import (
 ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 """Named schedules, described in :func:`build_schedule`."""
 
+ScheduleOption = ScheduleName | Literal["auto"]
+"""Named schedules, and the search for the fastest one by times that the first steps measure."""
+
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.schedule import ScheduleName
+from lightning_megatron.plan.schedule import ScheduleOption
 from lightning_megatron.strategy.answers import TrainerAnswers
 from lightning_megatron.strategy.checkpoints.run_checkpoints import (
     RunCheckpoints,
@@ -79,7 +79,7 @@ class MegatronStrategy(TrainerAnswers):
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
-        schedule: ScheduleName | None = None,
+        schedule: ScheduleOption | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
         microbatch_group_size: int | None = None,
         check_microbatches: bool = True,

@@ -52,6 +52,7 @@ from lightning_megatron.strategy.process.dataloaders import needs_distributed_sa
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.runner import StepRunner
+from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
@@ -136,7 +137,10 @@ class Run:
         if self._options.check_microbatches:
             trials = MicrobatchTrials(self.module, self.mesh), FeatureTrials(self.module, self.mesh)
         rule = self._options.microbatches(self.mesh.layout)
-        return StepRunner(self.mesh, self.executor, rule, kept, trials)
+        choice = None
+        if self._options.schedule == "auto" and self.is_fit and self.mesh.pp.size > 1:
+            choice = ScheduleChoice(self.mesh, self.executor, self._options.schedule_name)
+        return StepRunner(self.mesh, self.executor, rule, kept, trials, choice)
 
     def _training_state(
         self,

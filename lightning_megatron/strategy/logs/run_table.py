@@ -149,8 +149,10 @@ def _layout_choices(
         why = "asked for"
         if options.schedule is None:
             why = f"default for vpp {layout.vpp}"
+        if options.schedule == "auto":
+            why = "of the first steps, whose times choose the next one"
         choices.append(Choice("pipeline schedule", options.schedule_name, why))
-        if splits_backward(options.schedule_name):
+        if options.schedule == "auto" or splits_backward(options.schedule_name):
             choices += whole_backward_choices(module)
     for _, model in pipelined_modules(module):
         if layout.pp > 1 and isinstance(model, LayeredModule | CutBlocks):

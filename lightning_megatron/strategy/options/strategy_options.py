@@ -16,7 +16,7 @@ from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.placement import PlacementShape
-from lightning_megatron.plan.schedule import ScheduleName, shape_of
+from lightning_megatron.plan.schedule import ScheduleName, ScheduleOption, shape_of
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 
 _Strategy = TypeVar("_Strategy")
@@ -66,6 +66,8 @@ class StrategyOptions:
             or dualpipe-v. None means interleaved if vpp is above 1, else 1f1b. The zero-bubble
             schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
             zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
+            "auto" measures the first steps, and then runs the fastest order that fits in memory;
+            with vpp=2 its chunks lie as those of zb-v.
         microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
             microbatch. None means one microbatch without pipeline stages. With stages, None means
             the fewest equal microbatches with at most a fifth of the step idle, or one per sample;
@@ -152,7 +154,7 @@ class StrategyOptions:
     ep: Count
     etp: Count | None
     sequence_parallel: bool | None
-    schedule: ScheduleName | None
+    schedule: ScheduleOption | None
     microbatch_size: Count | Literal["batch"] | None
     microbatch_group_size: Count | None
     check_microbatches: bool
@@ -247,8 +249,12 @@ class StrategyOptions:
 
     @property
     def schedule_name(self) -> ScheduleName:
-        """Return the name of the pipeline schedule, with the default filled in."""
-        return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+        """Return the name of the schedule with the default filled in; for "auto" the first one."""
+        if self.schedule is not None and self.schedule != "auto":
+            return self.schedule
+        if self.schedule == "auto" and self.vpp == 2:
+            return "zb-v"
+        return "interleaved" if self.vpp > 1 else "1f1b"
 
     def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
         """Return the rule that cuts batches into microbatches under a layout."""
@@ -295,6 +301,12 @@ class StrategyOptions:
             )
 
     def _check_schedule(self) -> None:
+        if self.schedule == "auto" and self.microbatch_group_size is not None:
+            raise ParallelPlanError(
+                f"microbatch_group_size ({self.microbatch_group_size}) must be None with "
+                "schedule='auto', which chooses the order of microbatches. Use "
+                "schedule='interleaved', or no microbatch_group_size."
+            )
         if self.chunk_shape == "v":
             if self.pp == 1 or self.vpp != 2:
                 raise ParallelPlanError(

@@ -32,6 +32,7 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, choose_token_scale
+from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
@@ -50,6 +51,7 @@ class StepRunner:
         kept: Module attributes that steps set.
         trials: Trials of steps at their first batch, for microbatches and for features that tp
             shards; None skips them.
+        choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class StepRunner:
         rule: MicrobatchRule,
         kept: AttributeSync,
         trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
+        choice: ScheduleChoice | None = None,
     ) -> None:
         self._mesh = mesh
         self._executor = executor
         self._rule = rule
         self._kept = kept
         self._trials = trials
+        self._choice = choice
         self.reads = WeightReads(mesh)
         self._has_said_size = False
         self._replay = LogReplay(mesh)
@@ -124,6 +128,8 @@ class StepRunner:
                     passes,
                     self.reads.guard(module, "training_step"),
                 )
+        if self._choice is not None and passes is not None:
+            self._choice.end_step(len(microbatches))
         if passes is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
@@ -300,6 +306,7 @@ class StepRunner:
             weight_gradients=passes.weight_gradients,
             step=step,
             trial=trial,
+            times=None if self._choice is None else self._choice.times,
         )
 
     def _merged(

@@ -39,14 +39,15 @@ class ScheduleChoice:
     Args:
         mesh: The groups of this rank.
         executor: Executor whose schedule is chosen.
+        name: Schedule of the first steps, which are measured.
     """
 
-    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor) -> None:
+    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, name: ScheduleName) -> None:
         self._mesh = mesh
         self._executor = executor
+        self._name = name
         self._placement = mesh.layout.placement
         self._num_steps = 0
-        self._num_microbatches = 0
         self._times: ActionTimes | None = None
         self._measured: MeasuredStages | None = None
         self._found: dict[int, Schedule] = {}
@@ -68,7 +69,6 @@ class ScheduleChoice:
         if self._measured is not None:
             return
         self._num_steps += 1
-        self._num_microbatches = num_microbatches
         if self._num_steps == WARMUP_STEPS:
             self._times = ActionTimes(self._mesh.device)
         elif self._num_steps == WARMUP_STEPS + MEASURED_STEPS:
@@ -90,13 +90,8 @@ class ScheduleChoice:
 
     def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule that runs while times are measured."""
-        name: ScheduleName = "1f1b"
-        if self._placement.shape == "v":
-            name = "zb-v"
-        elif self._placement.num_chunks > 1:
-            name = "interleaved"
         sizes = (self._placement.num_stages, num_microbatches, self._placement.num_chunks)
-        return build_schedule(name, *sizes, forward_only=forward_only)
+        return build_schedule(self._name, *sizes, forward_only=forward_only)
 
     def _search(self, measured: MeasuredStages, base: Schedule) -> Schedule:
         # Where nothing is known to be kept, as on CPUs, all forwards count the same.
