@@ -18,6 +18,7 @@ GRIDS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
         "tp2, etp2": {"tp": 2, "sequence_parallel": False},
         "pp2": {"pp": 2},
+        "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
     },
     4: {
         "ep4": {"ep": 4},

@@ -18,6 +18,14 @@ LAYOUTS = {
         "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
         "pp2": {"pp": 2},
         "pp2 vpp2": {"pp": 2, "vpp": 2},
+        "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
+        "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+        "pp2 dualpipe-v": {
+            "pp": 2,
+            "vpp": 2,
+            "schedule": "dualpipe-v",
+            "microbatch_size": 1,
+        },
         "dp2": {},
     },
     4: {
@@ -27,6 +35,8 @@ LAYOUTS = {
         "tp4": {"tp": 4, "sequence_parallel": False},
         "pp4": {"pp": 4},
         "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+        "pp4 zb-h2": {"pp": 4, "schedule": "zb-h2"},
+        "tp2 pp2 zb-v": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zb-v"},
         "tp2 pp2": {"tp": 2, "pp": 2},
         "dp4": {},
     },
