@@ -6,6 +6,7 @@
 ``name:chunks`` names a schedule and its chunks per stage. Each row trains the same model on the
 same tokens, in microbatches of one sequence. The rules are those of ``benchmarks/train_shapes.py``,
 and the peer is a program as in ``benchmarks/data_parallel.py`` that also takes ``--pp --vp --gbs``.
+The cases ``auto`` run first. The times that they measure give the simulated time of the others.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 
 from benchmarks.data_parallel import launch
 from benchmarks.train_shapes import LAYOUTS, SHAPES
+from lightning_megatron.plan.schedule import build_schedule
+from lightning_megatron.plan.simulate import simulate
+from lightning_megatron.plan.stage_costs import StageCosts
 
 TABLE = [
     "| program | layout | schedule | microbatches | ms a step | fastest | tokens/s/GPU "
-    "| TFLOP/s/GPU | GiB of each stage | last loss |",
-    "|---|---|---|---|---|---|---|---|---|---|",
+    "| TFLOP/s/GPU | GiB of the fullest GPU | last loss | simulated ms | bubble |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -66,18 +70,38 @@ def run_ours(args: argparse.Namespace, case: ScheduleCase) -> str:
     line += ["--batch", str(args.microbatches), "--steps", str(args.steps)]
     line += ["--warmup", str(args.warmup), "--layers", str(args.layers), "--out", str(out)]
     line += ["--accelerator", args.accelerator, "--options", json.dumps(options)]
+    line += ["--time-actions", "--time-optimizer"]
     line += ["--in-a-row"] if args.in_a_row else []
     line += ["--forced-balance"] if args.forced_balance else []
     launch(line, LAYOUTS[args.layout].devices, {}, args.timeout)
     start = f"| ours | {args.layout} | {case} | {args.microbatches}"
     if not out.exists():
-        return f"{start} | failed | | | | | |"
+        return f"{start} | failed | | | | | | | |"
     figures = json.loads(out.read_text())
     return (
         f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
         f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | "
-        f"{figures['peak_gib']} | {figures['losses'][args.warmup + args.steps - 1]:.4f} |"
+        f"{figures['peak_gib']} | {figures['losses'][args.warmup + args.steps - 1]:.4f} | "
+        f"{simulated(args, case)} |"
     )
+
+
+def simulated(args: argparse.Namespace, case: ScheduleCase) -> str:
+    """Return a schedule's simulated time and bubble, by the stage times that ``auto`` has measured.
+
+    The time of clipping and of the optimizer is added, because a step waits for both. Empty if no
+    case ``auto`` with as many chunks has run before, and for ``auto`` itself.
+    """
+    measured = Path(args.out) / f"{args.model}_{args.layout}_auto_{case.chunks}.json"
+    if case.name == "auto" or not measured.exists():
+        return " | "
+    figures = json.loads(measured.read_text())
+    costs = figures["StageTimes"]["costs"]
+    lists = (tuple(costs[name]) for name in ("forward", "input_half", "weight_half"))
+    schedule = build_schedule(case.name, LAYOUTS[args.layout].pp, args.microbatches, case.chunks)
+    timeline = simulate(schedule, StageCosts(*lists))
+    step = timeline.length / 1e3 + figures["OptimizerTime"].get("optimizer_ms", 0.0)
+    return f"{step:.1f} | {timeline.bubble:.1%}"
 
 
 def run_peer(args: argparse.Namespace, chunks: int) -> str:
@@ -96,11 +120,11 @@ def run_peer(args: argparse.Namespace, chunks: int) -> str:
     start = f"| peer | {args.layout} | {name} | {args.microbatches}"
     results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
     if not results:
-        return f"{start} | failed | | | | | |"
+        return f"{start} | failed | | | | | | | |"
     found = json.loads(results[-1])
     return (
         f"{start} | {found['ms']} | {found.get('min_ms', '')} | {found['tok_s_gpu']:,} | "
-        f"{found['tflops_gpu']} | {found['mem_gib']} | {found.get('loss', '')} |"
+        f"{found['tflops_gpu']} | {found['mem_gib']} | {found.get('loss', '')} | | |"
     )
 
 
@@ -135,7 +159,8 @@ def main() -> None:
     """Run all cases, the peer's first, and print the table."""
     args = parser().parse_args()
     rows = [run_peer(args, chunks) for chunks in args.peer_chunks] if args.peer else []
-    rows += [run_ours(args, case) for case in args.schedules]
+    cases = sorted(args.schedules, key=lambda case: case.name != "auto")
+    rows += [run_ours(args, case) for case in cases]
     print("\n".join(TABLE + rows))
 
 

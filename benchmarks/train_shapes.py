@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measure import Measure, mark_on_device
+from benchmarks.stage_times import StageTimes
 from benchmarks.step_profile import analyse, find_steps, read_trace, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
@@ -356,6 +357,9 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
         end += 1 + Profile.num_steps
     if args.time_optimizer:
         callbacks.append(OptimizerTime(args.warmup, args.steps))
+    if args.time_actions:
+        callbacks.append(StageTimes(end))
+        end += 1
     if args.async_save:
         callbacks.append(SaveStall(Path(args.async_save), measure, end, args.save_steps))
         end += 2 * args.save_steps
@@ -397,7 +401,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for callback in callbacks:
         if isinstance(callback, Measure):
             found.update(callback.figures)
-        elif isinstance(callback, (Profile, OptimizerTime, SaveStall)):
+        elif isinstance(callback, (Profile, OptimizerTime, StageTimes, SaveStall)):
             found[type(callback).__name__] = callback.result
     if trainer.is_global_zero:
         out.write_text(json.dumps(found))
@@ -430,6 +434,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--time-optimizer", action="store_true", help="time the optimizer's step alone"
+    )
+    result.add_argument(
+        "--time-actions", action="store_true", help="record the actions of a step on all stages"
     )
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument(

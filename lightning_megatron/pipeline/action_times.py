@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,6 +51,22 @@ class MeasuredStages:
     weight_half_share: float
     free: int | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content of a costs file for ``lightning-megatron schedule --costs``."""
+        costs = {
+            "forward": list(self.costs.forward),
+            "input_half": list(self.costs.input_half),
+            "weight_half": list(self.costs.weight_half),
+        }
+        # A costs file has positive sizes. CPUs do not tell them.
+        if not all(self.kept):
+            return costs
+        return {
+            **costs,
+            "kept": list(self.kept),
+            "weight_half_share": self.weight_half_share,
+        }
+
 
 class ActionTimes:
     """Recorder of the actions of this stage.
@@ -63,48 +80,71 @@ class ActionTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._spans: dict[tuple[Kind, int], list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-        self._seconds: dict[tuple[Kind, int], list[float]] = {}
-        self._growth: dict[tuple[Kind, int], list[int]] = {}
+        self._origin = self._now()
+        self._records: list[tuple[Action, Any, Any, int]] = []
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Record the time and the growth of allocated memory of the block."""
-        key = (action.kind, action.chunk)
         before = self._allocated()
-        if self._is_cuda:
-            span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            span[0].record()
-            yield
-            span[1].record()
-            self._spans.setdefault(key, []).append(span)
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds.setdefault(key, []).append(time.perf_counter() - start)
-        self._growth.setdefault(key, []).append(self._allocated() - before)
+        start = self._now()
+        yield
+        self._records.append((action, start, self._now(), self._allocated() - before))
+
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """Return start and end of all actions, in seconds since the recorder was made.
+
+        The host waits for the device.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [
+            (action, self._seconds(self._origin, start), self._seconds(self._origin, stop))
+            for action, start, stop, _ in self._records
+        ]
 
     def medians(self, num_chunks: int) -> tuple[ActionMedians, ...]:
-        """Return the medians of every chunk, after a wait for the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
-            for key, spans in self._spans.items():
-                self._seconds[key] = [start.elapsed_time(stop) / 1e3 for start, stop in spans]
-        return tuple(self._medians_of(chunk) for chunk in range(num_chunks))
+        """Return the medians of every chunk, after a wait for the device.
 
-    def _medians_of(self, chunk: int) -> ActionMedians:
+        Args:
+            num_chunks: Chunks of this stage.
+
+        Raises:
+            StatisticsError: If a forward or a half of a chunk was not recorded.
+        """
+        spans = self.spans()
+        return tuple(self._medians_of(chunk, spans) for chunk in range(num_chunks))
+
+    def _medians_of(
+        self, chunk: int, spans: Sequence[tuple[Action, float, float]]
+    ) -> ActionMedians:
+        seconds: dict[Kind, float] = {}
+        growth: dict[Kind, float] = {}
         kinds: tuple[Kind, ...] = ("F", "I", "W")
-        seconds = {kind: statistics.median(self._seconds[kind, chunk]) for kind in kinds}
-        kept = max(int(statistics.median(self._growth["F", chunk])), 0)
-        freed = -statistics.median(self._growth["W", chunk])
+        for kind in kinds:
+            own = [n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)]
+            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in own)
+            growth[kind] = statistics.median(self._records[n][3] for n in own)
+        kept = max(int(growth["F"]), 0)
         waiting = 0.0
         if kept:
-            waiting = min(max(freed / kept, 0.0), 1.0)
+            waiting = min(max(-growth["W"] / kept, 0.0), 1.0)
         return ActionMedians(seconds, kept, waiting)
 
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start: Any, stop: Any) -> float:
+        if self._device.type != "cuda":
+            return float(stop - start)
+        return float(start.elapsed_time(stop)) / 1e3
+
     def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._is_cuda else 0
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
 def gather_measurements(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
@@ -99,6 +100,7 @@ class Run:
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self._options = options
         self._checkpoints = checkpoints
+        self._choice: ScheduleChoice | None = None
         self._long_lived = LongLivedObjects()
         with ExitStack() as undo:
             undo.callback(self._long_lived.release)
@@ -137,10 +139,10 @@ class Run:
         if self._options.check_microbatches:
             trials = MicrobatchTrials(self.module, self.mesh), FeatureTrials(self.module, self.mesh)
         rule = self._options.microbatches(self.mesh.layout)
-        choice = None
         if self._options.schedule == "auto" and self.is_fit and self.mesh.pp.size > 1:
-            choice = ScheduleChoice(self.mesh, self.executor, self._options.schedule_name)
-        return StepRunner(self.mesh, self.executor, rule, kept, trials, choice)
+            name = self._options.schedule_name
+            self._choice = ScheduleChoice(self.mesh, self.executor, name)
+        return StepRunner(self.mesh, self.executor, rule, kept, trials, self._choice)
 
     def _training_state(
         self,
@@ -234,6 +236,11 @@ class Run:
         """Return whether a step of several stages is running."""
         model = self.executor.model
         return model is not None and model.cursor is not None
+
+    @property
+    def measured_stages(self) -> MeasuredStages | None:
+        """Return what ``schedule="auto"`` has measured; None before its choice and without it."""
+        return None if self._choice is None else self._choice.measured
 
     def begin_training(self) -> None:
         """Check the training data, and prepare for the first step.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pipeline import ScheduleCase, parser, run_ours, schedule_of
+from lightning_megatron.plan.schedule import build_schedule
 
 
 def test_a_case_has_the_schedule_and_the_chunks_of_its_name() -> None:
@@ -25,11 +26,20 @@ def test_chunks_that_are_no_positive_integer_are_refused(name: str) -> None:
 
 def test_rows_train_the_same_model_under_each_schedule(tmp_path: Path) -> None:
     line = ["--model", "tiny_llama", "--layout", "pp2", "--layers", "4", "--microbatches", "4"]
-    line += ["--accelerator", "cpu", "--steps", "2", "--warmup", "1", "--out", str(tmp_path)]
-    args = parser().parse_args([*line, "--schedules", "1f1b", "interleaved:2"])
+    line += ["--accelerator", "cpu", "--steps", "5", "--warmup", "1", "--out", str(tmp_path)]
+    args = parser().parse_args([*line, "--schedules", "auto:2", "zb-v:2"])
     rows = [run_ours(args, case) for case in args.schedules]
-    files = ["tiny_llama_pp2_1f1b_1.json", "tiny_llama_pp2_interleaved_2.json"]
-    losses = [json.loads((tmp_path / file).read_text())["losses"] for file in files]
-    assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3), rows
-    assert rows[1].startswith("| ours | pp2 | interleaved vpp2 | 4 |")
+    files = ["tiny_llama_pp2_auto_2.json", "tiny_llama_pp2_zb-v_2.json"]
+    chosen, named = (json.loads((tmp_path / file).read_text()) for file in files)
+    assert len(named["losses"]) == 7
+    assert chosen["losses"] == pytest.approx(named["losses"], rel=1e-3), rows
+    assert rows[1].startswith("| ours | pp2 | zb-v vpp2 | 4 |")
+    simulated, bubble = rows[1].split("|")[-3:-1]
+    assert float(simulated) > 0
+    assert 0 < float(bubble.strip(" %")) < 100
+    actions = build_schedule("zb-v", 2, 4, 2).rows
+    for found, row in zip(named["StageTimes"]["rows"], actions, strict=True):
+        assert [tuple(one[:3]) for one in found] == [
+            (action.kind, action.chunk, action.microbatch) for action in row
+        ]
+        assert all(start <= stop for *_, start, stop in found)

@@ -54,6 +54,11 @@ class ScheduleChoice:
         executor.follow(self._schedule)
 
     @property
+    def measured(self) -> MeasuredStages | None:
+        """Return what the first steps have measured; None before the choice."""
+        return self._measured
+
+    @property
     def times(self) -> ActionTimes | None:
         """Return the recorder of the step that runs next; None if it is not measured."""
         return self._times

@@ -1,0 +1,55 @@
+"""Callback that records when every stage of a pipeline runs which action."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_megatron.groups.collectives import all_gather_objects, barrier
+from lightning_megatron.pipeline.action_times import ActionTimes
+
+
+class StageTimes(Callback):
+    """Callback that records the actions of one step on all stages.
+
+    Args:
+        first: Number of the step before the recorded one.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.result: dict[str, Any] = {}
+        self._times: ActionTimes | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Start all ranks together, and record the actions of this step."""
+        if trainer.global_step != self.first:
+            return
+        executor = trainer.strategy.run.executor
+        run = executor.run
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        barrier(trainer.strategy.mesh.world, device)
+        self._times = ActionTimes(device)
+        executor.run = lambda *args, **options: run(*args, **{**options, "times": self._times})
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Stop recording."""
+        trainer.strategy.run.executor.__dict__.pop("run", None)
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Gather the actions of all stages, and what ``schedule="auto"`` has measured."""
+        assert self._times is not None, "the recorded step was trained"
+        mesh = trainer.strategy.mesh
+        own = [
+            (action.kind, action.chunk, action.microbatch, round(start * 1e6), round(stop * 1e6))
+            for action, start, stop in self._times.spans()
+        ]
+        measured = trainer.strategy.run.measured_stages
+        self.result = {
+            "rows": all_gather_objects(own, mesh.pp_cpu),
+            "costs": None if measured is None else measured.as_dict(),
+        }
