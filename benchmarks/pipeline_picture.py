@@ -1,0 +1,94 @@
+"""Picture of a schedule's simulated timeline above the recorded one.
+
+    python -m benchmarks.pipeline --layout pp2 --schedules auto:2 zb-v:2 --warmup 6
+    python -m benchmarks.pipeline_picture --costs runs/pipeline/llama8b_half_pp2_auto_2.json \\
+        --recorded runs/pipeline/llama8b_half_pp2_zb-v_2.json --name zb-v --png timeline.png
+
+The simulation takes the times of the stages that ``schedule="auto"`` has measured. The recorded
+timeline is that of one step, from the first forward of its first stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.draw_schedule import draw_schedules
+from lightning_megatron.cli.schedule_outcome import ScheduleOutcome
+from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.live_microbatches import live_microbatches, peak_activations
+from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.plan.simulate import Span, Timeline, simulate
+from lightning_megatron.plan.stage_costs import StageCosts
+
+
+def recorded_timeline(schedule: Schedule, rows: list[list[list[Any]]]) -> Timeline:
+    """Return a timeline of recorded actions, which must be those of the schedule.
+
+    Args:
+        schedule: Schedule that ran.
+        rows: Actions of every stage as kind, chunk, microbatch, start and end (microseconds).
+
+    Raises:
+        ValueError: If a stage ran other actions, or in another order.
+    """
+    begin = min(start for row in rows for *_, start, _ in row)
+    spans = tuple(
+        tuple(
+            Span(stage, Action(kind, chunk, microbatch), start - begin, stop - begin)
+            for kind, chunk, microbatch, start, stop in row
+        )
+        for stage, row in enumerate(rows)
+    )
+    found = tuple(tuple(span.action for span in row) for row in spans)
+    if found != schedule.rows:
+        raise ValueError(
+            f"the recorded actions must be those of schedule {schedule.name!r}: they are of "
+            "another schedule, or of other sizes. Use the --name that was recorded."
+        )
+    return Timeline(schedule, spans)
+
+
+def outcome(label: str, timeline: Timeline, kept: list[float]) -> ScheduleOutcome:
+    """Return a timeline with what its stages keep at most (GiB)."""
+    schedule = timeline.schedule
+    stages = range(schedule.num_stages)
+    peaks = []
+    for stage in stages:
+        own = [kept[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
+        peaks.append(peak_activations(schedule, stage, own) / 2**30)
+    live = tuple(live_microbatches(schedule, stage).total for stage in stages)
+    return ScheduleOutcome(label, timeline, live, tuple(peaks))
+
+
+def main() -> None:
+    """Draw both timelines into one file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--costs", required=True, help="measurements of a case auto")
+    parser.add_argument("--recorded", required=True, help="measurements of the drawn case")
+    parser.add_argument("--name", required=True, help="schedule of the drawn case")
+    parser.add_argument("--png", required=True, help="file to write")
+    args = parser.parse_args()
+    costs = json.loads(Path(args.costs).read_text())["StageTimes"]["costs"]
+    rows = json.loads(Path(args.recorded).read_text())["StageTimes"]["rows"]
+    num_stages = len(rows)
+    num_chunks = len(costs["forward"]) // num_stages
+    num_microbatches = 1 + max(microbatch for row in rows for _, _, microbatch, *_ in row)
+    schedule = build_schedule(args.name, num_stages, num_microbatches, num_chunks)
+    lists = (tuple(costs[name]) for name in ("forward", "input_half", "weight_half"))
+    simulated = simulate(schedule, StageCosts(*lists))
+    kept = costs.get("kept", [0.0] * len(costs["forward"]))
+    pair = [
+        outcome(f"{args.name} simulated", simulated, kept),
+        outcome(f"{args.name} recorded", recorded_timeline(schedule, rows), kept),
+    ]
+    title = f"{args.name}, {num_stages} stages, {num_microbatches} microbatches (microseconds, GiB)"
+    draw_schedules(pair, args.png, title, "Simulated and recorded timeline of one training step")
+
+
+if __name__ == "__main__":
+    main()
