@@ -63,7 +63,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"schedule": "zigzag"},
             ParallelPlanError,
-            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v or None: it is 'zigzag'",
+            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto or None: it is 'zigzag'",
         ),
         (
             {"microbatch_size": 0},
