@@ -292,6 +292,12 @@ class ParallelLayout:
                 "one the head, but the others would have nothing to do. Use numbers of at least 1 "
                 "between them, and at least one layer."
             )
+        if self.shape == "v" and not counts[0] and not counts[-1]:
+            raise ParallelPlanError(
+                "stage_layers must give the first stage a layer, because without one the order of "
+                f"its parameters is not known: it is {shown(list(counts))}, and in a V the first "
+                "stage has the first and the last virtual stage. Give one of them a layer."
+            )
 
     def _check_fits(self, axes: tuple[str, ...], why: str) -> None:
         sizes = {axis: getattr(self, axis) for axis in axes}

@@ -237,6 +237,19 @@ def test_numbers_that_do_not_fit_are_refused(
         GPTConfig.llama().check_layout(layout(*sizes))
 
 
+def test_the_first_stage_of_a_v_has_a_layer() -> None:
+    def v(*counts: int) -> ParallelLayout:
+        return ParallelLayout(2, pp=2, vpp=2, shape="v", stage_layers=counts)
+
+    assert v(0, 5, 2, 1).stage_layers == (0, 5, 2, 1)
+    assert v(1, 5, 2, 0).stage_layers == (1, 5, 2, 0)
+    with pytest.raises(
+        ParallelPlanError, match=r"must give the first stage a layer.* \[0, 5, 3, 0\]"
+    ):
+        v(0, 5, 3, 0)
+    assert layout(2, 2, [0, 5, 3, 0]).stage_layers == (0, 5, 3, 0), "each end has its own stage"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

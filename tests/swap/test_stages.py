@@ -106,6 +106,9 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
     assert "are 5 layers, and the model has 4" in refusal(
         Model(), BLOCKS, ParallelPlanError, stage_layers=(4, 1)
     )
+    moved = refusal(Model(), {**BLOCKS, "*.norm": "last"}, ParallelPlanError, stage_layers=(4, 0))
+    assert "the stage of 'model.norm' must have a block" in moved
+    assert "stage_layers is 4, 0. Give stage 1 a block" in moved
     shared = refusal(Model(shared=True), BLOCKS, UnsupportedError)
     assert (
         "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline "

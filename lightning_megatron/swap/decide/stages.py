@@ -43,11 +43,13 @@ class End:
         site: Module with its position.
         is_before: Whether it runs before the blocks.
         is_explicit: Whether the plan assigns the stage; otherwise the order of definition does.
+        is_moved: Whether it is defined on the other side of the blocks.
     """
 
     site: ModuleSite
     is_before: bool
     is_explicit: bool = False
+    is_moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ def plan_stages(
         if parameter is not None
     )
     layers = partition.by_stage(layout.placement)
+    _check_moved_ends(ends, partition, layers, layout)
     outer = frozenset(id(module) for _, module in around)
     owners = _Owners(blocks.name, layers, ends, outer, layout.loss_stage)
     ties = _ties(root, owners, kinds)
@@ -274,11 +277,9 @@ def _ends(
                 is_before = False
             elif next(child.parameters(), None) is not None:
                 explicit = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
-                yield End(
-                    ModuleSite(name, module, key, child),
-                    explicit[-1] == "first" if explicit else is_before,
-                    bool(explicit),
-                )
+                runs_before = explicit[-1] == "first" if explicit else is_before
+                site = ModuleSite(name, module, key, child)
+                yield End(site, runs_before, bool(explicit), runs_before != is_before)
 
 
 def _check_sides(
@@ -294,6 +295,24 @@ def _check_sides(
                 f"pipeline_plan can give the kind {kind!r} only to a whole module outside of "
                 f"{blocks.name!r}: {matching[0]!r} is not one. Use "
                 f"{join_or([repr(name) for name in known])}."
+            )
+
+
+def _check_moved_ends(
+    ends: Sequence[End],
+    partition: LayerPartition,
+    layers: Sequence[Sequence[range]],
+    layout: ParallelLayout,
+) -> None:
+    """Raise if a module's place among all parameters cannot be told from those of its stage."""
+    for end in ends:
+        stage = 0 if end.is_before else layout.loss_stage
+        if end.is_moved and not any(layers[stage]):
+            raise ParallelPlanError(
+                f"the stage of {end.site.name!r} must have a block, because pipeline_plan runs it "
+                "on the other side of the blocks than it is defined, and without a block the order "
+                f"of the stage's parameters is not known: stage_layers is {partition}. Give stage "
+                f"{stage} a block, or define the module on the side where it runs."
             )
 
 
