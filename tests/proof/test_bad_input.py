@@ -289,7 +289,7 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"schedule": "zb-h3"},
             ParallelPlanError,
-            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v or None: it is 'zb-h3'.",
+            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto or None: it is 'zb-h3'.",
         ),
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},
