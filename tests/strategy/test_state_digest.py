@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import digest, num_kept
@@ -35,7 +36,8 @@ def written_in_inference(value: Tensor) -> None:
 
 def last_of_two_stages() -> ParallelMesh:
     single = ParallelMesh.single()
-    return replace(single, pp=MeshAxis("pp", (0, 1), 1))
+    layout = ParallelLayout(2, pp=2)
+    return replace(single, layout=layout, pp=MeshAxis("pp", (0, 1), 1))
 
 
 class Held:
