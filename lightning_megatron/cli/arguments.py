@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_megatron.cli.draw_layout import PICTURE_SUFFIXES
 
 
 def at_least_one(text: str) -> int:
@@ -14,3 +18,26 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
     return int(text)
+
+
+def new_file(text: str, suffixes: Sequence[str]) -> Path:
+    """Return the path of a file to write that an argument gives.
+
+    Args:
+        text: Argument.
+        suffixes: Legal endings of the name.
+
+    Raises:
+        ArgumentTypeError: If the name has another ending, or its folder does not exist.
+    """
+    path = Path(text)
+    if path.suffix.lower() not in suffixes:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"folder {str(path.parent)!r} does not exist")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Return the path of a picture to write, see :func:`new_file`."""
+    return new_file(text, PICTURE_SUFFIXES)

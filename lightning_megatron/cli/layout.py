@@ -6,10 +6,9 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from lightning_megatron.cli.arguments import at_least_one
-from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, PICTURE_SUFFIXES, draw_layout
+from lightning_megatron.cli.arguments import at_least_one, picture_file
+from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, draw_layout
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 from lightning_megatron.plan.partition import LayerPartition
 
@@ -73,7 +72,7 @@ def layout_parser() -> argparse.ArgumentParser:
     )
     add(
         "--png",
-        type=_picture_path,
+        type=picture_file,
         metavar="FILE",
         help="draw the rank map into this .png, .svg or .pdf file",
     )
@@ -242,12 +241,3 @@ def _stage_layers(text: str) -> list[int] | str:
     if all(number.strip().isdecimal() for number in numbers):
         return [int(number) for number in numbers]
     return text
-
-
-def _picture_path(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in PICTURE_SUFFIXES:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(PICTURE_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"folder {str(path.parent)!r} does not exist")
-    return path

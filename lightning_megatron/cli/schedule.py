@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_megatron.cli.draw_layout import PICTURE_SUFFIXES
+from lightning_megatron.cli.arguments import new_file, picture_file
 from lightning_megatron.cli.draw_schedule import draw_schedules
 from lightning_megatron.cli.schedule_costs import PipelineCosts, equal_costs, read_costs
 from lightning_megatron.cli.schedule_outcome import (
@@ -182,7 +182,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--png",
-        type=_picture_path,
+        type=picture_file,
         metavar="FILE",
         help="draw the timelines into this .png, .svg or .pdf file",
     )
@@ -199,18 +199,5 @@ def _positive(text: str) -> float:
     return value
 
 
-def _picture_path(text: str) -> Path:
-    return _path(text, PICTURE_SUFFIXES)
-
-
 def _csv_path(text: str) -> Path:
-    return _path(text, (CSV,))
-
-
-def _path(text: str, suffixes: Sequence[str]) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in suffixes:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(suffixes)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"folder {str(path.parent)!r} does not exist")
-    return path
+    return new_file(text, (CSV,))
