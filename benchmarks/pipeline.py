@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.data_parallel import launch
+from benchmarks.stage_times import measured_costs
 from benchmarks.train_shapes import LAYOUTS, SHAPES
 from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.simulate import simulate
-from lightning_megatron.plan.stage_costs import StageCosts
 
 TABLE = [
     "| program | layout | schedule | microbatches | ms a step | fastest | tokens/s/GPU "
@@ -96,10 +96,8 @@ def simulated(args: argparse.Namespace, case: ScheduleCase) -> str:
     if case.name == "auto" or not measured.exists():
         return " | "
     figures = json.loads(measured.read_text())
-    costs = figures["StageTimes"]["costs"]
-    lists = (tuple(costs[name]) for name in ("forward", "input_half", "weight_half"))
     schedule = build_schedule(case.name, LAYOUTS[args.layout].pp, args.microbatches, case.chunks)
-    timeline = simulate(schedule, StageCosts(*lists))
+    timeline = simulate(schedule, measured_costs(figures).times)
     step = timeline.length / 1e3 + figures["OptimizerTime"].get("optimizer_ms", 0.0)
     return f"{step:.1f} | {timeline.bubble:.1%}"
 

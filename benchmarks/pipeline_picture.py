@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stage_times import measured_costs
 from lightning_megatron.cli.draw_schedule import draw_schedules
-from lightning_megatron.cli.schedule_outcome import ScheduleOutcome
+from lightning_megatron.cli.schedule_outcome import simulated
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.live_microbatches import live_microbatches, peak_activations
 from lightning_megatron.plan.schedule import Schedule, build_schedule
-from lightning_megatron.plan.simulate import Span, Timeline, simulate
-from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.simulate import Span, Timeline
 
 
 def recorded_timeline(schedule: Schedule, rows: list[list[list[Any]]]) -> Timeline:
@@ -51,18 +51,6 @@ def recorded_timeline(schedule: Schedule, rows: list[list[list[Any]]]) -> Timeli
     return Timeline(schedule, spans)
 
 
-def outcome(label: str, timeline: Timeline, kept: list[float]) -> ScheduleOutcome:
-    """Return a timeline with what its stages keep at most (GiB)."""
-    schedule = timeline.schedule
-    stages = range(schedule.num_stages)
-    peaks = []
-    for stage in stages:
-        own = [kept[schedule.virtual_stage(stage, chunk)] for chunk in range(schedule.num_chunks)]
-        peaks.append(peak_activations(schedule, stage, own) / 2**30)
-    live = tuple(live_microbatches(schedule, stage).total for stage in stages)
-    return ScheduleOutcome(label, timeline, live, tuple(peaks))
-
-
 def main() -> None:
     """Draw both timelines into one file."""
     parser = argparse.ArgumentParser(
@@ -73,19 +61,16 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="schedule of the drawn case")
     parser.add_argument("--png", required=True, help="file to write")
     args = parser.parse_args()
-    costs = json.loads(Path(args.costs).read_text())["StageTimes"]["costs"]
+    costs = measured_costs(json.loads(Path(args.costs).read_text()))
     rows = json.loads(Path(args.recorded).read_text())["StageTimes"]["rows"]
     num_stages = len(rows)
-    num_chunks = len(costs["forward"]) // num_stages
+    num_chunks = costs.times.num_virtual_stages // num_stages
     num_microbatches = 1 + max(microbatch for row in rows for _, _, microbatch, *_ in row)
     schedule = build_schedule(args.name, num_stages, num_microbatches, num_chunks)
-    lists = (tuple(costs[name]) for name in ("forward", "input_half", "weight_half"))
-    simulated = simulate(schedule, StageCosts(*lists))
-    kept = costs.get("kept", [0.0] * len(costs["forward"]))
-    pair = [
-        outcome(f"{args.name} simulated", simulated, kept),
-        outcome(f"{args.name} recorded", recorded_timeline(schedule, rows), kept),
-    ]
+    costs = replace(costs, kept=tuple(size / 2**30 for size in costs.kept))
+    above = simulated(schedule, costs, f"{args.name} simulated")
+    timeline = recorded_timeline(schedule, rows)
+    pair = [above, replace(above, label=f"{args.name} recorded", timeline=timeline)]
     title = f"{args.name}, {num_stages} stages, {num_microbatches} microbatches (microseconds, GiB)"
     draw_schedules(pair, args.png, title, "Simulated and recorded timeline of one training step")
 

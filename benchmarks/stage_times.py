@@ -7,8 +7,24 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_megatron.cli.schedule_costs import PipelineCosts
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.pipeline.action_times import ActionTimes
+from lightning_megatron.plan.live_microbatches import WEIGHT_HALF_SHARE
+from lightning_megatron.plan.stage_costs import StageCosts
+
+
+def measured_costs(figures: dict[str, Any]) -> PipelineCosts:
+    """Return the times (microseconds) and sizes (bytes) that a case ``auto`` has measured.
+
+    Args:
+        figures: Measurements of the case.
+    """
+    costs = figures["StageTimes"]["costs"]
+    forward = tuple(costs["forward"])
+    times = StageCosts(forward, tuple(costs["input_half"]), tuple(costs["weight_half"]))
+    kept = tuple(costs.get("kept", [0.0] * len(forward)))
+    return PipelineCosts(times, kept, costs.get("weight_half_share", WEIGHT_HALF_SHARE))
 
 
 class StageTimes(Callback):

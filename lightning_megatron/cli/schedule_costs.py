@@ -61,13 +61,9 @@ class PipelineCosts:
             self.times.merged(num_virtual_stages), tuple(sums), self.weight_half_share
         )
 
-    def kept_by(self, schedule: Schedule) -> list[list[float]]:
+    def kept_by(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
         """Return what a forward keeps, as ``[stage][chunk]`` of a schedule of these stages."""
-        chunks = range(schedule.num_chunks)
-        return [
-            [self.kept[schedule.virtual_stage(rank, chunk)] for chunk in chunks]
-            for rank in range(schedule.num_stages)
-        ]
+        return schedule.placement.by_stage(self.kept)
 
 
 def equal_costs(num_stages: int, num_parts: int) -> PipelineCosts:

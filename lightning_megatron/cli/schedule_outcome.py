@@ -12,7 +12,7 @@ from lightning_megatron.plan.automatic_schedule import AUTOMATIC, Candidate, sea
 from lightning_megatron.plan.live_microbatches import (
     is_within,
     live_microbatches,
-    peak_activations,
+    stage_peaks,
 )
 from lightning_megatron.plan.schedule import (
     SCHEDULE_NAMES,
@@ -111,15 +111,11 @@ def simulated(
         ParallelPlanError: If the costs are for other virtual stages.
     """
     own = costs.of(schedule.placement.num_virtual_stages)
-    ranks = range(schedule.num_stages)
-    kept = own.kept_by(schedule)
     return ScheduleOutcome(
         label or schedule.name,
         simulate(schedule, own.times),
-        tuple(live_microbatches(schedule, rank).total for rank in ranks),
-        tuple(
-            peak_activations(schedule, rank, kept[rank], own.weight_half_share) for rank in ranks
-        ),
+        tuple(live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)),
+        stage_peaks(schedule, own.kept_by(schedule), own.weight_half_share),
     )
 
 

@@ -148,31 +148,31 @@ class ActionTimes:
 
 
 def gather_measurements(
-    times: ActionTimes, mesh: ParallelMesh, placement: Placement, free: int | None
+    medians: Sequence[ActionMedians], mesh: ParallelMesh, placement: Placement, free: int | None
 ) -> MeasuredStages:
     """Gather what all ranks have measured.
 
     Args:
-        times: Record of this rank, with input and weight halves of every chunk.
+        medians: Medians of this rank's chunks.
         mesh: The groups of this rank.
         placement: Placement of the virtual stages.
         free: Memory of this rank for what forwards keep; None if it is not known (bytes).
 
     Communication: one gather over the world, on the CPU.
     """
-    own = (mesh.pp.rank, times.medians(placement.num_chunks), free)
+    own = (mesh.pp.rank, tuple(medians), free)
     ranks = all_gather_objects(own, mesh.world_cpu)
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     kept = []
     for virtual in range(placement.num_virtual_stages):
         stage, chunk = placement.owner(virtual)
-        found = [medians[chunk] for rank, medians, _ in ranks if rank == stage]
+        found = [chunks[chunk] for rank, chunks, _ in ranks if rank == stage]
         for kind in kinds:
-            slowest = max(medians.seconds[kind] for medians in found)
+            slowest = max(one.seconds[kind] for one in found)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
-        kept.append(max(medians.kept for medians in found))
-    shares = [medians.waiting for _, chunks, _ in ranks for medians in chunks]
+        kept.append(max(one.kept for one in found))
+    shares = [one.waiting for _, chunks, _ in ranks for one in chunks]
     limits = [limit for _, _, limit in ranks if limit is not None]
     costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]))
     return MeasuredStages(costs, tuple(kept), max(shares), min(limits, default=None))

@@ -13,7 +13,7 @@ from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.live_microbatches import (
     WEIGHT_HALF_SHARE,
     is_within,
-    peak_activations,
+    stage_peaks,
 )
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import (
@@ -100,7 +100,7 @@ def search_schedule(
     num_chunks = count // num_stages
 
     def judged(schedule: Schedule) -> Candidate:
-        peak = _peak(schedule, kept, weight_half_share)
+        peak = max(stage_peaks(schedule, schedule.placement.by_stage(kept), weight_half_share))
         return Candidate(schedule, simulate(schedule, costs).length, peak, is_within(peak, limit))
 
     named = tuple(
@@ -179,28 +179,8 @@ def _rules(
             yield GreedyRule(largest, kept, weight_half_share, alternate, deep_first, patience)
 
 
-def _peak(schedule: Schedule, kept: Sequence[float], weight_half_share: float) -> float:
-    return max(
-        peak_activations(
-            schedule,
-            rank,
-            [kept[schedule.virtual_stage(rank, chunk)] for chunk in range(schedule.num_chunks)],
-            weight_half_share,
-        )
-        for rank in range(schedule.num_stages)
-    )
-
-
 def _least(
     num_stages: int, num_chunks: int, kept: Sequence[float], shapes: Sequence[PlacementShape]
 ) -> float:
-    sums = []
-    for shape in shapes:
-        placement = Placement(shape, num_stages, num_chunks)
-        sums.append(
-            max(
-                sum(kept[placement.virtual_stage(rank, chunk)] for chunk in range(num_chunks))
-                for rank in range(num_stages)
-            )
-        )
-    return min(sums)
+    placements = (Placement(shape, num_stages, num_chunks) for shape in shapes)
+    return min(max(sum(chunks) for chunks in placement.by_stage(kept)) for placement in placements)

@@ -92,6 +92,24 @@ def peak_activations(
     return peak
 
 
+def stage_peaks(
+    schedule: Schedule,
+    kept: Sequence[Sequence[float]],
+    weight_half_share: float = WEIGHT_HALF_SHARE,
+) -> tuple[float, ...]:
+    """Return the largest size of the activations that each stage keeps at once.
+
+    Args:
+        schedule: Order of actions.
+        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        weight_half_share: Part of it that the weight half needs after the input half.
+    """
+    return tuple(
+        peak_activations(schedule, stage, chunks, weight_half_share)
+        for stage, chunks in enumerate(kept)
+    )
+
+
 def is_within(size: float, limit: float) -> bool:
     """Return whether a size is at most a limit, up to the last digits of sums of fractions."""
     return size <= limit * (1 + 1e-9)
@@ -114,10 +132,7 @@ def check_peak(
     Raises:
         ParallelPlanError: If a stage needs more; the message names the stage that needs most.
     """
-    peaks = [
-        peak_activations(schedule, rank, kept[rank], weight_half_share)
-        for rank in range(schedule.num_stages)
-    ]
+    peaks = stage_peaks(schedule, kept, weight_half_share)
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     if not is_within(peaks[worst], limit):
         raise ParallelPlanError(

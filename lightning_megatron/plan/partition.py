@@ -108,14 +108,7 @@ class LayerPartition:
 
     def by_stage(self, placement: Placement) -> tuple[tuple[range, ...], ...]:
         """Return the global indices of the layers, as ``layers[stage][chunk]``."""
-        ranges = self.ranges
-        return tuple(
-            tuple(
-                ranges[placement.virtual_stage(stage, chunk)]
-                for chunk in range(placement.num_chunks)
-            )
-            for stage in range(placement.num_stages)
-        )
+        return placement.by_stage(self.ranges)
 
 
 def partition_of(costs: LayerCosts, layout: ParallelLayout) -> LayerPartition:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import require_index, require_positive
+
+T = TypeVar("T")
 
 PlacementShape = Literal["loop", "v"]
 """How chunks lie on the stages. "loop": every chunk goes from the first stage to the last. "v": odd
@@ -81,6 +84,17 @@ class Placement:
             return None
         owner, found = self.owner(virtual)
         return found if owner == rank else None
+
+    def by_stage(self, values: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        """Return values of the virtual stages as ``values[stage][chunk]``.
+
+        Args:
+            values: A value for each virtual stage, in the order in which a microbatch passes them.
+        """
+        return tuple(
+            tuple(values[self.virtual_stage(stage, chunk)] for chunk in range(self.num_chunks))
+            for stage in range(self.num_stages)
+        )
 
     def _goes_back(self, chunk: int) -> bool:
         return self.shape == "v" and chunk % 2 == 1

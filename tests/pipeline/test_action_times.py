@@ -55,7 +55,7 @@ def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
         virtual = chunk * 2 + mesh.pp.rank
         for kind, one in MILLISECONDS.items():
             clock.work(times, kind, chunk, [one + 10 * virtual])
-    measured = gather_measurements(times, mesh, Placement("loop", 2, 2), 10 + rank)
+    measured = gather_measurements(times.medians(2), mesh, Placement("loop", 2, 2), 10 + rank)
     assert measured.free == 10, "the fullest rank counts"
     costs = measured.costs
     return costs.forward, costs.input_half, costs.weight_half
@@ -75,7 +75,7 @@ def _slower(rank: int, size: int) -> tuple[int, ...]:
     times = ActionTimes(mesh.device)
     for kind, one in MILLISECONDS.items():
         clock.work(times, kind, 0, [one + rank])
-    return gather_measurements(times, mesh, Placement("loop", 1, 1), None).costs.forward
+    return gather_measurements(times.medians(1), mesh, Placement("loop", 1, 1), None).costs.forward
 
 
 def test_the_slowest_rank_of_a_stage_counts() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.action_times import (
+    ActionMedians,
     ActionTimes,
     MeasuredStages,
     gather_measurements,
@@ -18,7 +21,7 @@ from lightning_megatron.plan.automatic_schedule import (
     in_halves,
     search_schedule,
 )
-from lightning_megatron.plan.live_microbatches import peak_activations
+from lightning_megatron.plan.live_microbatches import peak_activations, stage_peaks
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 
 WARMUP_STEPS = 2
@@ -78,8 +81,9 @@ class ScheduleChoice:
             self._times = ActionTimes(self._mesh.device)
         elif self._num_steps == WARMUP_STEPS + MEASURED_STEPS:
             assert self._times is not None, "the warm-up is over"
-            free = self._free(self._times, num_microbatches)
-            self._measured = gather_measurements(self._times, self._mesh, self._placement, free)
+            medians = self._times.medians(self._placement.num_chunks)
+            free = self._free(medians, num_microbatches)
+            self._measured = gather_measurements(medians, self._mesh, self._placement, free)
             self._times = None
             self._executor.follow(self._schedule)
 
@@ -104,7 +108,7 @@ class ScheduleChoice:
         if not any(kept):
             kept = [1.0] * len(kept)
         share = measured.weight_half_share
-        own_peak = max(self._peak(base, rank, kept, share) for rank in range(base.num_stages))
+        own_peak = max(stage_peaks(base, base.placement.by_stage(kept), share))
         limit = own_peak * (2 - 1 / base.num_stages)
         if measured.free is not None:
             limit = max(float(measured.free), own_peak)
@@ -120,19 +124,13 @@ class ScheduleChoice:
         rank_zero_info(_described(found, base.num_microbatches, limit, measured.free is not None))
         return found.chosen.schedule
 
-    def _peak(self, schedule: Schedule, rank: int, kept: list[float], share: float) -> float:
-        chunks = range(schedule.num_chunks)
-        own = [kept[schedule.virtual_stage(rank, chunk)] for chunk in chunks]
-        return peak_activations(schedule, rank, own, share)
-
-    def _free(self, times: ActionTimes, num_microbatches: int) -> int | None:
+    def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
         """Return the memory of this rank for what forwards keep; None on a CPU (bytes)."""
         device = self._mesh.device
         if device.type != "cuda":
             return None
-        chunks = times.medians(self._placement.num_chunks)
-        kept = [float(chunk.kept) for chunk in chunks]
-        share = max(chunk.waiting for chunk in chunks)
+        kept = [float(chunk.kept) for chunk in medians]
+        share = max(chunk.waiting for chunk in medians)
         schedule = in_halves(self._base(num_microbatches, False))
         used = peak_activations(schedule, self._mesh.pp.rank, kept, share)
         total = torch.cuda.get_device_properties(device).total_memory
