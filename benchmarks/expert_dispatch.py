@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.expert_layer import by_kernel
 from lightning_megatron.experts.transport.choose_transport import choose_transport
-from lightning_megatron.experts.transport.dispatchers import Dispatched, Dispatcher
+from lightning_megatron.experts.transport.dispatchers import Dispatcher
+from lightning_megatron.experts.transport.transit import Dispatched
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import Transport
@@ -58,10 +59,9 @@ class Pass:
 
     def run(self) -> tuple[Tensor, Dispatched]:
         """Dispatch the tokens to their experts and combine the rows."""
-        sent = self.dispatcher.receive(
-            self.dispatcher.send(self.hidden, self.probabilities, self.experts)
-        )
-        return self.dispatcher.combine(sent.rows, sent), sent
+        prepared = self.dispatcher.prepare(self.hidden, self.probabilities, self.experts)
+        sent = self.dispatcher.receive(self.dispatcher.send(prepared))
+        return self.dispatcher.combine(self.dispatcher.send_back(sent.rows, sent)), sent
 
     def run_backward(self, output: Tensor, sent: Dispatched) -> None:
         """Run the backward pass of ``run``."""

@@ -48,6 +48,18 @@ def mark_on_device() -> torch.cuda.Event:
     return event
 
 
+#: Steps in a row before those that count, since the first ones start on an idle device.
+_ROW_STARTS = 3
+
+
+def _seconds_between(one: Any, other: Any) -> float:
+    """Return the time between two events on the device, or between two times of the host (s)."""
+    if isinstance(one, float):
+        return other - one
+    other.synchronize()
+    return one.elapsed_time(other) / 1e3
+
+
 class Measure(Callback):
     """Callback that writes loss and time of every step, and the peak memory of all ranks, as JSON.
 
@@ -64,6 +76,8 @@ class Measure(Callback):
         steps: Number of steps after those that the median includes; None includes all.
         in_a_row: Whether the host does not wait for the device between the steps.
         seq_length: Length of a sample (tokens); None uses the largest of the model.
+        row_steps: Steps in a row after the measured steps that the host waits for. No later step
+            is measured.
     """
 
     def __init__(
@@ -74,6 +88,7 @@ class Measure(Callback):
         steps: int | None = None,
         in_a_row: bool = False,
         seq_length: int | None = None,
+        row_steps: int = 0,
     ) -> None:
         self.path = Path(path)
         self.label = label
@@ -81,6 +96,9 @@ class Measure(Callback):
         self.steps = steps
         self.in_a_row = in_a_row
         self.seq_length = seq_length
+        self.row_steps = row_steps
+        #: Times of the steps in a row that follow those that the host waits for (s).
+        self.row_seconds: list[float] = []
         self._made = time.perf_counter()
         self._to_first_step = 0.0
         self.figures: dict[str, Any] = {}
@@ -90,6 +108,13 @@ class Measure(Callback):
         self._last = 0.0
         self._ends: list[torch.cuda.Event] = []
         self._losses: list[torch.Tensor] = []
+        self._num_done = 0
+        self._row_ends: list[Any] = []
+
+    @property
+    def last_step(self) -> int:
+        """Number of steps up to the last measured one, if ``row_steps`` follow."""
+        return self.warmup + (self.steps or 0) + _ROW_STARTS + self.row_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the peak memory, which includes building the model, and start timing."""
@@ -103,10 +128,13 @@ class Measure(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the time and the loss of the step."""
+        if self.row_steps and self._num_done >= self.last_step:
+            return
+        self._num_done += 1
         self._tokens = self._tokens or count_tokens(batch) * count_replicas(trainer)
         logged = trainer.callback_metrics.get("train_loss")
         loss = outputs["loss"] if logged is None else logged
-        if self._end_on_device(trainer):
+        if self._ends_in_row(trainer) or self._end_on_device(trainer):
             self._losses.append(loss.detach().clone())
             return
         now = self._now(trainer)
@@ -143,6 +171,11 @@ class Measure(Callback):
             "seconds_to_first_step": round(self._to_first_step, 1),
             "losses": self.losses,
         }
+        if self.row_seconds:
+            self.figures |= {
+                "row_ms": round(statistics.median(self.row_seconds) * 1e3, 2),
+                "row_mean_ms": round(statistics.mean(self.row_seconds) * 1e3, 2),
+            }
         self.path.write_text(json.dumps(self.figures))
         shown = {name: value for name, value in self.figures.items() if name != "losses"}
         print(f"{self.label}: {shown}", flush=True)
@@ -159,8 +192,23 @@ class Measure(Callback):
         self._ends.append(mark_on_device())
         return True
 
+    def _ends_in_row(self, trainer: Trainer) -> bool:
+        """Record the end of a step without waiting, if it is one in a row after the others."""
+        if not self.row_steps or self._num_done <= self.warmup + (self.steps or 0):
+            return False
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        self._row_ends.append(mark_on_device() if on_gpu else time.perf_counter())
+        return True
+
     def _read_device(self) -> None:
         """Read the times and losses that were recorded on the device."""
+        if self._row_ends:
+            # The host waited before the first steps in a row, which do not count.
+            self.row_seconds = [
+                _seconds_between(one, other)
+                for one, other in zip(self._row_ends, self._row_ends[1:], strict=False)
+            ][_ROW_STARTS - 1 :]
+            self.losses += torch.stack(self._losses).tolist()
         if self._ends:
             torch.cuda.synchronize()
             self.seconds = [

@@ -54,6 +54,9 @@ _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 ELEMENTWISE = "elementwise and reductions"
 
+#: Categories of a trace's events on the device.
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
 Interval = tuple[float, float]
 
 
@@ -104,14 +107,24 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
     return length(both) - length(others)
 
 
-def read_trace(path: str | Path) -> list[Kernel]:
-    """Return the kernels of a torch.profiler trace (``.json`` or ``.gz``), sorted by start time."""
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """Return the events of a torch.profiler trace (``.json`` or ``.gz``)."""
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def read_trace(path: str | Path) -> list[Kernel]:
+    """Return the kernels of a torch.profiler trace (``.json`` or ``.gz``), sorted by start time."""
+    return kernels_of(read_events(path))
+
+
+def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """Return the kernels among the events of a trace, sorted by start time."""
     kernels = []
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
             start = float(event["ts"])
             stop = start + float(event["dur"])
             kernels.append(

@@ -25,10 +25,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.graph_figures import GraphFigures
+from benchmarks.host_time import HostTime
+from benchmarks.launches import count_launches, launches_of
 from benchmarks.measure import Measure, mark_on_device
 from benchmarks.stage_times import StageTimes
-from benchmarks.step_profile import analyse, find_steps, read_trace, report
+from benchmarks.step_profile import analyse, find_steps, kernels_of, read_events, report
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
@@ -64,6 +68,25 @@ SHAPES: dict[str, GPTConfig] = {
         num_kv_heads=4,
         ffn_hidden_size=6144,
         experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
+    ),
+    "qwen3_12": GPTConfig.llama(
+        vocab_size=151552,
+        max_seq_length=4096,
+        num_layers=12,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_hidden_size=6144,
+        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
+    ),
+    "tiny": GPTConfig.llama(
+        vocab_size=51200,
+        max_seq_length=1024,
+        num_layers=12,
+        hidden_size=768,
+        num_heads=12,
+        ffn_hidden_size=3072,
     ),
     "tiny_moe": GPTConfig.llama(
         vocab_size=51200,
@@ -200,13 +223,15 @@ class Profile(Callback):
     Args:
         path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
         first: Number of the step before the profiled ones, in which the profiler warms up.
+        device_only: Whether operators of the host are not recorded, which slows it down less.
     """
 
     num_steps = 3
 
-    def __init__(self, path: Path, first: int) -> None:
+    def __init__(self, path: Path, first: int, device_only: bool = False) -> None:
         self.path = path
         self.first = first
+        self.device_only = device_only
         self.result: dict[str, Any] = {}
         self._profiler: Any = None
 
@@ -219,6 +244,7 @@ class Profile(Callback):
             activities = [torch.profiler.ProfilerActivity.CPU]
             if trainer.strategy.root_device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
+                activities = activities[1:] if self.device_only else activities
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num_steps, repeat=1)
             self._profiler = torch.profiler.profile(
                 activities=activities, schedule=schedule, on_trace_ready=self._read
@@ -232,8 +258,11 @@ class Profile(Callback):
 
     def _read(self, profiler: Any) -> None:
         profiler.export_chrome_trace(str(self.path))
-        kernels = read_trace(self.path)
-        self.result = analyse(kernels, find_steps(kernels))
+        events = read_events(self.path)
+        kernels = kernels_of(events)
+        steps = find_steps(kernels)
+        self.result = analyse(kernels, steps)
+        self.result["launches"] = count_launches(launches_of(events), steps)
         text = report(self.result)
         self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
         print(text, flush=True)
@@ -341,6 +370,9 @@ class SaveStall(Callback):
             print("background save:", self.result, flush=True)
 
 
+_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures)
+
+
 def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
     """Return the callbacks, and the number of steps that they need."""
     measure = Measure(
@@ -349,11 +381,16 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
         warmup=args.warmup,
         steps=args.steps,
         in_a_row=args.in_a_row,
+        row_steps=args.row_steps,
     )
     callbacks: list[Any] = [measure]
-    end = args.warmup + args.steps
+    end = measure.last_step if args.row_steps else args.warmup + args.steps
+    if args.time_host:
+        host = HostTime(end)
+        callbacks += [host, GraphFigures(measure)]
+        end = host.last
     if args.profile:
-        callbacks.append(Profile(Path(args.profile), end))
+        callbacks.append(Profile(Path(args.profile), end, device_only=args.time_host))
         end += 1 + Profile.num_steps
     if args.time_optimizer:
         callbacks.append(OptimizerTime(args.warmup, args.steps))
@@ -401,7 +438,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for callback in callbacks:
         if isinstance(callback, Measure):
             found.update(callback.figures)
-        elif isinstance(callback, (Profile, OptimizerTime, StageTimes, SaveStall)):
+        elif isinstance(callback, _WITH_RESULTS):
             found[type(callback).__name__] = callback.result
     if trainer.is_global_zero:
         out.write_text(json.dumps(found))
@@ -430,6 +467,17 @@ def parser() -> argparse.ArgumentParser:
         "--in-a-row", action="store_true", help="do not wait for the device between the steps"
     )
     result.add_argument(
+        "--row-steps",
+        type=int,
+        default=0,
+        help="after the measured steps, measure as many in a row, for which the host does not wait",
+    )
+    result.add_argument(
+        "--time-host",
+        action="store_true",
+        help="time the parts of the host's work, and measure CUDA graphs",
+    )
+    result.add_argument(
         "--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)"
     )
     result.add_argument(
@@ -452,6 +500,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    given = parser().parse_args()
     warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    run(parser().parse_args())
+    warnings.filterwarnings("default", category=SpeedWarning)
+    # The log says what CUDA graphs capture.
+    level = logging.INFO if given.time_host else logging.ERROR
+    logging.getLogger("lightning.pytorch").setLevel(level)
+    run(given)

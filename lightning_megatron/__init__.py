@@ -14,6 +14,7 @@ from lightning_megatron.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
+    from lightning_megatron.errors import CaptureError as CaptureError
     from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
     from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
     from lightning_megatron.errors import CorruptDataError as CorruptDataError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.config import GPTConfig as GPTConfig
     from lightning_megatron.models.gpt import GPT as GPT
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
+    from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
     from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
     from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
@@ -41,10 +43,12 @@ if TYPE_CHECKING:
 
 # Public name -> the module that defines it.
 _HOMES = {
+    "CaptureError": "errors",
     "CausalLM": "models.causal_lm",
     "CheckpointMismatchError": "errors",
     "CheckpointSaveError": "errors",
     "CorruptDataError": "errors",
+    "CudaGraphs": "plan.cuda_graphs",
     "ExpertLoad": "strategy.callbacks.expert_load",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",

@@ -35,6 +35,10 @@ class CheckpointSaveError(RuntimeError):
     """Checkpoint that could not be written, with the reason of every rank that failed."""
 
 
+class CaptureError(RuntimeError):
+    """CUDA graph that could not be captured, with the part of the step and the reason."""
+
+
 class NonFiniteError(RuntimeError):
     """Infinite or NaN loss, weight or gradient, with the place where it first appeared."""
 

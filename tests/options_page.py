@@ -6,6 +6,8 @@ import inspect
 import re
 import textwrap
 import types
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -49,6 +51,10 @@ def _legal(kind: Any) -> list[str]:
         return ["a mapping"]
     if origin is list:
         return ["a list"]
+    if origin is Callable:
+        return ["a function"]
+    if is_dataclass(kind):
+        return [f"a mapping, or a `{kind.__name__}`"]
     return [_TYPES[kind]]
 
 

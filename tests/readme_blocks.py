@@ -44,7 +44,9 @@ PRINTS = re.compile(
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
 #: Rooms in the order of their imports; those after them stand apart.
-ROOMS = "plan kernels groups layers experts models swap training pipeline checkpoint strategy"
+ROOMS = (
+    "plan kernels groups layers experts models swap training pipeline graphs checkpoint strategy"
+)
 ROOMS_APART = "data cli"
 
 

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # open to all.
 ROOMS = (
     *("plan", "kernels", "groups", "layers", "experts", "models", "swap"),
-    *("training", "pipeline", "checkpoint", "strategy"),
+    *("training", "pipeline", "graphs", "checkpoint", "strategy"),
 )
 LEAVES = {"data": {"plan"}}
 OPEN_TO_ALL = {

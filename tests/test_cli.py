@@ -196,6 +196,19 @@ def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")
 
 
+def test_a_recipe_names_a_schedule_by_its_file(base: Path) -> None:
+    (base.parent / "mine.csv").write_text("0F0,0I0,0W0\n")
+    strategy = ["--trainer.strategy=lightning_megatron.MegatronStrategy"]
+    file = f"--trainer.strategy.schedule={base.parent / 'mine.csv'}"
+    command = MegatronCLI(args=["fit", "-c", str(base), *strategy, file])
+    assert command.trainer.global_step == 3
+    # A text is a name or a path, and never a function to be imported.
+    with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A text, as in YAML, cannot name"):
+        MegatronCLI(
+            args=["fit", "-c", str(base), *strategy, "--trainer.strategy.schedule=json.dumps"]
+        )
+
+
 def test_devices_that_do_not_fit_the_layout_are_one_message(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +234,23 @@ def test_help_lists_the_options_of_the_strategy(
         f"--trainer.strategy.{name} " in text
         for name in ("tp", "pp", "vpp", "schedule", "microbatch_size")
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--trainer.strategy.cuda_graphs.mode", "full"],
+        ["--trainer.strategy.init_args.cuda_graphs", "{mode: full, warmup_steps: 4}"],
+    ],
+)
+def test_cuda_graphs_are_asked_for_by_a_mode_or_a_mapping(
+    base: Path, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *given]
+    config = printed_config(capsys, "-c", str(base), *strategy)
+    assert config["trainer"]["strategy"]["init_args"]["cuda_graphs"]["mode"] == "full"
+    with pytest.raises(ValueError, match="trainer: cuda_graphs .full. needs GPUs: .* is 'cpu'"):
+        MegatronCLI(args=["fit", "-c", str(base), *strategy])
 
 
 def test_a_typo_in_the_strategy_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -10,18 +12,18 @@ from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.routing.statistics import RouterStatistics
-from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
 from lightning_megatron.experts.transport.choose_transport import (
     TransportChoice,
     choose_transport,
 )
-from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
+from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
+from lightning_megatron.layers.segments import Segment, SegmentList
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.shapes import Float
 
@@ -33,9 +35,9 @@ class MixtureOfExperts(nn.Module):
     output of the shared expert. Also equal to Hugging Face's MixtralSparseMoeBlock,
     Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
 
-    The layer runs as a list of segments. The segments from ``send`` to ``combine`` are static if
-    the dispatcher is. Without sequence parallelism all tp ranks have the same tokens, and each rank
-    dispatches an equal share of them.
+    The layer runs as a list of segments. Those from ``send`` to ``send_back`` are static if the
+    dispatcher is, the others always. Without sequence parallelism all tp ranks have the same
+    tokens, and each rank dispatches an equal share of them.
 
     Router losses are attached to the probabilities, scaled by the value of :attr:`loss_weight` at
     the time of the forward pass.
@@ -100,16 +102,15 @@ class MixtureOfExperts(nn.Module):
         """Return the transport of the layer's tokens, with the reason for its choice."""
         return self._parts()[0]
 
-    @property
     def segments(self) -> SegmentList:
-        """Return the segments of the layer in execution order."""
+        """Return the list that a forward pass runs, from ``hidden`` to ``output``."""
         return self._parts()[1]
 
     def forward(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the mixture's output for each token."""
-        return self.segments(hidden)
+        return self.segments()((hidden,))[0]
 
     def _parts(self) -> tuple[TransportChoice, SegmentList]:
         """Return the dispatcher and the segments.
@@ -129,28 +130,70 @@ class MixtureOfExperts(nn.Module):
         return self._built[1:]
 
     def _list_segments(self, is_static: bool) -> SegmentList:
+        chosen = ("tokens", "probabilities", "selected")
+        dispatch: dict[str, Any] = {"is_static": is_static, "scopes": ("preprocess",)}
         found = [
-            Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "selected")),
             Segment(
-                "send", self._send, ("tokens", "probabilities", "selected"), ("sent",), is_static
+                "route",
+                self._route,
+                ("hidden",),
+                ("entered", *chosen),
+                scopes=("router",),
+                modules=(self.router,),
             ),
+            Segment("prepare", self._prepare, chosen, ("prepared",), scopes=("preprocess",)),
+            Segment("send", self._send, ("prepared",), ("sent",), starts_transfer=True, **dispatch),
         ]
         if self.shared is not None:
             # Between send and receive, it overlaps with the transport of tokens, and its backward
             # pass with that of their gradients.
-            found.append(Segment("shared", self.shared, ("hidden",), ("shared",)))
+            found.append(
+                Segment(
+                    "shared",
+                    self.shared,
+                    ("entered",),
+                    ("shared",),
+                    scopes=("preprocess",),
+                    modules=(self.shared,),
+                )
+            )
         found += [
-            Segment("receive", self._receive, ("sent",), ("dispatched",), is_static),
-            Segment("experts", self._compute, ("dispatched",), ("rows",), is_static),
+            Segment("receive", self._receive, ("sent",), ("dispatched",), **dispatch),
             Segment(
-                "combine", self._combine, ("rows", "dispatched", "hidden"), ("output",), is_static
+                "experts",
+                self._compute,
+                ("dispatched",),
+                ("rows",),
+                is_static,
+                scopes=("experts",),
+                modules=(self.experts,),
+            ),
+            Segment(
+                "send_back",
+                self._send_back,
+                ("rows", "dispatched"),
+                ("returned",),
+                is_static,
+                scopes=("combine",),
+            ),
+            Segment(
+                "combine",
+                self._combine,
+                ("returned", "entered"),
+                ("output",),
+                scopes=("combine",),
             ),
         ]
         if self.shared is not None:
-            found.append(Segment("join", torch.add, ("output", "shared"), ("output",)))
-        return SegmentList(found, ("hidden",), "output")
+            found.append(
+                Segment("join", torch.add, ("output", "shared"), ("output",), scopes=("combine",))
+            )
+        return SegmentList(found, ("hidden",), ("output",))
 
-    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # The view adds up the gradients of all that reads it. Whoever runs this segment apart from
+        # others then gets one gradient, and the same sum as in a pass through the whole layer.
+        hidden = hidden.view_as(hidden)
         routing = self.router(hidden)
         # A recomputed forward pass must not count its tokens twice.
         if self.training and not self.mesh.random.position.is_replay:
@@ -158,13 +201,17 @@ class MixtureOfExperts(nn.Module):
         probabilities = routing.losses.attach_to(routing.probabilities, self.loss_weight.value)
         tokens = hidden.flatten(0, 1)
         return (
+            hidden,
             self._own_share(tokens),
             self._own_share(probabilities),
             self._own_share(routing.experts, fill=-1),
         )
 
-    def _send(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> Sent:
-        return self.transport_choice.dispatcher.send(tokens, probabilities, selected)
+    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> Prepared:
+        return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
+
+    def _send(self, prepared: Prepared) -> Sent:
+        return self.transport_choice.dispatcher.send(prepared)
 
     def _receive(self, sent: Sent) -> Dispatched:
         return self.transport_choice.dispatcher.receive(sent)
@@ -177,8 +224,11 @@ class MixtureOfExperts(nn.Module):
             else self.experts(*arguments)
         )
 
-    def _combine(self, rows: Tensor, dispatched: Dispatched, hidden: Tensor) -> Tensor:
-        output = self.transport_choice.dispatcher.combine(rows, dispatched)
+    def _send_back(self, rows: Tensor, dispatched: Dispatched) -> Returned:
+        return self.transport_choice.dispatcher.send_back(rows, dispatched)
+
+    def _combine(self, returned: Returned, hidden: Tensor) -> Tensor:
+        output = self.transport_choice.dispatcher.combine(returned)
         if self._is_shared_out:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[
                 : hidden.shape[0] * hidden.shape[1]

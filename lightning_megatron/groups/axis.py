@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.launcher import CollectiveLauncher
 from lightning_megatron.groups.peer_memory import PeerMemory
 
 
@@ -23,6 +24,7 @@ class MeshAxis:
         overlaps_matmul: Whether matrix products on GPUs are overlapped with their communication,
             piece by piece.
         journal: Counter of this rank's collectives.
+        launcher: Point through which this rank's collectives start.
         peer_memory: Symmetric memory that the ranks of the group write into.
     """
 
@@ -31,6 +33,9 @@ class MeshAxis:
     rank: int = 0
     group: ProcessGroup | None = field(default=None, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
+    launcher: CollectiveLauncher = field(
+        default_factory=CollectiveLauncher, compare=False, repr=False
+    )
     overlaps_matmul: bool = False
     peer_memory: PeerMemory = field(default_factory=PeerMemory, compare=False, repr=False)
 

@@ -121,8 +121,12 @@ def _all_to_all(
     x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis
 ) -> Tensor:
     result = x.new_empty((sum(receives), *x.shape[1:]))
+    rows = x.contiguous()
+    sizes = list(receives), list(sends)
     axis.note("all_to_all")
-    dist.all_to_all_single(result, x.contiguous(), list(receives), list(sends), group=axis.group)
+    axis.launcher.run(
+        lambda: dist.all_to_all_single(result, rows, *sizes, group=axis.group), result
+    )
     return result
 
 
@@ -181,7 +185,7 @@ def _same(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 def _summed(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
     axis.note("all_reduce")
-    dist.all_reduce(result, group=axis.group)
+    axis.launcher.run(lambda: dist.all_reduce(result, group=axis.group), result)
     return result
 
 
@@ -191,9 +195,10 @@ def _split(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    part = x.contiguous()
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     axis.note("all_gather")
-    all_gather_into(result, x.contiguous(), group=axis.group)
+    axis.launcher.run(lambda: all_gather_into(result, part, group=axis.group), result)
     return result if dim == 0 else torch.cat(result.chunk(axis.size), dim)
 
 
@@ -202,7 +207,7 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     rows = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     result = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
     axis.note("reduce_scatter")
-    reduce_scatter_into(result, rows, group=axis.group)
+    axis.launcher.run(lambda: reduce_scatter_into(result, rows, group=axis.group), result)
     return result
 
 
@@ -219,7 +224,7 @@ def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
     """Reduce ``x`` over the axis in place and return it, without autograd."""
     if axis.group is not None:
         axis.note("all_reduce")
-        dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group)
+        axis.launcher.run(lambda: dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group), x)
         if op == "mean":
             x.div_(axis.size)
     return x
@@ -229,7 +234,7 @@ def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
     """Copy ``x`` from position ``source`` to all ranks in place and return it, without autograd."""
     if axis.group is not None:
         axis.note("broadcast")
-        dist.broadcast(x, axis.ranks[source], group=axis.group)
+        axis.launcher.run(lambda: dist.broadcast(x, axis.ranks[source], group=axis.group), x)
     return x
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from lightning_megatron.errors import UnsupportedError
+
+#: End of the names under which exchanges between the neighbours on an axis are counted.
+NEIGHBOURS = " neighbours"
 
 
 class Call(NamedTuple):
     """One collective of one rank.
 
     Args:
-        kind: Kind of collective, such as ``all_reduce``.
+        kind: Kind of collective, such as ``all_reduce``, or the replay that contains it.
         axis: Name of the axis.
         number: Number of collectives that this rank has started on the axis, including this one.
         ranks: Global ranks that take part; for an exchange with neighbours only the other ranks.
@@ -21,6 +25,28 @@ class Call(NamedTuple):
     kind: str
     axis: str
     number: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_exchange(self) -> bool:
+        """Return whether this is an exchange between neighbours.
+
+        Its number cannot be compared: ranks may exchange with their neighbours at different rates.
+        """
+        return self.axis.endswith(NEIGHBOURS)
+
+
+class RecordedCall(NamedTuple):
+    """Collective that a captured computation contains, noted once at its capture.
+
+    Args:
+        kind: Kind of collective, such as ``all_reduce``.
+        axis: Name of the axis.
+        ranks: Global ranks that take part, as in :class:`Call`.
+    """
+
+    kind: str
+    axis: str
     ranks: tuple[int, ...]
 
 
@@ -32,23 +58,29 @@ class Journal:
     because their number may differ between ranks.
     """
 
-    __slots__ = ("_destroyed", "_last", "counts")
+    __slots__ = ("_destroyed", "_last", "_recorded", "counts")
 
     def __init__(self) -> None:
         self._destroyed: frozenset[str] = frozenset()
         self.counts: dict[str, int] = {}
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
+        self._recorded: list[RecordedCall] | None = None
 
     def note(
         self, kind: str, axis: str, ranks: tuple[int, ...]
     ) -> tuple[str, str, int, tuple[int, ...]]:
         """Count a collective just before it starts, and return the argument of :meth:`again`.
 
+        While :meth:`recording` is active, the collective is recorded instead of counted.
+
         Raises:
             UnsupportedError: If the groups of the axis have been destroyed.
         """
         if self._destroyed and axis.split()[0] in self._destroyed:
             raise _after_the_run(kind, axis, ranks)
+        if self._recorded is not None:
+            self._recorded.append(RecordedCall(kind, axis, ranks))
+            return kind, axis, self.counts.get(axis, 0), ranks
         # A plain tuple, because this runs before every collective and must take less than a
         # microsecond.
         number = self.counts[axis] = self.counts.get(axis, 0) + 1
@@ -61,7 +93,50 @@ class Journal:
 
     def again(self, call: tuple[str, str, int, tuple[int, ...]] | None) -> None:
         """Set the last collective to an earlier one, which this rank now waits for."""
-        self._last = call
+        if self._recorded is None:
+            self._last = call
+
+    @contextmanager
+    def recording(self) -> Iterator[list[RecordedCall]]:
+        """Record the collectives that the block starts, in their order, without counting them.
+
+        A CUDA graph is captured once and replayed often. Its capture starts no collective on the
+        device, and its replays run no Python that would count one. The code that replays the graph
+        therefore passes the recorded list to :meth:`repeat` before every replay. The counts are
+        then those of the same computation without a graph.
+
+        Raises:
+            RuntimeError: If a recording is active already.
+        """
+        if self._recorded is not None:
+            raise RuntimeError(
+                "recordings of collectives must not be nested: a collective would belong to two "
+                "captured computations. End the first recording before the next one starts."
+            )
+        recorded = self._recorded = []
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+
+    def repeat(self, calls: Sequence[RecordedCall], label: str) -> None:
+        """Count recorded collectives again, just before the replay that starts them.
+
+        Args:
+            calls: Collectives that :meth:`recording` has recorded. Without any, nothing changes.
+            label: Description of the replay. :attr:`last` has it as the kind of collective,
+                together with the axis of the last recorded one, because the host cannot know which
+                of the collectives in a replay the device has reached. An example is ``replay of
+                layers 3..4, backward, 6 collectives``.
+
+        Raises:
+            UnsupportedError: If the groups of an axis have been destroyed.
+        """
+        for kind, axis, ranks in calls:
+            self.note(kind, axis, ranks)
+        if calls and self._last is not None:
+            _, axis, number, ranks = self._last
+            self._last = (label, axis, number, ranks)
 
     @property
     def last(self) -> Call | None:

@@ -18,6 +18,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collective_matmul import release_workspace
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.launcher import CollectiveLauncher
 from lightning_megatron.groups.nccl_options import (
     GROUP_NAMES,
     NcclOptions,
@@ -102,6 +103,9 @@ class ParallelMesh:
     experts_cpu: MeshAxis = MeshAxis("experts_cpu")
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
+    launcher: CollectiveLauncher = field(
+        default_factory=CollectiveLauncher, repr=False, compare=False
+    )
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
     owns_world: bool = field(default=False, repr=False, compare=False)
 
@@ -187,6 +191,7 @@ class ParallelMesh:
             sequence_parallel and layout.tp > 1,
             **axes,
             journal=builder.journal,
+            launcher=builder.launcher,
             owned_groups=tuple(builder.created),
             owns_world=owns_world,
         )
@@ -271,6 +276,7 @@ class _Builder:
         self.rank = layout.rank_offset
         self.is_part = False
         self.journal = Journal()
+        self.launcher = CollectiveLauncher()
         self._cache: dict[Any, MeshAxis] = {}
 
     def join(self, rendezvous: Rendezvous | None, timeout: timedelta | None) -> bool:
@@ -367,8 +373,8 @@ class _Builder:
         key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())))
         if key not in self._cache:
             self._cache[key] = self._create(groups, backend, options)
-        found = self._cache[key]
-        return MeshAxis(name, found.ranks, found.rank, found.group, self.journal)
+        one = self._cache[key]
+        return replace(one, name=name, journal=self.journal, launcher=self.launcher)
 
     def _create(
         self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
@@ -388,12 +394,7 @@ class _Builder:
     def _new_group(
         self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]
     ) -> dist.ProcessGroup:
-        if backend != "nccl":
-            return dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-        return dist.new_group(
-            list(ranks),
-            timeout=self.timeout,
-            backend=backend,
-            pg_options=torch_options(options),
-            device_id=self.device,
-        )
+        only_nccl: dict[str, Any] = {}
+        if backend == "nccl":
+            only_nccl = {"pg_options": torch_options(options), "device_id": self.device}
+        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, **only_nccl)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.journal import NEIGHBOURS
+from lightning_megatron.groups.launcher import Work
 
 
 class PendingTransfers:
@@ -15,24 +18,47 @@ class PendingTransfers:
 
     def __init__(
         self,
-        works: Sequence[dist.Work] = (),
+        work: Work | None = None,
         tensors: Sequence[Tensor] = (),
         noted: Callable[[], None] = lambda: None,
     ) -> None:
-        self._works = tuple(works)
+        self._work = work
         self._tensors = tuple(tensors)
         self._noted = noted
 
     def wait(self) -> None:
         """Wait for all transfers, on a GPU with the current stream only; later calls do nothing."""
-        if self._works:
+        if self._work is not None:
             self._noted()
-        for work in self._works:
-            work.wait()
-        self._works = ()
+            self._work.wait()
+        self._work = None
         self._tensors = ()
 
     def is_done(self) -> bool:
+        """Return whether all transfers are known to be complete, without waiting.
+
+        Inside a capture of a CUDA graph nothing is known, and asking would end the capture.
+        """
+        if self._work is None:
+            return True
+        is_on_gpu = any(tensor.is_cuda for tensor in self._tensors)
+        if is_on_gpu and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._work.is_completed()
+
+
+class _Batch:
+    """Handles of transfers that start together, as one handle."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all transfers, on a GPU with the current stream only."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
         """Return whether all transfers are known to be complete, without waiting."""
         return all(work.is_completed() for work in self._works)
 
@@ -55,7 +81,7 @@ def start_transfers(
     if not sends and not receives:
         return PendingTransfers()
     peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
-    call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
+    call = axis.journal.note("exchange", axis.name + NEIGHBOURS, peers)
     operations = [
         dist.P2POp(dist.isend, tensor, axis.ranks[peer], group=axis.group) for tensor, peer in sends
     ]
@@ -63,7 +89,9 @@ def start_transfers(
         dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group)
         for buffer, peer in receives
     ]
-    works = dist.batch_isend_irecv(operations)
+    work = axis.launcher.start(
+        lambda: _Batch(dist.batch_isend_irecv(operations)), *(buffer for buffer, _ in receives)
+    )
     return PendingTransfers(
-        works, [op.tensor for op in operations], lambda: axis.journal.again(call)
+        work, [op.tensor for op in operations], lambda: axis.journal.again(call)
     )

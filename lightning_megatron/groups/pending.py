@@ -18,13 +18,14 @@ from lightning_megatron.groups.collectives import (
     all_gather_into,
     reduce_scatter_into,
 )
+from lightning_megatron.groups.launcher import Work
 
 
 class Pending:
     """Collective in flight; its result is available after :meth:`wait`.
 
     Args:
-        work: Handle from torch; None if there is nothing to wait for.
+        work: Handle of the collective; None if there is nothing to wait for.
         then: Function that completes the result after the communication.
         keep: Tensors to keep alive until then.
         noted: Function that records in the journal that this rank now waits for the collective.
@@ -32,7 +33,7 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None = None,
+        work: Work | None = None,
         then: Callable[[], None] | None = None,
         keep: tuple[Tensor, ...] = (),
         noted: Callable[[], None] = lambda: None,
@@ -70,7 +71,9 @@ def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
             out.copy_(x)
         return Pending()
     noted = _note("all_gather", axis)
-    work = all_gather_into(out, _apart(out, x, axis), group=axis.group, async_op=True)
+    work = axis.launcher.start(
+        lambda: all_gather_into(out, _apart(x, axis), group=axis.group, async_op=True), out
+    )
     return Pending(work, keep=(out, x), noted=noted)
 
 
@@ -87,7 +90,9 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = 
     native, scale = _native_op(op, axis)
     result = out if _works_in_place(axis) else out.new_empty(out.shape)
     noted = _note("reduce_scatter", axis)
-    work = reduce_scatter_into(result, x, op=native, group=axis.group, async_op=True)
+    work = axis.launcher.start(
+        lambda: reduce_scatter_into(result, x, op=native, group=axis.group, async_op=True), result
+    )
     return Pending(work, _finish(out, result, scale), keep=(out, x, result), noted=noted)
 
 
@@ -97,7 +102,9 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
         return Pending()
     native, scale = _native_op(op, axis)
     noted = _note("all_reduce", axis)
-    work = dist.all_reduce(x, op=native, group=axis.group, async_op=True)
+    work = axis.launcher.start(
+        lambda: dist.all_reduce(x, op=native, group=axis.group, async_op=True), x
+    )
     return Pending(work, _finish(x, x, scale), keep=(x,), noted=noted)
 
 
@@ -112,8 +119,9 @@ def start_all_to_all(
         out.copy_(x)
         return Pending()
     noted = _note("all_to_all", axis)
-    work = dist.all_to_all_single(
-        out, x, list(receives), list(sends), group=axis.group, async_op=True
+    sizes = list(receives), list(sends)
+    work = axis.launcher.start(
+        lambda: dist.all_to_all_single(out, x, *sizes, group=axis.group, async_op=True), out
     )
     return Pending(work, keep=(out, x), noted=noted)
 
@@ -148,6 +156,6 @@ def _works_in_place(axis: MeshAxis) -> bool:
     return dist.get_backend(axis.group) == "nccl"
 
 
-def _apart(out: Tensor, x: Tensor, axis: MeshAxis) -> Tensor:
+def _apart(x: Tensor, axis: MeshAxis) -> Tensor:
     """Return ``x``, or a copy of it if the backend cannot read and write the same memory."""
     return x if _works_in_place(axis) else x.clone()

@@ -6,12 +6,24 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
-StreamName = Literal["replicated", "tensor", "expert"]
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.generators import GeneratorPool, default_generator
+from lightning_megatron.groups.recorded_draws import (
+    Draw,
+    DrawRecorder,
+    Move,
+    MoveKind,
+    RecordedDraws,
+)
+from lightning_megatron.groups.stream_position import StreamName, StreamPosition
+
+#: State of a generator, or the generator of a captured computation that has it.
+_State = torch.Tensor | torch.Generator
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -22,26 +34,6 @@ def derive_seed(*parts: int | str) -> int:
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-@dataclass(frozen=True)
-class StreamPosition:
-    """Position in training that a draw belongs to.
-
-    Args:
-        step: Optimizer step (steps).
-        microbatch: Index of the microbatch within the step, over all data ranks (microbatches).
-        layer: Index of the layer in the whole model (layers).
-        is_replay: Whether activations are being recomputed. Draws do not depend on it.
-        run: Number of earlier runs of the layer in the microbatch; above 0 if a step calls the
-            model several times.
-    """
-
-    step: int = 0
-    microbatch: int = 0
-    layer: int = 0
-    is_replay: bool = False
-    run: int = 0
 
 
 class RandomStreams:
@@ -85,9 +77,10 @@ class RandomStreams:
             "tensor": (cp, tp),
             "expert": (cp, ep, etp),
         }
-        self._states: dict[tuple[StreamName, str], torch.Tensor] = {}
+        self._states: dict[tuple[StreamName, str], _State] = {}
         self._runs: Counter[int] = Counter()
         self._repeats: Counter[int] = Counter()
+        self._recorder: DrawRecorder | None = None
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Move every stream to the start of a microbatch.
@@ -99,7 +92,9 @@ class RandomStreams:
         """
         self._runs.clear()
         self._repeats.clear()
-        self.seek(0, StreamPosition(step, microbatch))
+        self._go(StreamPosition(step, microbatch))
+        if self._recorder is not None:
+            self._recorder.move("begin", self.position, in_backward=False)
 
     def seek(self, layer: int, position: StreamPosition | None = None) -> StreamPosition:
         """Move every stream to the start of ``layer`` and return that position.
@@ -111,19 +106,34 @@ class RandomStreams:
                 microbatches have run since. Without a position, and outside of a replay, a new run
                 of the layer begins.
         """
-        base = position or self.position
-        run = base.run if position or base.is_replay else self._next_run(layer)
-        self.position = replace(base, layer=layer, run=run)
-        self._states.clear()
+        # torch's activation checkpointing runs a layer again inside a backward pass.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if position is None:
+            self._enter(layer, in_backward)
+        else:
+            self._go(replace(position, layer=layer))
+        if self._recorder is not None:
+            kind: MoveKind = "enter"
+            if position is not None:
+                kind = "replay" if position.is_replay else "return"
+            self._recorder.move(kind, self.position, in_backward)
         return self.position
 
-    def _next_run(self, layer: int) -> int:
+    def _enter(self, layer: int, in_backward: bool) -> None:
+        base = self.position
+        run = base.run if base.is_replay else self._next_run(layer, in_backward)
+        self._go(replace(base, layer=layer, run=run))
+
+    def _go(self, position: StreamPosition) -> None:
+        self.position = position
+        self._states.clear()
+
+    def _next_run(self, layer: int, in_backward: bool) -> int:
         """Count a run of a layer, and return its index."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward:
             self._runs[layer] += 1
             return self._runs[layer] - 1
-        # torch's activation checkpointing runs the layer again inside a backward pass, which starts
-        # with the latest run.
+        # A backward pass starts with the latest run.
         self._repeats[layer] += 1
         return max(self._runs[layer] - self._repeats[layer], 0)
 
@@ -140,10 +150,14 @@ class RandomStreams:
             raise ValueError(
                 f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}."
             )
+        if self._recorder is not None:
+            with self._recorded_fork(self._recorder, name, purpose):
+                yield
+            return
         outside = self._get_state()
         try:
             if (name, purpose) in self._states:
-                self._set_state(self._states[name, purpose])
+                self._set_state(_tensor(self._states[name, purpose]))
             else:
                 self._seed_default_generator(self._seed_of(name, purpose))
             yield
@@ -158,16 +172,107 @@ class RandomStreams:
         Draws of the step itself, such as those that choose masked tokens, are then equal on all
         pipeline stages.
         """
+        if self._recorder is not None:
+            with self._recorded_default(self._recorder):
+                yield
+            return
         outside_cpu = torch.default_generator.get_state()
         outside = self._get_state()
         try:
-            seed = derive_seed(self.seed, "default", self.position.step, self.position.microbatch)
+            seed = self._default_seed()
             torch.default_generator.manual_seed(seed)
             self._seed_default_generator(seed)
             yield
         finally:
             torch.default_generator.set_state(outside_cpu)
             self._set_state(outside)
+
+    @contextmanager
+    def recording(self, pool: GeneratorPool) -> Iterator[DrawRecorder]:
+        """Let each stream draw from a generator of its own inside the block, and note which.
+
+        A CUDA graph is captured once and replayed often, and its replays run no Python. Before each
+        replay :meth:`seed_generators` seeds them by the position of that replay, as :meth:`fork`
+        would seed the default generator. The draws are then those of the same computation without
+        a graph, bit for bit.
+
+        The streams move inside the block as they would without it. :meth:`kept_position` brings
+        them back after one or several recordings.
+
+        Args:
+            pool: Generators of this computation, one for each stream at each position. Inside a
+                capture of a CUDA graph they are not seeded, because a capture draws nothing.
+                Elsewhere the block draws the numbers that it would draw without a recording.
+
+        Returns:
+            Object whose ``recorded`` is the result when the block has ended.
+
+        Raises:
+            RuntimeError: If a recording is active already.
+        """
+        if self._recorder is not None:
+            raise RuntimeError(
+                "recordings of random draws must not be nested: a draw would belong to two "
+                "captured computations. End the first recording before the next one starts."
+            )
+        self._recorder = DrawRecorder(pool, self.position)
+        try:
+            yield self._recorder
+        finally:
+            self._recorder = None
+
+    def seed_generators(
+        self, recorded: RecordedDraws, position: StreamPosition | None = None
+    ) -> StreamPosition:
+        """Prepare the generators of a recorded computation for its next replay.
+
+        The streams move as the computation would move them, so that code after the replay goes on
+        drawing where it would have gone on.
+
+        Args:
+            recorded: Result of :meth:`recording`.
+            position: Step and microbatch of the replay; None means those of the current position. A
+                backward pass that recomputes activations needs the position that this method has
+                returned for its forward pass.
+
+        Returns:
+            The position to pass for the backward pass of the same computation.
+
+        Raises:
+            RuntimeError: If a recording is active, or if the replay recomputes activations and no
+                position is given.
+        """
+        if self._recorder is not None or (recorded.recomputes and position is None):
+            raise RuntimeError(
+                "generators must be seeded outside of recordings, and those of recomputed "
+                "activations by the position of their forward pass: seed_generators() got position "
+                f"{position} while the streams are "
+                f"{'recorded' if self._recorder is not None else 'not recorded'}. Other "
+                "microbatches may have run since. Pass what it returned for the forward pass."
+            )
+        origin = position or self.position
+        interrupted = self.position
+        earlier_runs = 0
+        for move in recorded.moves:
+            self._repeat(move, origin, interrupted)
+            if move.kind in ("stay", "enter"):
+                earlier_runs = self.position.run - move.position.run
+            for draw in move.draws:
+                self._seed_generator(draw)
+        return replace(origin, run=earlier_runs)
+
+    @contextmanager
+    def kept_position(self) -> Iterator[None]:
+        """Return to the current position when the block ends, and forget the draws of the block."""
+        position = self.position
+        states = dict(self._states)
+        counts = (self._runs.copy(), self._repeats.copy())
+        try:
+            yield
+        finally:
+            self.position = position
+            self._states = states
+            self._runs, self._repeats = counts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the position, from which a checkpoint continues the streams."""
@@ -179,6 +284,65 @@ class RandomStreams:
         position = StreamPosition(**state["position"])
         self.seek(position.layer, position)
 
+    @contextmanager
+    def _recorded_fork(
+        self, recorder: DrawRecorder, name: StreamName, purpose: str
+    ) -> Iterator[None]:
+        generator, is_new = recorder.generator_of(name, purpose)
+        if is_new and not recorder.pool.is_capturing:
+            self._seed_generator(Draw(name, purpose, generator))
+        with recorder.pool.drawing(generator):
+            yield
+        self._states[name, purpose] = generator
+
+    @contextmanager
+    def _recorded_default(self, recorder: DrawRecorder) -> Iterator[None]:
+        seed = self._default_seed()
+        generator = recorder.new_generator("default")
+        if not recorder.pool.is_capturing:
+            generator.manual_seed(seed)
+        outside_cpu = torch.default_generator.get_state()
+        try:
+            torch.default_generator.manual_seed(seed)
+            seeded = torch.default_generator.get_state()
+            with recorder.pool.drawing(generator):
+                yield
+            if recorder.pool.is_capturing:
+                _check_not_drawn(seeded)
+        finally:
+            torch.default_generator.set_state(outside_cpu)
+
+    def _repeat(self, move: Move, origin: StreamPosition, interrupted: StreamPosition) -> None:
+        """Move the streams as a recorded computation did, in the microbatch of a replay."""
+        there = move.position
+        microbatch = there.microbatch if move.is_own else origin.microbatch
+        if move.kind == "begin":
+            self.begin_microbatch(origin.step, microbatch)
+        elif move.kind == "enter":
+            self._enter(there.layer, move.in_backward)
+        elif move.kind == "replay":
+            # The forward pass may have been a later run of the layer than the captured one.
+            run = there.run + origin.run
+            self._go(StreamPosition(origin.step, microbatch, there.layer, True, run))
+        elif move.kind == "return":
+            before = replace(there, step=origin.step) if move.is_own else interrupted
+            self._go(before)
+
+    def _seed_generator(self, draw: Draw) -> None:
+        """Give a generator the state in which the default generator would draw now."""
+        if draw.stream == "default":
+            draw.generator.manual_seed(self._default_seed())
+            return
+        key = (draw.stream, draw.purpose)
+        if key in self._states:
+            draw.generator.set_state(_tensor(self._states[key]))
+        else:
+            draw.generator.manual_seed(self._seed_of(draw.stream, draw.purpose))
+        self._states[key] = draw.generator
+
+    def _default_seed(self) -> int:
+        return derive_seed(self.seed, "default", self.position.step, self.position.microbatch)
+
     def _seed_of(self, name: StreamName, purpose: str = "") -> int:
         here = self.position
         # The first run and a stream without purpose add nothing, so that their seeds do not depend
@@ -189,21 +353,25 @@ class RandomStreams:
         return derive_seed(self.seed, name, *words, *self._coordinates[name], *place)
 
     def _seed_default_generator(self, seed: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self._cuda_index()].manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        default_generator(self.device).manual_seed(seed)
 
     def _get_state(self) -> torch.Tensor:
-        if self.device.type == "cuda":
-            return torch.cuda.default_generators[self._cuda_index()].get_state()
-        return torch.default_generator.get_state()
+        return default_generator(self.device).get_state()
 
     def _set_state(self, state: torch.Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self._cuda_index()].set_state(state)
-        else:
-            torch.default_generator.set_state(state)
+        default_generator(self.device).set_state(state)
 
-    def _cuda_index(self) -> int:
-        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+def _check_not_drawn(seeded: torch.Tensor) -> None:
+    """Refuse draws of a captured step from torch's generator of the CPU."""
+    if not torch.equal(torch.default_generator.get_state(), seeded):
+        raise UnsupportedError(
+            "a captured step must not draw random numbers on the host: torch's generator of the "
+            "CPU has drawn. A replay runs no Python, so that it would repeat the numbers of the "
+            "capture. Draw on the device, as in torch.rand(..., device=self.device), or in the "
+            "dataset."
+        )
+
+
+def _tensor(state: _State) -> torch.Tensor:
+    return state if isinstance(state, torch.Tensor) else state.get_state()

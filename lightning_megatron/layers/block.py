@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +13,14 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.layers.segments import Segment, SegmentList
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.shapes import Float
 
 NormPosition = Literal["pre", "post"]
+
+#: Names of the values that a block reads.
+_INPUTS = ("hidden", "rotary", "mask")
 
 
 class TransformerBlock(nn.Module):
@@ -62,6 +69,29 @@ class TransformerBlock(nn.Module):
         self.norm_position = norm_position
         self.dropout = dropout
         self.is_parallel = is_parallel
+        self._lists = {mode: self.segments(mode) for mode in get_args(Recompute)}
+
+    def segments(self, recompute: Recompute = "none") -> SegmentList:
+        """Return the list that a forward pass runs.
+
+        It reads ``hidden``, ``rotary`` and ``mask``, and writes ``hidden``. The segments are
+        ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts
+        brings its own. With ``recompute="full"`` there is one segment, whose backward pass runs
+        this list a second time.
+
+        Args:
+            recompute: Activations that the backward pass recomputes.
+        """
+        if recompute == "full":
+            plain = partial(self.segments, "none")
+            whole = Segment("block", self._replayed, _INPUTS, ("hidden",), modules=(self,))
+            return SegmentList(
+                [replace(whole, parts=plain, stays_whole=True)], _INPUTS, ("hidden",)
+            )
+        attention = self._attention_segment(is_core_recomputed=recompute == "selective")
+        has_parts = hasattr(self.mlp, "segments")
+        rest = self._mixture_segments(self.mlp) if has_parts else [self._mlp_segment()]
+        return SegmentList([attention, *rest], _INPUTS, ("hidden",), self._begin)
 
     def forward(
         self,
@@ -81,39 +111,156 @@ class TransformerBlock(nn.Module):
             recompute: Activations that the backward pass recomputes.
             mask: Tensor that is added to the attention scores; None means no mask.
         """
-        if recompute == "full":
-            return replayed(self._run, self.mesh.random, self.layer, hidden, rotary, False, mask)
-        return self._run(hidden, rotary, recompute == "selective", mask)
+        return self._lists[recompute]((hidden, rotary, mask))[0]
 
-    def _run(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        recompute_core: bool,
-        mask: Tensor | None,
-    ) -> Tensor:
-        self._begin()
-        if self.norm_position == "pre":
-            stream, hidden = self.attention_norm(hidden, None, True)
-            if self.is_parallel:
-                stream, other = self.mlp_norm(stream, None, True)
-                stream = stream + self._dropped(
-                    self.attention(hidden, rotary, recompute_core, mask),
-                )
-                return stream + self._dropped(self.mlp(other))
-            update = self._dropped(self.attention(hidden, rotary, recompute_core, mask))
-            stream, hidden = self.mlp_norm(stream, update, True)
-            return stream + self._dropped(self.mlp(hidden))
-        hidden = self.attention_norm(
-            hidden,
-            self._dropped(self.attention(hidden, rotary, recompute_core, mask)),
+    def _attention_segment(self, is_core_recomputed: bool) -> Segment:
+        run: Callable[..., Any] = self._attend
+        writes: tuple[str, ...] = ("stream", "update")
+        if self.norm_position == "post":
+            run = self._attend_and_normalise
+            writes = ("hidden",)
+        elif self.is_parallel:
+            run = self._attend_beside_mlp
+            writes = ("stream", "normed")
+        modules = [self.attention_norm, self.attention]
+        if self.is_parallel:
+            modules.append(self.mlp_norm)
+        return Segment(
+            "attention",
+            partial(run, is_core_recomputed),
+            _INPUTS,
+            writes,
+            scopes=("attention",),
+            modules=tuple(modules),
         )
-        return self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
+
+    def _mlp_segment(self) -> Segment:
+        run: Callable[..., Tensor] = self._normalise_and_feed
+        reads: tuple[str, ...] = ("stream", "update")
+        modules = [self.mlp_norm, self.mlp]
+        if self.norm_position == "post":
+            run = self._feed_and_normalise
+            reads = ("hidden",)
+        elif self.is_parallel:
+            run = self._feed
+            reads = ("stream", "normed")
+            modules.remove(self.mlp_norm)
+        return Segment("mlp", run, reads, ("hidden",), scopes=("mlp",), modules=tuple(modules))
+
+    def _mixture_segments(self, mixture: Any) -> list[Segment]:
+        """Return the segments after attention, with a mixture of experts.
+
+        The norm before it belongs to its router, and what follows it to its sum of outputs.
+        """
+        norms = (self.mlp_norm,)
+        whole = Segment(
+            "mlp",
+            self._mlp,
+            ("normed",),
+            ("update",),
+            modules=(mixture,),
+            parts=mixture.segments,
+        )
+        if self.norm_position == "post":
+            last = Segment(
+                "mlp_norm",
+                self._add_and_normalise,
+                ("hidden", "update"),
+                ("hidden",),
+                scopes=("combine",),
+                modules=norms,
+            )
+            return [replace(whole, reads=("hidden",)), last]
+        last = Segment(
+            "residual", self._add, ("stream", "update"), ("hidden",), scopes=("combine",)
+        )
+        if self.is_parallel:
+            return [whole, last]
+        first = Segment(
+            "mlp_norm",
+            self._normalise,
+            ("stream", "update"),
+            ("stream", "normed"),
+            scopes=("router",),
+            modules=norms,
+        )
+        return [first, whole, last]
+
+    def _replayed(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
+        found: Tensor = replayed(
+            self._run_plain, self.mesh.random, self.layer, hidden, rotary, mask
+        )
+        return found
+
+    def _run_plain(self, *values: Any) -> Any:
+        return self._lists["none"](values)[0]
 
     @torch.compiler.disable
     def _begin(self) -> None:
         # torch.compile would specialise on these numbers and recompile every block in every step.
         self.mesh.random.seek(self.layer)
+
+    def _attend(
+        self,
+        is_core_recomputed: bool,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        stream, hidden = self.attention_norm(hidden, None, True)
+        return stream, self._dropped(self.attention(hidden, rotary, is_core_recomputed, mask))
+
+    def _attend_beside_mlp(
+        self,
+        is_core_recomputed: bool,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        stream, hidden = self.attention_norm(hidden, None, True)
+        stream, normed = self.mlp_norm(stream, None, True)
+        update = self._dropped(self.attention(hidden, rotary, is_core_recomputed, mask))
+        return stream + update, normed
+
+    def _attend_and_normalise(
+        self,
+        is_core_recomputed: bool,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        update = self.attention(hidden, rotary, is_core_recomputed, mask)
+        normed: Tensor = self.attention_norm(hidden, self._dropped(update))
+        return normed
+
+    def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = self.mlp_norm(stream, update, True)
+        return stream, normed
+
+    def _mlp(self, hidden: Tensor) -> Tensor:
+        # The attribute is read in every call, because the module may have been replaced.
+        update: Tensor = self.mlp(hidden)
+        return update
+
+    def _add(self, stream: Tensor, update: Tensor) -> Tensor:
+        return stream + self._dropped(update)
+
+    def _add_and_normalise(self, hidden: Tensor, update: Tensor) -> Tensor:
+        normed: Tensor = self.mlp_norm(hidden, self._dropped(update))
+        return normed
+
+    def _feed(self, stream: Tensor, normed: Tensor) -> Tensor:
+        return stream + self._dropped(self.mlp(normed))
+
+    def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
+        stream, normed = self.mlp_norm(stream, update, True)
+        return stream + self._dropped(self.mlp(normed))
+
+    def _feed_and_normalise(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
+        return normed
 
     def _dropped(self, update: Tensor) -> Tensor:
         return hidden_dropout(update, self.dropout, self.training, self.mesh)

@@ -78,7 +78,8 @@ class GradientSlot:
     def open_queue(self) -> WeightGradientQueue | None:
         """Return the queue that takes the product of the gradient now; None if there is none.
 
-        Compiled blocks compute all gradients at once: a graph cannot put anything into a queue.
+        Compiled graphs compute all gradients at once, because they cannot put anything into a
+        queue. Linear layers with slots run between compiled graphs.
         """
         if torch.compiler.is_compiling() or self._queue is None or not self._queue.is_open:
             return None
@@ -219,6 +220,22 @@ class SlotRow:
             slot.is_empty = False
         self._owner.on_gradients()
         return True
+
+    @torch.no_grad()
+    def add_each(self, add: Callable[[list[Tensor], list[bool], list[bool]], None]) -> None:
+        """Add the gradients of all parameters by one call, wherever their sums lie in memory.
+
+        Args:
+            add: Receives the sum of each parameter, whether to overwrite it, and whether its slot
+                accepts gradients; it must leave other sums as they are, and apply the scales of the
+                slots.
+        """
+        slots = self._slots
+        accepted = [slot._accepts() for slot in slots]
+        add([slot.gradient for slot in slots], [slot.is_empty for slot in slots], accepted)
+        for slot, is_accepted in zip(slots, accepted, strict=True):
+            if is_accepted:
+                slot._added()
 
     @staticmethod
     def owner_of(slots: Sequence[GradientSlot]) -> Owner:

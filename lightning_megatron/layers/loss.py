@@ -82,14 +82,28 @@ def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None
     Raises:
         IndexError: If an id is out of range.
     """
-    if ids.device.type != "cpu":
-        return
+    if ids.device.type == "cpu":
+        _check_ids(ids, vocab_size, ignore_index)
+
+
+# One operator, so that a recording of operators checks the ids of each of its runs.
+@torch.library.custom_op(
+    "lightning_megatron::check_ids",
+    mutates_args=(),
+    schema="(Tensor ids, int vocab_size, int? ignore_index) -> ()",
+)
+def _check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
             f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The embedding "
             "has no row for it. Check that data and model use the same tokenizer."
         )
+
+
+@_check_ids.register_fake
+def _(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
+    return None
 
 
 def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
@@ -232,7 +246,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: _Terms = ctx.terms
         scale = grads[0].float().masked_fill(ignored, 0.0)
-        ctx.overwritten = terms.overwrite
+        # A capture of a CUDA graph overwrites nothing: if it fails, the eager pass may follow.
+        is_captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        ctx.overwritten = terms.overwrite and not is_captured
         grad = terms.kernels.cross_entropy_gradient(
             logits,
             index,

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.random import StreamName
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.groups.stream_position import StreamName
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.shards import ShardRange

@@ -68,6 +68,23 @@ class WeightGradientQueue:
             self._open = None
         self._left[key] = collected
 
+    @contextmanager
+    def apart(self) -> Iterator[Products]:
+        """Collect the weight gradients of the block apart from those of the input half around it.
+
+        Returns:
+            Products of the block, for :func:`compute_products`. Without an input half around it,
+            the block computes all gradients at once, and there are none.
+        """
+        outside = self._open
+        collected: Products = deque()
+        if outside is not None:
+            self._open = collected
+        try:
+            yield collected
+        finally:
+            self._open = outside
+
     def put(self, start: Start, slots: Sequence[Hashable]) -> None:
         """Put a weight gradient into the open queue.
 
@@ -83,7 +100,6 @@ class WeightGradientQueue:
         """Return how many gradients :meth:`run` will add to each slot."""
         return Counter(slot for _, slots in self._left.get(key, ()) for slot in slots)
 
-    @torch.no_grad()
     def run(self, key: Hashable) -> None:
         """Compute the weight gradients of an input half, in the order in which it left them.
 
@@ -95,18 +111,31 @@ class WeightGradientQueue:
         Communication: under sequence parallelism all-gathers over tp of the inputs of column
             layers, each overlapped with the product before it.
         """
-        left: Products = self._left.pop(key, deque())
-        add: Add | None = None
-        while left:
-            start, _ = left.popleft()
-            following = start()
-            del start
-            if add is not None:
-                add()
-            add = following
-        if add is not None:
-            add()
+        compute_products(self._left.pop(key, deque()))
 
     def discard(self) -> None:
         """Forget all weight gradients, after a step that an error has ended."""
         self._left.clear()
+
+
+@torch.no_grad()
+def compute_products(left: Products) -> None:
+    """Compute weight gradients in the order in which an input half left them.
+
+    The factors of each product are released when it is computed.
+
+    Args:
+        left: The products; none are left at the end.
+
+    Communication: that of the products, each overlapped with the product before it.
+    """
+    add: Add | None = None
+    while left:
+        start, _ = left.popleft()
+        following = start()
+        del start
+        if add is not None:
+            add()
+        add = following
+    if add is not None:
+        add()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
@@ -22,6 +23,7 @@ from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.padding_mask import padding_mask
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.replicated import TableEmbedding
+from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
@@ -155,10 +157,23 @@ class Encoder(LayeredModule):
             given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1
         )
         self._advance_own_streams(given.device)
+
+        def run(chunk: int, hidden: Tensor | None) -> Any:
+            like = self._stream_like(rows) if hidden is None else hidden
+            return self._run_chunk(
+                chunk,
+                {
+                    "rows": rows,
+                    "hidden": hidden,
+                    "rotary": None,
+                    "mask": padding_mask(rows.valid, dtype=dtype_of_products(like)),
+                    "labels": labels,
+                    "ignore_index": ignore_index,
+                },
+            )
+
         result: EncoderResult = self.run_stage(
-            lambda: self._embed(rows, given),
-            lambda hidden, chunk: self._run_layers(hidden, chunk, rows.valid),
-            lambda hidden: self._result(hidden, labels, ignore_index),
+            run,
             lambda: self.boundary(given),
             lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
         )
@@ -202,8 +217,9 @@ class Encoder(LayeredModule):
         )
         return full.transpose(0, 1)
 
-    def _embed(self, rows: EncoderInput, given: Tensor) -> Tensor:
+    def _embed(self, rows: EncoderInput) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
+        given = rows.given
         positions = self._positions(rows, given) if rows.positions is None else rows.positions
         kinds = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
         hidden: Tensor = self.embedding(rows.tokens, positions, kinds, rows.vectors)
@@ -221,11 +237,43 @@ class Encoder(LayeredModule):
             num_sequences, length
         )
 
-    def _run_layers(self, hidden: Tensor, chunk: int, valid: Tensor | None) -> Tensor:
-        mask = padding_mask(valid, dtype=dtype_of_products(hidden))
-        for index in self._layers_of_chunk[chunk]:
-            hidden = self.layers[str(index)](hidden, None, self.recompute, mask)
-        return hidden
+    def _stream_like(self, rows: EncoderInput) -> Tensor:
+        """Return an empty tensor with the dtype and on the device of the embedding's output."""
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        dtype = self.embedding.word.weight.dtype
+        if rows.vectors is not None:
+            dtype = torch.promote_types(dtype, rows.vectors.dtype)
+        return rows.given.new_empty(0, dtype=dtype)
+
+    @override
+    def _first_segment(self) -> Segment:
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        return Segment(
+            "embedding",
+            self._embed,
+            ("rows",),
+            ("hidden",),
+            scopes=("embedding",),
+            modules=(self.embedding,),
+        )
+
+    @override
+    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
+        return "rotary", "mask"
+
+    @override
+    def _last_segment(self) -> Segment:
+        # The head of a masked language model reads the embedding's weight, or has a copy.
+        reads_embedding = self.config.head == "masked_lm" and self.embedding is not None
+        word = self.embedding.word if self.embedding is not None and reads_embedding else None
+        return Segment(
+            "head",
+            self._result,
+            ("hidden", "labels", "ignore_index"),
+            ("result",),
+            scopes=("head",),
+            modules=tuple(part for part in (self.head, word) if part is not None),
+        )
 
     def _result(self, hidden: Tensor, labels: Tensor | None, ignore_index: int) -> EncoderResult:
         head: Any = self.head

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
@@ -22,6 +23,7 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
+from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import build_block, build_norm
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
@@ -156,12 +158,21 @@ class GPT(LayeredModule):
         if self.cursor is None or not self.cursor.probe:
             self._check_tokens(given.shape[0] * given.shape[1])
 
+        def run(chunk: int, hidden: Tensor | None) -> Any:
+            like = self._stream_like(given, embeddings) if hidden is None else hidden
+            values = {
+                "tokens": tokens,
+                "positions": None if span is None else span.positions,
+                "vectors": embeddings,
+                "hidden": hidden,
+                "labels": labels,
+                "label_smoothing": label_smoothing,
+                "ignore_index": ignore_index,
+            }
+            return self._run_chunk(chunk, values | self._tables(chunk, like, given.shape[1], span))
+
         return self.run_stage(
-            lambda: self._embed(tokens, span, embeddings),
-            lambda hidden, chunk: self._run_layers(hidden, chunk, given.shape[1], span),
-            lambda hidden: self._result(
-                self._logits(hidden), labels, label_smoothing, ignore_index
-            ),
+            run,
             lambda: self.boundary(given),
             lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
         )
@@ -178,34 +189,84 @@ class GPT(LayeredModule):
             (num_sequences, length, self.config.vocab_size), self.dtype, "the logits"
         )
 
-    def _embed(
-        self, tokens: Tensor | None, span: AttentionSpan | None, embeddings: Tensor | None
-    ) -> Tensor:
+    def _stream_like(self, given: Tensor, embeddings: Tensor | None) -> Tensor:
+        """Return an empty tensor with the dtype and on the device of the embedding's output."""
         assert self.embedding is not None, "the first virtual stage holds the embedding"
-        return self.embedding(
-            tokens, positions=None if span is None else span.positions, vectors=embeddings
+        dtype = self.embedding.word.weight.dtype if embeddings is None else embeddings.dtype
+        if self.embedding.position is not None:
+            dtype = torch.promote_types(dtype, self.embedding.position.weight.dtype)
+        return given.new_empty(0, dtype=dtype)
+
+    def _tables(
+        self, chunk: int, like: Tensor, seq_length: int, span: AttentionSpan | None
+    ) -> dict[str, Any]:
+        """Return the rotary tables and the masks of a chunk's layers by name."""
+        positions = None if span is None else span.positions
+        has_rotary = self.config.position == "rotary"
+        found: dict[str, Any] = {
+            "rotary": self._rotary(seq_length, like, positions) if has_rotary else None
+        }
+        # Layers with the same window share a mask.
+        for window in dict.fromkeys(map(self.config.window_of, self._layers_of_chunk[chunk])):
+            found[_mask_of(window)] = attention_mask(
+                span, window, seq_length, dtype=dtype_of_products(like), device=like.device
+            )
+        return found
+
+    @property
+    @override
+    def watches_layers(self) -> bool:
+        """Return whether the call collects the states of its layers."""
+        return self.hidden_states is not None
+
+    @override
+    def _first_segment(self) -> Segment:
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        return Segment(
+            "embedding",
+            self._embed,
+            ("tokens", "positions", "vectors"),
+            ("hidden",),
+            scopes=("embedding",),
+            modules=(self.embedding,),
         )
 
-    def _run_layers(
-        self, hidden: Tensor, chunk: int, seq_length: int, span: AttentionSpan | None
-    ) -> Tensor:
-        positions = None if span is None else span.positions
-        rotary = (
-            self._rotary(seq_length, hidden, positions)
-            if self.config.position == "rotary"
-            else None
+    @override
+    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
+        return "rotary", _mask_of(self.config.window_of(index))
+
+    @override
+    def _last_segment(self) -> Segment:
+        head: nn.Module | None = self.head
+        if head is None and self.embedding is not None:
+            head = self.embedding.word
+        return Segment(
+            "head",
+            self._leave,
+            ("hidden", "labels", "label_smoothing", "ignore_index"),
+            ("result",),
+            scopes=("head",),
+            modules=tuple(part for part in (self.final_norm, head) if part is not None),
         )
-        # Layers with the same window share a mask.
-        masks: dict[int | None, Tensor | None] = {}
-        for index in self._layers_of_chunk[chunk]:
-            window = self.config.window_of(index)
-            if window not in masks:
-                masks[window] = attention_mask(
-                    span, window, seq_length, dtype=dtype_of_products(hidden), device=hidden.device
-                )
-            self._keep(hidden)
-            hidden = self.layers[str(index)](hidden, rotary, self.recompute, masks[window])
-        return hidden
+
+    def _embed(
+        self, tokens: Tensor | None, positions: Tensor | None, vectors: Tensor | None
+    ) -> Tensor:
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        return self.embedding(tokens, positions=positions, vectors=vectors)
+
+    @override
+    def _run_layer(
+        self, name: str, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
+        self._keep(hidden)
+        found: Tensor = self.layers[name](hidden, rotary, self.recompute, mask)
+        return found
+
+    def _leave(
+        self, hidden: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
+    ) -> Any:
+        return self._result(self._logits(hidden), labels, label_smoothing, ignore_index)
 
     def _keep(self, hidden: Tensor) -> None:
         if self.hidden_states is not None:
@@ -238,6 +299,11 @@ class GPT(LayeredModule):
             overwrite_logits=True,
         )
         return losses.t().contiguous()
+
+
+def _mask_of(window: int | None) -> str:
+    """Return the name of the mask of layers with a window."""
+    return "mask" if window is None else f"mask.{window}"
 
 
 def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.runner import ChunkRunner
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -66,6 +68,9 @@ class LayeredModule(PipelinedModule):
         ParallelPlanError: If the model cannot be divided over the layout.
     """
 
+    #: Layers of this rank by their index in the whole model.
+    layers: nn.ModuleDict
+
     def __init__(
         self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
@@ -74,6 +79,11 @@ class LayeredModule(PipelinedModule):
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
         self._recompute: Recompute = "none"
+        #: Whether forward passes compare the token counts of ranks that share experts. Code that
+        #: has compared them for a whole step sets it to False.
+        self.compares_counts = True
+        #: Runner of the chunks; None runs their segments one after the other.
+        self.runner: ChunkRunner | None = None
         self._owns_mesh = mesh is None
         self._num_calls = 0
         self._dtype = torch.get_default_dtype()
@@ -84,6 +94,7 @@ class LayeredModule(PipelinedModule):
         with torch.device("meta"):
             self._build()
         self._mixtures = self._find_mixtures()
+        self._lists = [self.segments(chunk) for chunk in range(self.num_chunks)]
         if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
 
@@ -128,11 +139,82 @@ class LayeredModule(PipelinedModule):
             layer.transport_choice.dispatcher.needs_equal_counts
             for layer in self._mixtures.values()
         )
-        if is_needed and self.has_shared_experts:
+        if is_needed and self.has_shared_experts and self.compares_counts:
             check_equal_counts(num_tokens, self.mesh)
 
     def _build(self) -> None:
         raise NotImplementedError
+
+    def segments(self, chunk: int = 0) -> SegmentList:
+        """Return the list that a forward pass of a chunk runs.
+
+        On the first virtual stage it begins with the embedding, and elsewhere it reads ``hidden``.
+        Then each layer is one segment, which opens into the segments of its block. On the last
+        virtual stage the segment ``head`` follows, which includes the loss and writes ``result``;
+        elsewhere the last layer writes ``hidden``. Attention masks and rotary tables are inputs.
+
+        Args:
+            chunk: Index of this rank's chunk.
+        """
+        found: list[Segment] = []
+        if self.is_first_stage(chunk):
+            found.append(self._first_segment())
+        found += [self._layer_segment(index) for index in self._layers_of_chunk[chunk]]
+        outputs: tuple[str, ...] = ("hidden",)
+        if self.is_last_stage(chunk):
+            found.append(self._last_segment())
+            outputs = found[-1].writes
+        return SegmentList(found, names_from_outside(found, outputs), outputs)
+
+    def _first_segment(self) -> Segment:
+        """Return the segment from the model's inputs to ``hidden``."""
+        raise NotImplementedError
+
+    def _layer_segment(self, index: int) -> Segment:
+        """Return the segment of a layer, from ``hidden`` to ``hidden``."""
+        layer: Any = self.layers[str(index)]
+        has_parts = hasattr(layer, "segments")
+        return Segment(
+            f"layers.{index}",
+            partial(self._run_layer, str(index)),
+            ("hidden", *self._inputs_of_layer(index)),
+            ("hidden",),
+            is_static=has_parts,
+            modules=(layer,),
+            parts=partial(self._parts_of_layer, str(index)) if has_parts else None,
+        )
+
+    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
+        """Return the names of a layer's rotary tables and of its mask."""
+        raise NotImplementedError
+
+    def _last_segment(self) -> Segment:
+        """Return the segment from ``hidden`` to ``result``."""
+        raise NotImplementedError
+
+    def _run_layer(
+        self, name: str, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
+        found: Tensor = self.layers[name](hidden, rotary, self.recompute, mask)
+        return found
+
+    def _parts_of_layer(self, name: str) -> SegmentList:
+        layer: Any = self.layers[name]
+        found: SegmentList = layer.segments(self.recompute)
+        return found
+
+    @property
+    def watches_layers(self) -> bool:
+        """Return whether something is collected between the layers of the running call."""
+        return False
+
+    def _run_chunk(self, chunk: int, values: Mapping[str, Any]) -> Any:
+        """Run a chunk on values by name, of which it reads those that its list names."""
+        segments = self._lists[chunk]
+        given = tuple([values[name] for name in segments.inputs])
+        if self.runner is None or self.watches_layers:
+            return segments(given)[0]
+        return self.runner.run(chunk, segments, given, self.is_last_stage(chunk))[0]
 
     def boundary(
         self, tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]

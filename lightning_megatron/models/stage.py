@@ -172,24 +172,22 @@ class PipelinedModule(nn.Module):
 
     def run_stage(
         self,
-        enter: Callable[[], Tensor],
-        middle: Callable[[Tensor, int], Tensor],
-        leave: Callable[[Tensor], Any],
+        run: Callable[[int, Tensor | None], Any],
         boundary: Callable[[], tuple[torch.Size, torch.dtype]],
         unknown: Callable[[], Any],
     ) -> Any:
         """Run the whole model, or the virtual stage that the cursor selects.
 
         Args:
-            enter: Function from the inputs to hidden states; called on the first virtual stage.
-            middle: Function that runs the layers of a chunk.
-            leave: Function from hidden states to the result; called on the last virtual stage.
+            run: Function that runs a chunk on the hidden states of the previous virtual stage, or
+                on the inputs of the model if they are None. It returns hidden states, and on the
+                last virtual stage the result.
             boundary: Function that returns shape and dtype of the hidden states between stages.
             unknown: Function that returns the result with placeholders instead of tensors.
 
         Returns:
-            The result of ``leave`` on the last virtual stage. On other stages, the result of
-            ``unknown`` if the step will call the model again.
+            The result on the last virtual stage. On other stages, the result of ``unknown`` if the
+            step will call the model again.
 
         Raises:
             StageDone: At the last call of a step, on all other virtual stages and in probes.
@@ -197,18 +195,19 @@ class PipelinedModule(nn.Module):
         """
         cursor = self.cursor
         if cursor is None:
-            return leave(self._all_chunks(enter(), middle))
+            found = None
+            for chunk in range(self.num_chunks):
+                found = run(chunk, found)
+            return found
         cursor.begin_call()
         if cursor.probe:
             cursor.tensor_specs.append(boundary())
         else:
-            hidden = (
-                enter() if self.is_first_stage(cursor.chunk) else cursor.received[cursor.calls - 1]
-            )
-            hidden = middle(hidden, cursor.chunk)
+            is_first = self.is_first_stage(cursor.chunk)
+            found = run(cursor.chunk, None if is_first else cursor.received[cursor.calls - 1])
             if self.is_last_stage(cursor.chunk):
-                return leave(hidden)
-            cursor.sent.append(hidden)
+                return found
+            cursor.sent.append(found)
         if cursor.is_last_call:
             raise StageDone
         cursor.may_stop = True
@@ -233,11 +232,6 @@ class PipelinedModule(nn.Module):
 
     def note_use(self, tensor: Tensor) -> None:
         """Record, in a probe, that the last stage needs the values of a tensor."""
-
-    def _all_chunks(self, hidden: Tensor, middle: Callable[[Tensor, int], Tensor]) -> Tensor:
-        for chunk in range(self.num_chunks):
-            hidden = middle(hidden, chunk)
-        return hidden
 
     def check_callable_whole(self) -> None:
         """Raise if the whole model is called and this rank has only some of its stages.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.device_clock import DeviceClock
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.stage_costs import StageCosts
@@ -40,7 +40,8 @@ class MeasuredStages:
     """Measurements of all virtual stages, equal on all ranks.
 
     Args:
-        costs: Times in microseconds; the slowest rank of a stage counts.
+        costs: Times in microseconds; the slowest rank of a stage counts, and the slowest transfer
+            between two stages.
         kept: Memory that a forward leaves allocated, for each virtual stage (bytes).
         weight_half_share: Largest part of it that an input half leaves for the weight half.
         free: Memory of the fullest rank for what forwards keep; None if it is not known (bytes).
@@ -53,10 +54,11 @@ class MeasuredStages:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of a costs file for ``lightning-megatron schedule --costs``."""
-        costs = {
+        costs: dict[str, Any] = {
             "forward": list(self.costs.forward),
             "input_half": list(self.costs.input_half),
             "weight_half": list(self.costs.weight_half),
+            "transfer": self.costs.transfer,
         }
         # A costs file has positive sizes. CPUs do not tell them.
         if not all(self.kept):
@@ -80,26 +82,37 @@ class ActionTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin = self._now()
+        self._clock = DeviceClock(device)
+        self._origin = self._clock.mark()
         self._records: list[tuple[Action, Any, Any, int]] = []
+        self._messages: list[int] = []
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Record the time and the growth of allocated memory of the block."""
         before = self._allocated()
-        start = self._now()
+        start = self._clock.mark()
         yield
-        self._records.append((action, start, self._now(), self._allocated() - before))
+        self._records.append((action, start, self._clock.mark(), self._allocated() - before))
+
+    def note_message(self, num_bytes: int) -> None:
+        """Record the size of what this stage receives for a microbatch (bytes)."""
+        self._messages.append(num_bytes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the median size of the messages that were noted; 0 without any (bytes)."""
+        return int(statistics.median(self._messages)) if self._messages else 0
 
     def spans(self) -> list[tuple[Action, float, float]]:
         """Return start and end of all actions, in seconds since the recorder was made.
 
         The host waits for the device.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._clock.finish()
+        since = self._clock.seconds
         return [
-            (action, self._seconds(self._origin, start), self._seconds(self._origin, stop))
+            (action, since(self._origin, start), since(self._origin, stop))
             for action, start, stop, _ in self._records
         ]
 
@@ -131,24 +144,16 @@ class ActionTimes:
             waiting = min(max(-growth["W"] / kept, 0.0), 1.0)
         return ActionMedians(seconds, kept, waiting)
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, stop: Any) -> float:
-        if self._device.type != "cuda":
-            return float(stop - start)
-        return float(start.elapsed_time(stop)) / 1e3
-
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
 def gather_measurements(
-    medians: Sequence[ActionMedians], mesh: ParallelMesh, placement: Placement, free: int | None
+    medians: Sequence[ActionMedians],
+    mesh: ParallelMesh,
+    placement: Placement,
+    free: int | None,
+    transfer: float = 0.0,
 ) -> MeasuredStages:
     """Gather what all ranks have measured.
 
@@ -157,22 +162,24 @@ def gather_measurements(
         mesh: The groups of this rank.
         placement: Placement of the virtual stages.
         free: Memory of this rank for what forwards keep; None if it is not known (bytes).
+        transfer: Time of a transfer between this stage and its neighbours (seconds).
 
     Communication: one gather over the world, on the CPU.
     """
-    own = (mesh.pp.rank, tuple(medians), free)
+    own = (mesh.pp.rank, tuple(medians), free, transfer)
     ranks = all_gather_objects(own, mesh.world_cpu)
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     kept = []
     for virtual in range(placement.num_virtual_stages):
         stage, chunk = placement.owner(virtual)
-        found = [chunks[chunk] for rank, chunks, _ in ranks if rank == stage]
+        found = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
         for kind in kinds:
             slowest = max(one.seconds[kind] for one in found)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
         kept.append(max(one.kept for one in found))
-    shares = [one.waiting for _, chunks, _ in ranks for one in chunks]
-    limits = [limit for _, _, limit in ranks if limit is not None]
-    costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]))
+    shares = [one.waiting for _, chunks, *_ in ranks for one in chunks]
+    limits = [limit for _, _, limit, _ in ranks if limit is not None]
+    slowest = round(max(seconds for *_, seconds in ranks) * _TICKS_PER_SECOND)
+    costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]), slowest)
     return MeasuredStages(costs, tuple(kept), max(shares), min(limits, default=None))

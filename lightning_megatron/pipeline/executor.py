@@ -13,6 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.action_observer import ActionObserver
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
@@ -66,8 +67,13 @@ class PipelineExecutor:
         self._num_chunks = model.num_chunks if model is not None else 1
         self._schedule = schedule
         self._group_size = microbatch_group_size
-        self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
+        self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
+        #: Observer of the actions of training steps; None without one.
+        self.actions: ActionObserver | None = None
+        #: Tensor from which attached losses read the weight of every microbatch, as
+        #: :class:`MicrobatchWeights` describes it; None makes new tensors in each step.
+        self.fixed_weight: Tensor | None = None
 
     def run(
         self,
@@ -121,7 +127,9 @@ class PipelineExecutor:
             :func:`~lightning_megatron.plan.transfers.plan_transfers`. If layers attach losses, each
             gradient is accompanied by the weight of its microbatch.
         """
-        weights = MicrobatchWeights(loss_weight if backward else None, self.mesh.device)
+        weights = MicrobatchWeights(
+            loss_weight if backward else None, self.mesh.device, self.fixed_weight
+        )
         run = StepRun(
             self.mesh,
             self._num_chunks,
@@ -137,6 +145,7 @@ class PipelineExecutor:
             step,
             backward,
             times,
+            self.actions if backward else None,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
@@ -155,7 +164,9 @@ class PipelineExecutor:
         self._programs.clear()
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
-        program, points = self._program(len(run.microbatches), run.backward)
+        schedule, program, points = self._program(len(run.microbatches), run.backward)
+        if self.actions is not None and run.backward:
+            self.actions.begin_step(schedule)
         num_actions = 0
         for instruction in program.instructions(self.mesh.pp.rank):
             if isinstance(instruction, Compute):
@@ -168,7 +179,7 @@ class PipelineExecutor:
             else:
                 run.start_transfers(instruction.sends, instruction.receives)
 
-    def _program(self, num_microbatches: int, backward: bool) -> tuple[Program, Points]:
+    def _program(self, num_microbatches: int, backward: bool) -> tuple[Schedule, Program, Points]:
         key = (num_microbatches, backward)
         if key not in self._programs:
             schedule = self._build_schedule(num_microbatches, not backward)
@@ -176,7 +187,7 @@ class PipelineExecutor:
             points: dict[int, list[ReductionPoint]] = {}
             for point in reduction_points(schedule)[self.mesh.pp.rank] if backward else ():
                 points.setdefault(point.after_action, []).append(point)
-            self._programs[key] = plan_transfers(schedule), points
+            self._programs[key] = schedule, plan_transfers(schedule), points
         return self._programs[key]
 
     def _build_schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:

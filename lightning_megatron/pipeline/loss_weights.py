@@ -21,17 +21,35 @@ class MicrobatchWeights:
         loss_weight: Record that layers read; None if no layer attaches a loss, so that nothing is
             sent.
         device: Device of the weights.
+        fixed: Tensor that layers read for every microbatch, such as :func:`new_weight` makes. It
+            has the weight of a microbatch while its backward pass runs. A backward pass that is
+            captured as a CUDA graph reads the weight at the address that it was captured with, so
+            all steps must use the same tensor. None gives each microbatch a tensor of its own, new
+            in each step.
     """
 
-    def __init__(self, loss_weight: LossWeight | None, device: torch.device) -> None:
+    def __init__(
+        self, loss_weight: LossWeight | None, device: torch.device, fixed: Tensor | None = None
+    ) -> None:
         self._loss_weight = loss_weight
         self._device = device
+        self._fixed = fixed
         self._weights: dict[int, Tensor] = {}
 
-    def begin(self, number: int) -> None:
+    def begin_forward(self, number: int) -> None:
         """Make a microbatch current. Its weight may be filled in until its backward pass."""
         if self._loss_weight is not None:
-            self._loss_weight.value = self._weight(number)
+            self._loss_weight.value = self._weight(number) if self._fixed is None else self._fixed
+
+    def begin_backward(self, number: int) -> None:
+        """Make a microbatch current, whose weight is known now.
+
+        A layer whose activations are recomputed attaches its losses again, and reads the weight.
+        """
+        self.begin_forward(number)
+        # Attached losses read their weights in backward passes only, one of which runs at a time.
+        if self._loss_weight is not None and self._fixed is not None:
+            self._fixed.copy_(self._weight(number))
 
     def fill(self, number: int, value: float | Tensor) -> None:
         """Set the weight of a microbatch."""
@@ -50,5 +68,12 @@ class MicrobatchWeights:
 
     def _weight(self, number: int) -> Tensor:
         if number not in self._weights:
-            self._weights[number] = torch.zeros((), dtype=torch.float64, device=self._device)
+            self._weights[number] = new_weight(self._device)
         return self._weights[number]
+
+
+def new_weight(device: torch.device) -> Tensor:
+    """Return a tensor for the weight of a microbatch, with the value zero."""
+    # Validation may come first, and tensors of its inference mode cannot be written later.
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.float64, device=device)

@@ -16,12 +16,13 @@ from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.pipeline.action_observer import ActionObserver
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of
-from lightning_megatron.plan.actions import Action, Kind
+from lightning_megatron.plan.actions import Action, Kind, PipelineUnit
 from lightning_megatron.plan.transfers import Transfer
 
 LossOf = Callable[[Any, int], Tensor | None]
@@ -51,6 +52,7 @@ class StepRun:
         step: int,
         backward: bool,
         times: ActionTimes | None = None,
+        actions: ActionObserver | None = None,
     ) -> None:
         self._mesh = mesh
         self._plans = plans
@@ -63,6 +65,7 @@ class StepRun:
         self.step = step
         self.backward = backward
         self._times = times
+        self._actions = actions
         self.results: list[Any] = []
         self._axis = mesh.pp
         self._placement = mesh.layout.placement
@@ -113,16 +116,21 @@ class StepRun:
         key = (action.chunk, action.microbatch)
         self._wait_for_tensors(action.kind, key)
         # The time of an action starts when the tensors that it receives are there.
-        with nullcontext() if self._times is None else self._times.measure(action):
-            if action.kind == "F":
-                self._forward(key)
-            elif action.kind == "B":
+        measured = nullcontext() if self._times is None else self._times.measure(action)
+        observed = nullcontext() if self._actions is None else self._actions.during(action)
+        with measured, observed:
+            self._compute(action.kind, key)
+
+    def _compute(self, kind: Kind, key: ChunkMicrobatch) -> None:
+        if kind == "F":
+            self._forward(key)
+        elif kind == "B":
+            self._backward(key)
+        elif kind == "I":
+            with self._weight_gradients.open(key):
                 self._backward(key)
-            elif action.kind == "I":
-                with self._weight_gradients.open(key):
-                    self._backward(key)
-            else:
-                self._weight_gradients.run(key)
+        else:
+            self._weight_gradients.run(key)
 
     def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
@@ -139,18 +147,23 @@ class StepRun:
         outgoing += weights.messages(sends)
         incoming += weights.messages(receives)
         pending = start_transfers(outgoing, incoming, self._axis)
+        if self._actions is not None:
+            for transfer in sends:
+                self._actions.sending(PipelineUnit(transfer.chunk, transfer.microbatch), pending)
         # Keep sends that are not done, because their tensors must stay alive.
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, made in zip(receives, buffers, strict=True):
             key = (transfer.chunk, transfer.microbatch)
             (self._inputs if transfer.kind == "F" else self._gradients)[key] = made
+            if self._times is not None:
+                self._times.note_message(sum(one.nbytes for one in made))
             self._arrivals[transfer.kind, key] = pending
 
     def _forward(self, key: ChunkMicrobatch) -> None:
         chunk, number = key
         microbatch = self.microbatches[number]
         self.seek(number)
-        self._weights.begin(number)
+        self._weights.begin_forward(number)
         cursor = None
         if self._axis.size > 1:
             received = self._inputs.get(key, [])
@@ -178,8 +191,7 @@ class StepRun:
 
     def _backward(self, key: ChunkMicrobatch) -> None:
         chunk, number = key
-        # A layer whose activations are recomputed attaches its losses again, and reads the weight.
-        self._weights.begin(number)
+        self._weights.begin_backward(number)
         loss = self._losses.pop(key, None)
         if loss is not None:
             self._inspect(loss.grad_fn, True)
@@ -199,9 +211,11 @@ class StepRun:
         received = [one for one in self._inputs.pop(key, ()) if one.is_floating_point()]
         before = self._placement.chunk_beside(self._axis.rank, chunk, -1)
         target = chunk if before is None else before
-        self._gradients[target, number] = [
-            torch.zeros_like(one) if one.grad is None else one.grad for one in received
-        ]
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
+        if before is not None and self._actions is not None:
+            # An observer may run this chunk again, at the same addresses, before the other one.
+            gradients = [gradient.clone() for gradient in gradients]
+        self._gradients[target, number] = gradients
 
     def _inspect(self, node: Any, is_loss: bool) -> None:
         if self.inspector is not None:

@@ -1,9 +1,11 @@
 """Planning of parallel training with integers alone: layouts, shards, schedules and memory."""
 
-from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.live_microbatches import LiveMicrobatches, live_microbatches
@@ -46,7 +48,9 @@ __all__ = [
     "BufferPlan",
     "Compute",
     "TransferBatch",
+    "CudaGraphs",
     "FlatBox",
+    "GraphSlots",
     "KeptActivations",
     "LayerCosts",
     "LayerPartition",
@@ -54,6 +58,7 @@ __all__ = [
     "ModelShape",
     "ParallelLayout",
     "Piece",
+    "PipelineUnit",
     "Placement",
     "Program",
     "RotaryScaling",

@@ -10,6 +10,22 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True, order=True)
+class PipelineUnit:
+    """One microbatch in one chunk of a stage: what a forward and its backward have in common.
+
+    Args:
+        chunk: Index of the chunk on this stage.
+        microbatch: Index of the microbatch in the step.
+    """
+
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"microbatch {self.microbatch} in chunk {self.chunk}"
+
+
+@dataclass(frozen=True, order=True)
 class Action:
     """Computation of one microbatch in one chunk of a stage.
 
@@ -23,8 +39,13 @@ class Action:
     chunk: int
     microbatch: int
 
+    @property
+    def unit(self) -> PipelineUnit:
+        """Return the chunk and the microbatch."""
+        return PipelineUnit(self.chunk, self.microbatch)
+
     def __str__(self) -> str:
-        return f"{self.kind} of microbatch {self.microbatch} in chunk {self.chunk}"
+        return f"{self.kind} of {self.unit}"
 
 
 class RowBuilder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -73,9 +73,10 @@ def search_schedule(
     """Find the fastest schedule whose activations fit.
 
     The named schedules are simulated, and for each placement a number of greedy constructions under
-    the limit and under smaller ones, which often leave shorter queues at the end. The result is
-    thus never slower in the simulation than the best named schedule that fits. Of equally fast
-    schedules that with the smaller peak is chosen, then a named one.
+    the limit and under smaller ones, which often leave shorter queues at the end. A construction
+    ends where it cannot become faster than what fits already. The result is thus never slower in
+    the simulation than the best named schedule that fits. Of equally fast schedules that with the
+    smaller peak is chosen, then a named one.
 
     Args:
         num_stages: Pipeline-parallel size.
@@ -99,21 +100,24 @@ def search_schedule(
         )
     num_chunks = count // num_stages
 
-    def judged(schedule: Schedule) -> Candidate:
+    def judged(schedule: Schedule, length: int) -> Candidate:
         peak = max(stage_peaks(schedule, schedule.placement.by_stage(kept), weight_half_share))
-        return Candidate(schedule, simulate(schedule, costs).length, peak, is_within(peak, limit))
+        return Candidate(schedule, length, peak, is_within(peak, limit))
 
     named = tuple(
-        judged(schedule) for schedule in _named(num_stages, num_microbatches, num_chunks, shapes)
+        judged(schedule, simulate(schedule, costs).length)
+        for schedule in _named(num_stages, num_microbatches, num_chunks, shapes)
     )
     candidates = list(named)
     for shape in shapes if num_chunks > 1 else shapes[:1]:
         placement = Placement(shape, num_stages, num_chunks)
-        for rule in _rules(placement, kept, limit, weight_half_share, num_microbatches):
-            rows = GreedyConstruction(placement, num_microbatches, costs, rule).rows()
-            if rows is not None:
-                sizes = (num_stages, num_microbatches, num_chunks)
-                candidates.append(judged(Schedule(AUTOMATIC, *sizes, rows, shape=shape)))
+        sizes = (num_stages, num_microbatches, num_chunks)
+        # Rows that take longer than a schedule that fits are of no use.
+        longest = min((one.length for one in candidates if one.fits), default=None)
+        rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
+        for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
+            found = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
+            candidates.append(judged(found, length))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise ParallelPlanError(
@@ -157,6 +161,37 @@ def _named(
             continue
         if schedule.shape in shapes or num_chunks == 1:
             yield schedule
+
+
+def _constructed(
+    placement: Placement,
+    num_microbatches: int,
+    costs: StageCosts,
+    rules: Iterable[GreedyRule],
+    longest: int | None,
+) -> Iterator[tuple[tuple[tuple[Action, ...], ...], int]]:
+    """Construct the rows of rules and their length, except rows that cannot be the best ones.
+
+    Args:
+        placement: Stage and chunk of every virtual stage.
+        num_microbatches: Microbatches per step.
+        costs: Times of the virtual stages.
+        rules: Rules whose limits are legal ones, the lowest limit first.
+        longest: Time of the fastest schedule that is known; None without one (ticks).
+    """
+    # Choices whose rows the limit has not changed. Higher limits would give the same rows.
+    unlimited = set()
+    for rule in rules:
+        choices = (rule.alternate, rule.deep_first, rule.patience)
+        if choices in unlimited:
+            continue
+        greedy = GreedyConstruction(placement, num_microbatches, costs, rule, longest)
+        rows = greedy.rows()
+        if not greedy.is_limited:
+            unlimited.add(choices)
+        if rows is not None:
+            longest = greedy.length
+            yield rows, longest
 
 
 def _rules(

@@ -14,8 +14,9 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
+from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.partition import partition_of
-from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule, shape_of
+from lightning_megatron.plan.schedule import Schedule
 
 GIB = 2**30
 
@@ -28,7 +29,7 @@ class TrainingShape:
         seq_length: Tokens of a sample (tokens).
         microbatch_size: Samples of a microbatch (samples).
         num_microbatches: Microbatches of a step on one data-parallel rank.
-        schedule: Name of the pipeline schedule.
+        schedule: Name of the pipeline schedule, or the user's own order.
         microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
         sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
         recompute: Part that backward computes again: "none", "selective" (the attention core),
@@ -50,7 +51,7 @@ class TrainingShape:
     seq_length: int
     microbatch_size: int = 1
     num_microbatches: int = 1
-    schedule: ScheduleName = "1f1b"
+    schedule: OrderOfPasses = "1f1b"
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"
@@ -149,7 +150,7 @@ def estimate_memory(
     """
     _check(layout, training)
     layers = partition_of(model.costs(), layout).by_stage(layout.placement)
-    schedule = build_schedule(
+    schedule = build_order(
         training.schedule,
         layout.pp,
         training.num_microbatches,
@@ -364,10 +365,11 @@ def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:
 def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     for name in ("seq_length", "microbatch_size", "num_microbatches"):
         require_positive(name, getattr(training, name))
-    if shape_of(training.schedule) != layout.shape:
+    shape = shape_of_order(training.schedule)
+    if shape != layout.shape:
         raise ParallelPlanError(
             f"the layout must place chunks as the schedule does: shape is {layout.shape!r}. Use "
-            f"shape={shape_of(training.schedule)!r} for schedule {training.schedule!r}."
+            f"shape={shape!r} for schedule {training.schedule!r}."
         )
     if training.zero not in (0, 1):
         raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}.")

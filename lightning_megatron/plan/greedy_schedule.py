@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.live_microbatches import is_within
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.stage_costs import StageCosts
+
+_NEVER = sys.maxsize
+"""Start of an action that cannot run yet (ticks)."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +39,39 @@ class GreedyRule:
     patience: float
 
 
-class _Stage:
-    """State of one stage during the construction."""
+@dataclass(frozen=True)
+class _Outlet:
+    """Where the result of an action goes.
 
-    def __init__(self, num_chunks: int) -> None:
-        self.row: list[Action] = []
+    Args:
+        rank: Stage of the virtual stage that needs it.
+        arrivals: Ticks at which the results for this virtual stage arrive, by microbatch.
+        delay: Time of the transfer (ticks).
+    """
+
+    rank: int
+    arrivals: list[int]
+    delay: int
+
+
+class _Stage:
+    """State of one stage during the construction, and the action that it can start next."""
+
+    def __init__(self, rank: int, num_chunks: int, work: int) -> None:
+        self.rank = rank
+        # Each chunk takes its microbatches in order, so that kinds and chunks describe the row.
+        self.row: list[tuple[Kind, int]] = []
         # The last action that is not a weight half.
         self.last: Kind = "F"
         self.free = 0
+        self.work = work
         self.size = 0.0
-        self.due: deque[tuple[int, int]] = deque()
+        self.due: deque[int] = deque()
         self.forwards = [0] * num_chunks
         self.backwards = [0] * num_chunks
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Action that a stage can start next, with its start."""
-
-    start: int
-    rank: int
-    action: Action
+        self.start = _NEVER
+        self.kind: Kind = "F"
+        self.chunk = 0
 
 
 class GreedyConstruction:
@@ -68,143 +84,193 @@ class GreedyConstruction:
         num_microbatches: Microbatches per step.
         costs: Times of the virtual stages.
         rule: Choices between actions that could run.
+        longest: Time above which a step is of no use (ticks); None means any time.
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 3.1.
     """
 
     def __init__(
-        self, placement: Placement, num_microbatches: int, costs: StageCosts, rule: GreedyRule
+        self,
+        placement: Placement,
+        num_microbatches: int,
+        costs: StageCosts,
+        rule: GreedyRule,
+        longest: int | None = None,
     ) -> None:
         self.placement = placement
         self.num_microbatches = num_microbatches
-        self.costs = costs
         self.rule = rule
-        self._stages = [_Stage(placement.num_chunks) for _ in range(placement.num_stages)]
-        # Ticks at which the output of a forward, and the gradient of its input, are available on
-        # the stage that needs them, by virtual stage and microbatch.
-        self._outputs: dict[tuple[int, int], int] = {}
-        self._gradients: dict[tuple[int, int], int] = {}
+        #: Whether the limit has kept back a forward, so that a higher one may change the rows.
+        self.is_limited = False
+        self._longest = _NEVER if longest is None else longest
+        chunks = range(placement.num_chunks)
+        self._chunk_order = chunks[::-1] if rule.deep_first else chunks
+        self._kept = placement.by_stage(rule.kept)
+        # A microbatch in a chunk, and in each later one: earlier chunks leave room for one that
+        # must pass the later chunks before anything is freed.
+        self._room = [[sum(kept[chunk:]) for chunk in chunks] for kept in self._kept]
+        self._ticks: dict[Kind, tuple[tuple[int, ...], ...]] = {
+            "F": placement.by_stage(costs.forward),
+            "I": placement.by_stage(costs.input_half),
+            "W": placement.by_stage(costs.weight_half),
+        }
+        self._connect(costs.transfer)
+        self._stages = [
+            _Stage(rank, placement.num_chunks, num_microbatches * self._ticks_of_all(rank))
+            for rank in range(placement.num_stages)
+        ]
+
+    @property
+    def length(self) -> int:
+        """Return the time of the actions so far, which is that of their simulation (ticks)."""
+        return max(stage.free for stage in self._stages)
 
     def rows(self) -> tuple[tuple[Action, ...], ...] | None:
-        """Return the row of every stage, or None if memory is too small for any order."""
-        choices = [self._choose(rank) for rank in range(self.placement.num_stages)]
-        while any(choice is not None for choice in choices):
-            best = min(
-                (choice for choice in choices if choice is not None),
-                key=lambda choice: (choice.start, choice.rank),
-            )
+        """Return the row of every stage.
+
+        Returns:
+            The rows; None if memory is too small for any order, or the step takes longer than
+            ``longest``.
+        """
+        stages = self._stages
+        for stage in stages:
+            self._choose(stage)
+        starts = [stage.start for stage in stages]
+        while (start := min(starts)) != _NEVER:
+            stage = stages[starts.index(start)]
             # A choice depends on its own stage, and on neighbours whose results it waits for.
-            touched = {best.rank, self._run(best)}
-            for rank in touched:
-                choices[rank] = self._choose(rank)
-        done = 3 * self.num_microbatches * self.placement.num_chunks
-        if any(len(stage.row) != done for stage in self._stages):
+            peer = stages[self._run(stage)]
+            if stage.free + stage.work > self._longest:
+                return None
+            for touched in (stage, peer):
+                self._choose(touched)
+                starts[touched.rank] = touched.start
+        if any(stage.work for stage in stages):
             return None
-        return tuple(tuple(stage.row) for stage in self._stages)
+        return tuple(_numbered(stage.row) for stage in stages)
 
-    def _choose(self, rank: int) -> _Choice | None:
-        stage = self._stages[rank]
-        ready = [*self._ready_backwards(rank), *self._ready_forwards(rank)]
-        due = self._due(rank)
-        if not ready:
-            return due
-        first = min(choice.start for choice in ready)
-        # Whatever can start by then competes; a weight half runs in gaps before it.
-        if due is not None and first > stage.free:
-            ticks = self._ticks(rank, due.action)
-            if stage.free + ticks * (1 - self.rule.patience) <= first:
-                return due
-        return min(
-            (choice for choice in ready if choice.start == first),
-            key=lambda choice: self._preference(stage, choice),
-        )
+    def _connect(self, transfer: int) -> None:
+        """Prepare the ticks at which inputs and gradients arrive, and where results go."""
+        placement = self.placement
+        # The first virtual stage waits for no input, and the last one for no gradient.
+        known = [0] * self.num_microbatches
+        count = placement.num_virtual_stages
+        inputs = [known, *([] for _ in range(count - 1))]
+        gradients = [*([] for _ in range(count - 1)), known]
+        self._inputs = placement.by_stage(inputs)
+        self._gradients = placement.by_stage(gradients)
 
-    def _preference(self, stage: _Stage, choice: _Choice) -> tuple[bool, int]:
-        forward_now = self.rule.alternate and stage.last == "I"
-        action = choice.action
-        chunk = -action.chunk if action.kind == "I" or self.rule.deep_first else action.chunk
-        return (action.kind == "F") != forward_now, chunk
+        def outlet(virtual: int, step: int, arrivals: list[list[int]]) -> _Outlet | None:
+            after = virtual + step
+            if not 0 <= after < count:
+                return None
+            peer, _ = placement.owner(after)
+            delay = transfer if peer != placement.owner(virtual)[0] else 0
+            return _Outlet(peer, arrivals[after], delay)
 
-    def _ready_forwards(self, rank: int) -> list[_Choice]:
-        stage = self._stages[rank]
-        found = []
-        for chunk, microbatch in enumerate(stage.forwards):
-            if microbatch == self.num_microbatches:
-                continue
-            virtual = self.placement.virtual_stage(rank, chunk)
-            ready = 0 if virtual == 0 else self._outputs.get((virtual - 1, microbatch))
-            fits = is_within(stage.size + self._room(rank, chunk), self.rule.limit)
-            if ready is None or not fits:
-                continue
-            found.append(_Choice(max(ready, stage.free), rank, Action("F", chunk, microbatch)))
-        return found
+        self._outlets: dict[Kind, tuple[tuple[_Outlet | None, ...], ...]] = {
+            "F": placement.by_stage([outlet(one, 1, inputs) for one in range(count)]),
+            "I": placement.by_stage([outlet(one, -1, gradients) for one in range(count)]),
+        }
 
-    def _room(self, rank: int, chunk: int) -> float:
-        # A microbatch in this chunk, and in each later one: earlier chunks leave room for one that
-        # must pass the later chunks before anything is freed.
-        return sum(
-            self.rule.kept[self.placement.virtual_stage(rank, later)]
-            for later in range(chunk, self.placement.num_chunks)
-        )
+    def _ticks_of_all(self, rank: int) -> int:
+        """Return the time of a microbatch in all chunks of a stage."""
+        return sum(sum(times[rank]) for times in self._ticks.values())
 
-    def _ready_backwards(self, rank: int) -> list[_Choice]:
-        stage = self._stages[rank]
-        found = []
-        for chunk, microbatch in enumerate(stage.backwards):
-            if microbatch == stage.forwards[chunk]:
-                continue
-            virtual = self.placement.virtual_stage(rank, chunk)
-            is_last = virtual == self.placement.num_virtual_stages - 1
-            ready = 0 if is_last else self._gradients.get((virtual + 1, microbatch))
-            if ready is not None:
-                found.append(_Choice(max(ready, stage.free), rank, Action("I", chunk, microbatch)))
-        return found
-
-    def _due(self, rank: int) -> _Choice | None:
-        stage = self._stages[rank]
-        if not stage.due:
-            return None
-        return _Choice(stage.free, rank, Action("W", *stage.due[0]))
-
-    def _run(self, choice: _Choice) -> int:
-        """Add an action to its row; return the stage that its result goes to."""
-        stage = self._stages[choice.rank]
-        action = choice.action
-        virtual = self.placement.virtual_stage(choice.rank, action.chunk)
-        stage.row.append(action)
-        stage.free = choice.start + self._ticks(choice.rank, action)
-        if action.kind != "W":
-            stage.last = action.kind
-        whole = self.rule.kept[virtual]
-        after = choice.rank
-        if action.kind == "F":
-            stage.size += whole
-            stage.forwards[action.chunk] += 1
-            after = self._deliver(self._outputs, virtual, virtual + 1, choice, stage.free)
-        elif action.kind == "I":
-            stage.size -= whole * (1 - self.rule.weight_half_share)
-            stage.backwards[action.chunk] += 1
-            stage.due.append((action.chunk, action.microbatch))
-            after = self._deliver(self._gradients, virtual, virtual - 1, choice, stage.free)
+    def _choose(self, stage: _Stage) -> None:
+        """Choose the next action of a stage, and its start."""
+        forward, forward_chunk = self._first_forward(stage)
+        half, half_chunk = self._first_input_half(stage)
+        # A weight half runs in gaps before whatever can start first.
+        first = min(forward, half)
+        if stage.due and first > stage.free:
+            chunk = stage.due[0]
+            ticks = self._ticks["W"][stage.rank][chunk]
+            if first == _NEVER or stage.free + ticks * (1 - self.rule.patience) <= first:
+                stage.start = stage.free
+                stage.kind = "W"
+                stage.chunk = chunk
+                return
+        stage.start = first
+        # Of actions that start at once, a forward goes first after an input half that it alternates
+        # with.
+        if forward < half or (forward == half and self.rule.alternate and stage.last == "I"):
+            stage.kind = "F"
+            stage.chunk = forward_chunk
         else:
+            stage.kind = "I"
+            stage.chunk = half_chunk
+
+    def _first_forward(self, stage: _Stage) -> tuple[int, int]:
+        """Return the start and chunk of the forward that can start first, of equals by the rule."""
+        first = _NEVER
+        found = 0
+        inputs = self._inputs[stage.rank]
+        for chunk in self._chunk_order:
+            number = stage.forwards[chunk]
+            if number >= len(inputs[chunk]):
+                continue
+            if not is_within(stage.size + self._room[stage.rank][chunk], self.rule.limit):
+                self.is_limited = True
+                continue
+            ready = inputs[chunk][number]
+            if ready <= stage.free:
+                return stage.free, chunk
+            if ready < first:
+                first = ready
+                found = chunk
+        return first, found
+
+    def _first_input_half(self, stage: _Stage) -> tuple[int, int]:
+        """Return the start and chunk of the input half that can start first, of equals the last."""
+        first = _NEVER
+        found = 0
+        gradients = self._gradients[stage.rank]
+        for chunk in range(len(gradients) - 1, -1, -1):
+            number = stage.backwards[chunk]
+            if number == stage.forwards[chunk] or number >= len(gradients[chunk]):
+                continue
+            ready = gradients[chunk][number]
+            if ready <= stage.free:
+                return stage.free, chunk
+            if ready < first:
+                first = ready
+                found = chunk
+        return first, found
+
+    def _run(self, stage: _Stage) -> int:
+        """Add the chosen action to its row; return the stage that its result goes to."""
+        kind = stage.kind
+        chunk = stage.chunk
+        ticks = self._ticks[kind][stage.rank][chunk]
+        whole = self._kept[stage.rank][chunk]
+        stage.row.append((kind, chunk))
+        stage.free = stage.start + ticks
+        stage.work -= ticks
+        if kind == "W":
             stage.size -= whole * self.rule.weight_half_share
             stage.due.popleft()
-        return after
+            return stage.rank
+        stage.last = kind
+        if kind == "F":
+            stage.size += whole
+            stage.forwards[chunk] += 1
+        else:
+            stage.size -= whole * (1 - self.rule.weight_half_share)
+            stage.backwards[chunk] += 1
+            stage.due.append(chunk)
+        outlet = self._outlets[kind][stage.rank][chunk]
+        if outlet is None:
+            return stage.rank
+        outlet.arrivals.append(stage.free + outlet.delay)
+        return outlet.rank
 
-    def _deliver(
-        self,
-        results: dict[tuple[int, int], int],
-        virtual: int,
-        after: int,
-        choice: _Choice,
-        time: int,
-    ) -> int:
-        if not 0 <= after < self.placement.num_virtual_stages:
-            return choice.rank
-        peer, _ = self.placement.owner(after)
-        delay = self.costs.transfer if peer != choice.rank else 0
-        results[virtual, choice.action.microbatch] = time + delay
-        return peer
 
-    def _ticks(self, rank: int, action: Action) -> int:
-        return self.costs.ticks(action.kind, self.placement.virtual_stage(rank, action.chunk))
+def _numbered(row: Sequence[tuple[Kind, int]]) -> tuple[Action, ...]:
+    """Return the actions of a row in which every chunk takes its microbatches in order."""
+    started: Counter[tuple[Kind, int]] = Counter()
+    actions = []
+    for kind, chunk in row:
+        actions.append(Action(kind, chunk, started[kind, chunk]))
+        started[kind, chunk] += 1
+    return tuple(actions)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.actions import Kind
 from lightning_megatron.plan.schedule import Schedule
 
 WEIGHT_HALF_SHARE = 32 / 34
@@ -18,6 +20,9 @@ bytes) and the gradients of their outputs (18 bytes), which the input half has m
 Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), table 1.
 """
 
+LIVE_CHANGE: Mapping[Kind, int] = MappingProxyType({"F": 1, "B": -1, "I": 0, "W": -1})
+"""Change in the number of microbatches that a chunk keeps, by the kind of an action."""
+
 
 @dataclass(frozen=True)
 class LiveMicrobatches:
@@ -25,9 +30,8 @@ class LiveMicrobatches:
 
     Args:
         slots: For each chunk, microbatches between their forward and the end of their backward,
-            weight half included. That many sets of buffers serve the chunk. If it takes the
-            microbatches in order, as in every named schedule, the n-th one takes set n modulo this
-            number.
+            weight half included. That many sets of buffers serve the chunk; `GraphSlots` assigns
+            one to each microbatch.
         waiting: For each chunk, how many of them wait for their weight half alone.
         total: Microbatches over all chunks at one time; at most the sum of ``slots``.
     """
@@ -52,7 +56,7 @@ def live_microbatches(schedule: Schedule, rank: int) -> LiveMicrobatches:
     total = 0
     for action in () if schedule.forward_only else row:
         chunk = action.chunk
-        live[chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        live[chunk] += LIVE_CHANGE[action.kind]
         due[chunk] += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
         slots[chunk] = max(slots[chunk], live[chunk])
         waiting[chunk] = max(waiting[chunk], due[chunk])

@@ -7,12 +7,8 @@ from functools import cache
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.schedule import (
-    ScheduleName,
-    build_schedule,
-    check_schedule_sizes,
-    splits_backward,
-)
+from lightning_megatron.plan.own_order import OrderOfPasses, OwnOrder, build_order
+from lightning_megatron.plan.schedule import check_schedule_sizes, splits_backward
 from lightning_megatron.plan.simulate import simulate
 
 #: Largest share of a step in which stages are idle, where the size of a microbatch is chosen.
@@ -27,7 +23,7 @@ class MicrobatchRule:
         size: Samples of a microbatch. ``batch`` means one microbatch. None means one microbatch
             with a single stage, otherwise the fewest microbatches of equal size with which stages
             are idle for at most a fifth of a step.
-        schedule: Name of the pipeline schedule.
+        schedule: Name of the pipeline schedule, or the user's own order.
         num_stages: Pipeline-parallel size.
         num_chunks: Chunks of layers on a stage.
         group_size: Microbatches that pass through a chunk before the next chunk starts; None means
@@ -35,7 +31,7 @@ class MicrobatchRule:
     """
 
     size: int | Literal["batch"] | None
-    schedule: ScheduleName
+    schedule: OrderOfPasses
     num_stages: int
     num_chunks: int
     group_size: int | None
@@ -76,9 +72,19 @@ class MicrobatchRule:
         Raises:
             ParallelPlanError: If the schedule cannot run this number of microbatches.
         """
-        count = self.count_for(num_samples)
+        self.check_count(self.count_for(num_samples))
+
+    def check_count(self, num_microbatches: int) -> None:
+        """Check that the schedule can run this number of microbatches.
+
+        Raises:
+            ParallelPlanError: If it cannot.
+        """
+        if isinstance(self.schedule, OwnOrder):
+            self.schedule.build(num_microbatches)
+            return
         check_schedule_sizes(
-            self.schedule, self.num_stages, count, self.num_chunks, self.group_size
+            self.schedule, self.num_stages, num_microbatches, self.num_chunks, self.group_size
         )
 
     def idle_share(self, num_microbatches: int) -> float:
@@ -86,22 +92,20 @@ class MicrobatchRule:
 
         A forward and each half of a backward pass count as equally long.
 
-        Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, for schedules
-            with whole backward passes; others are simulated.
+        Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, for named
+            schedules with whole backward passes; others are simulated.
         """
-        if not splits_backward(self.schedule):
+        if not isinstance(self.schedule, OwnOrder) and not splits_backward(self.schedule):
             waits = self.num_stages - 1
             return waits / (num_microbatches * self.num_chunks + waits)
         return simulate(
-            build_schedule(self.schedule, self.num_stages, num_microbatches, self.num_chunks)
+            build_order(self.schedule, self.num_stages, num_microbatches, self.num_chunks)
         ).bubble
 
     def can_run(self, num_microbatches: int) -> bool:
         """Return whether the schedule can run this number of microbatches."""
         try:
-            check_schedule_sizes(
-                self.schedule, self.num_stages, num_microbatches, self.num_chunks, self.group_size
-            )
+            self.check_count(num_microbatches)
         except ParallelPlanError:
             return False
         return True

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Final
 
 
-class RoutingSum(IntEnum):
-    """Index of a sum; the number of selections of each expert starts at :attr:`LOAD`."""
+class RoutingSum:
+    """Index of a sum; the number of selections of each expert starts at :attr:`LOAD`.
 
-    DROPPED = 0
-    ENTROPY = 1
-    BALANCE_LOSS = 2
-    Z_LOSS = 3
-    NUM_MICROBATCHES = 4
-    LOAD = 5
+    The indices are plain integers, because ``torch.compile`` cannot index with the members of an
+    enumeration.
+    """
+
+    DROPPED: Final = 0
+    ENTROPY: Final = 1
+    BALANCE_LOSS: Final = 2
+    Z_LOSS: Final = 3
+    NUM_MICROBATCHES: Final = 4
+    LOAD: Final = 5

@@ -212,20 +212,42 @@ def build_schedule(
     check_schedule_sizes(
         name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only
     )
+    shape = shape_of(name)
+    if forward_only:
+        placement = Placement(shape, num_stages, num_chunks)
+        return forward_schedule(name, placement, num_microbatches, microbatch_group_size)
     group = num_microbatches
     if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-    shape = shape_of(name)
-    rows = []
-    for rank in range(num_stages):
-        if not forward_only:
-            rows.append(_row(name, rank, num_stages, num_microbatches, num_chunks, group))
-        elif shape == "v":
-            rows.append(forward_v_row(rank, num_stages, num_microbatches))
-        else:
-            rows.append(forward_row(num_microbatches, num_chunks, group))
+    rows = tuple(
+        _row(name, rank, num_stages, num_microbatches, num_chunks, group)
+        for rank in range(num_stages)
+    )
+    return Schedule(name, num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
+
+
+def forward_schedule(
+    name: str, placement: Placement, num_microbatches: int, group_size: int | None = None
+) -> Schedule:
+    """Build the order of forwards without backwards, as for validation.
+
+    Args:
+        name: Name of the schedule.
+        placement: Placement of the chunks on the stages.
+        num_microbatches: Microbatches per step.
+        group_size: Number of microbatches that pass through a chunk before the next chunk starts,
+            unless two chunks lie in a V; None means the number of stages.
+    """
+    num_stages = placement.num_stages
+    num_chunks = placement.num_chunks
+    if placement.shape == "v" and num_chunks == 2:
+        rows = tuple(
+            forward_v_row(rank, num_stages, num_microbatches) for rank in range(num_stages)
+        )
+    else:
+        rows = (forward_row(num_microbatches, num_chunks, group_size or num_stages),) * num_stages
     return Schedule(
-        name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only, shape
+        name, num_stages, num_microbatches, num_chunks, rows, True, placement.shape
     ).validate()
 
 

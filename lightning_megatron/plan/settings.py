@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from numbers import Integral, Real
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_megatron.errors import ParallelPlanError
@@ -111,8 +111,8 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
         name: Name of the setting in errors.
         value: Value that the user gave.
         kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a
-            :class:`Range`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, a dataclass, ``Any``,
-            or a union of these.
+            :class:`Range`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, ``Callable``, a
+            dataclass, ``Any``, or a union of these.
 
     Raises:
         ParallelPlanError: As for :func:`coerce_fields`.
@@ -189,7 +189,9 @@ def _is_of(value: Any, kind: Any) -> bool:
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if kind is str:
-        return isinstance(value, str | PurePath)
+        return isinstance(value, str | os.PathLike)
+    if origin is Callable:
+        return callable(value)
     if origin in (tuple, list):
         return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
     if is_dataclass(kind):
@@ -230,8 +232,10 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     args = get_args(kind)
     if origin is Literal:
         return _literal(value, kind)
-    if kind in (int, float, str):
+    if kind in (int, float):
         return kind(value)
+    if kind is str:
+        return os.fsdecode(value)
     if origin in (tuple, list):
         if origin is tuple and args[-1] is not Ellipsis:
             return _fixed_tuple(name, value, args)
@@ -290,6 +294,8 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
         if args[1] is Any:
             return ("a mapping",)
         return (f"a mapping with {describe(args[1])} for each name",)
+    if origin is Callable:
+        return ("a function",)
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
     names = {

@@ -25,7 +25,7 @@ def whole_backward_row(
 
 
 def forward_row(num_microbatches: int, num_chunks: int, group: int) -> tuple[Action, ...]:
-    """Order the forwards of a stage whose chunks are placed in a loop."""
+    """Order the forwards of a stage in groups, each of which passes all chunks before the next."""
     return tuple(Action("F", *unit) for unit in _forwards(num_microbatches, num_chunks, group))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.ranks import RankStrategy
+from lightning_megatron.strategy.process.run_stream import RunStream
 from lightning_megatron.swap import building_on_meta
 
 
@@ -25,6 +29,10 @@ class TrainerAnswers(RankStrategy):
     """Answers to the Trainer's questions that do not depend on the progress of a run."""
 
     strategy_name = "megatron"
+
+    #: Maker of the backend of CUDA graphs; None means CUDA itself.
+    _make_backend: Callable[[ParallelMesh], CaptureBackend] | None = None
+    _stream: RunStream | None = None
 
     @property
     def user_module(self) -> LightningModule:
@@ -38,6 +46,37 @@ class TrainerAnswers(RankStrategy):
     def is_fitting(self) -> bool:
         """Return whether the Trainer runs ``fit``."""
         return self.user_module.trainer.state.fn == TrainerFn.FITTING
+
+    def check_graphs(self, module: LightningModule | None = None) -> None:
+        """Check before any process exists that the run can capture CUDA graphs, if it is to.
+
+        Args:
+            module: Module that will run; None before it is known.
+
+        Raises:
+            UnsupportedError: If it cannot.
+        """
+        device_type = self.root_device.type if self._make_backend is None else "cuda"
+        check_graphs(self.options, device_type, module)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self.check_graphs()
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Before modules, hooks and optimizers are made.
+        if self.options.cuda_graphs is not None and self.root_device.type == "cuda":
+            self._stream = self._stream or RunStream(self.root_device)
+            self._stream.enter()
+
+    @override
+    def leave_mesh(self) -> None:
+        super().leave_mesh()
+        if self._stream is not None:
+            self._stream.leave()
 
     @property
     @override
@@ -99,7 +138,7 @@ class TrainerAnswers(RankStrategy):
         trainer = attached_trainer(self.user_module)
         if trainer is None:
             return own
-        options = self.options.as_dict().items()
+        options = self.options.contents().items()
         arguments = {name: value for name, value in options if name not in own}
         return {**own, **configuration_fields(arguments, trainer)}
 

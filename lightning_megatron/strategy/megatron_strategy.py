@@ -15,7 +15,9 @@ from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.schedule import ScheduleOption
 from lightning_megatron.strategy.answers import TrainerAnswers
 from lightning_megatron.strategy.checkpoints.run_checkpoints import (
@@ -79,7 +81,7 @@ class MegatronStrategy(TrainerAnswers):
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
-        schedule: ScheduleOption | None = None,
+        schedule: ScheduleOption | str | RowFunction | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
         microbatch_group_size: int | None = None,
         check_microbatches: bool = True,
@@ -103,6 +105,7 @@ class MegatronStrategy(TrainerAnswers):
         replica_check_interval: int = 200,
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
+        cuda_graphs: GraphMode | CudaGraphs | None = None,
     ) -> None:
         super().__init__(StrategyOptions.among(locals()))
         self._checkpoints = RunCheckpoints()
@@ -140,6 +143,7 @@ class MegatronStrategy(TrainerAnswers):
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Check the keyword arguments of fit, validate, test or predict before any launch."""
         check_sizes(self.user_module, self.options, self.layout, arguments)
+        self.check_graphs(self.user_module)
         check_hosts(self.options, self.layout, self.num_processes)
         # Lightning does not pass weights_only to strategies that load after setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
@@ -181,8 +185,7 @@ class MegatronStrategy(TrainerAnswers):
     def _convert_module(self, has_models: bool) -> None:
         """Move the module to its device and precision."""
         precision = self.precision_plugin
-        kind = self.root_device.type
-        for note in self.options.notes(precision.precision, kind):
+        for note in self.options.notes(precision.precision, self.root_device.type):
             rank_zero_info(note)
         precision.converts_inputs = not has_models
         self.model = precision.convert_module(self.user_module)
@@ -205,6 +208,7 @@ class MegatronStrategy(TrainerAnswers):
             mixtures,
             self._checkpoints,
             previous,
+            self._make_backend,
         )
         self.setup_precision_plugin()
         forward_zero_grad(self)
@@ -217,6 +221,7 @@ class MegatronStrategy(TrainerAnswers):
     ) -> dict[str, Any]:
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         self._checkpoints.wait()
+        self.run.steps.look_again()
         # Optimizers of an earlier fit of this trainer are not those of an evaluation.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))

@@ -25,6 +25,8 @@ from lightning_megatron.strategy.checks.run_checks import (
     data_fields,
     pipelined_module,
 )
+from lightning_megatron.strategy.graphs import MakeBackend, build_graphs
+from lightning_megatron.strategy.logs.compiled_blocks import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.metric_groups import MetricGroups
@@ -52,6 +54,7 @@ from lightning_megatron.strategy.private.loops import call_before_epoch_ends, re
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
@@ -76,6 +79,7 @@ class Run:
         mixtures: Mixture-of-experts layers of this rank.
         checkpoints: Checkpoints of the strategy.
         previous: Training state of an earlier run of the same strategy; None without one.
+        make_backend: Maker of the backend of CUDA graphs; None means CUDA itself.
 
     Raises:
         UnsupportedError: If the run needs something that this strategy does not support.
@@ -93,6 +97,7 @@ class Run:
         mixtures: MixtureRuntime,
         checkpoints: RunCheckpoints,
         previous: TrainingState | None,
+        make_backend: MakeBackend | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -110,7 +115,7 @@ class Run:
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
-                options.schedule_name,
+                options.own_order.build if options.own_order else options.schedule_name,
                 options.microbatch_group_size,
             )
             kept = AttributeSync(module, mesh)
@@ -127,6 +132,10 @@ class Run:
                 self._step_runner(kept),
                 options.overlap_gradients,
             )
+            #: CUDA graphs of the training steps; None without any.
+            self.graphs = self.steps.graphs = self._graphs(make_backend)
+            if self.graphs is not None:
+                undo.callback(self.graphs.close)
             self._patch_trainer(kept, undo)
             if self.is_fit:
                 self._patch_fit(undo)
@@ -169,6 +178,21 @@ class Run:
             checks_of(options.check_gradients, dtypes.scales_loss, self.module.trainer),
             previous.main if previous is not None else None,
             options.replica_check_interval,
+        )
+
+    def _graphs(self, make_backend: MakeBackend | None) -> RunGraphs | None:
+        settings = self._options.graphs
+        if settings is None or not self.is_fit:
+            return None
+        choice = self._choice
+        return build_graphs(
+            settings,
+            self.module,
+            self.executor,
+            self.state,
+            self.steps,
+            make_backend,
+            lambda: choice is None or choice.measured is not None,
         )
 
     # ---- changes of the Trainer
@@ -249,13 +273,15 @@ class Run:
             ParallelPlanError: If the batches cannot be cut for the schedule.
             RankMismatchError: If the ranks have data of different lengths.
 
-        Communication: one comparison over the world on the CPU.
+        Communication: one comparison over the world on the CPU, and that of
+            ``note_compiled_blocks``.
         """
         trainer = self.module.trainer
         if self.module.automatic_optimization:
             check_train_loaders(trainer, self._options, self.mesh.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
         self.mixtures.warn_of_evaluation()
+        note_compiled_blocks(self.module, self.mesh, self._options)
         self.state.begin_fit()
 
     def exclude_garbage(self) -> None:

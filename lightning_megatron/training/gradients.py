@@ -13,22 +13,28 @@ from collections.abc import (
     Sequence,
     Set,
 )
+from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
+from lightning_megatron.layers.slot_states import kept_states
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
+from lightning_megatron.training.assigned_gradients import assign_gradients
 from lightning_megatron.training.autograd_gradients import moving_into
+from lightning_megatron.training.bucket_starts import BucketStarts
 from lightning_megatron.training.buffer_planner import LATE_GROUP
 from lightning_megatron.training.flat_buffer import FlatBuffer
 from lightning_megatron.training.gradient_bucket import GradientBucket
 from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.partial_sums import PartialSums
+from lightning_megatron.training.partial_sums import PartialSums, sum_slices_
+from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
 from lightning_megatron.training.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
@@ -65,12 +71,8 @@ class GradientReducer:
         self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[Hashable, str] = {}
-        self._buckets: list[GradientBucket] = []
-        self._bucket_of: dict[str, GradientBucket] = {}
-        self._armed: set[int] = set()
-        self._seen: dict[str, int] = {}
-        self._expected: dict[str, int] = {}
-        self._left: dict[str, int] | None = None
+        self._starts = BucketStarts(self._start)
+        self._recorder: GradientRecorder | None = None
         self._finished: set[str] = set()
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
@@ -85,11 +87,9 @@ class GradientReducer:
         call it.
         """
         for buffer in buffers:
-            buckets = [
+            self._starts.add(
                 GradientBucket.of(buffer, index) for index in range(len(buffer.plan.buckets))
-            ]
-            self._buckets += buckets
-            self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
+            )
             mesh = self._main.mesh
             scale = mesh.copies(buffer.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
@@ -106,8 +106,6 @@ class GradientReducer:
                 self._names[slot] = name
                 set_slot(parameter, slot)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(moving_into(slot)))
-        # Within a group the order is that of the buffers; every rank launches in this order.
-        self._buckets.sort(key=lambda bucket: bucket.group)
         specs = {name: self._main.spec(name) for name in self._slots}
         self._partial = PartialSums(
             {name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh
@@ -115,11 +113,7 @@ class GradientReducer:
 
     def begin_last_backward(self, chunk: int) -> None:
         """Mark the next backward pass of a chunk as the last one before the optimizer step."""
-        self._armed.add(chunk)
-        self._left = None
-        for bucket in self._in_group(chunk):
-            bucket.missing = set(bucket.names)
-            self._seen.update(dict.fromkeys(bucket.names, 0))
+        self._starts.begin_last_backward(chunk)
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Mark the next weight half of a chunk as the last one before the optimizer step.
@@ -130,26 +124,16 @@ class GradientReducer:
 
         Communication: that of :meth:`start_reduction` for buckets that are complete already.
         """
-        self._armed.add(chunk)
-        self._left = {self._names[slot]: number for slot, number in left.items()}
-        for bucket in self._in_group(chunk):
-            bucket.missing = self._left.keys() & set(bucket.names)
-            self._seen |= dict.fromkeys(bucket.names, 0)
-        self._start_group(chunk)
+        self._starts.begin_last_weight_half(
+            chunk, {self._names[slot]: number for slot, number in left.items()}
+        )
 
     def start_reduction(self, chunk: int) -> None:
         """Start reducing the gradients of a chunk, all of which are complete.
 
         Communication: one reduce-scatter or all-reduce over the data axis for each bucket.
         """
-        if chunk in self._armed:
-            self._armed.discard(chunk)
-            for bucket in self._in_group(chunk) if self._left is None else ():
-                self._expected |= {
-                    n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names
-                }
-        for bucket in self._in_group(chunk):
-            self._start(bucket)
+        self._starts.start_all(chunk)
 
     def finish(self, names: Set[str]) -> None:
         """Finish the reductions and assign every main parameter its gradient.
@@ -161,9 +145,9 @@ class GradientReducer:
         all ranks of each; one all-reduce of flags over the data axis on the CPU at the first call,
         and while there are unused parameters.
         """
-        self._armed.clear()
+        self._starts.end()
         buckets = (
-            [bucket for bucket in self._buckets if not names.isdisjoint(bucket.names)]
+            [bucket for bucket in self._starts.buckets if not names.isdisjoint(bucket.names)]
             if names
             else []
         )
@@ -179,13 +163,13 @@ class GradientReducer:
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
         dormant = self._unused.find_dormant(finished)
-        self._hand_over(finished, dormant)
+        assign_gradients(self._main, finished, dormant, self._gradient_of)
         self._reset(buckets)
         self._finished.update(finished)
 
     def clear(self, names: Set[str]) -> None:
         """Discard the gradients of these parameters, as ``zero_grad`` does."""
-        for bucket in self._buckets:
+        for bucket in self._starts.buckets:
             if not names.isdisjoint(bucket.names):
                 if bucket.pending is not None:
                     bucket.pending.wait()
@@ -253,9 +237,6 @@ class GradientReducer:
             if one.main.grad is not None and one.main.dtype != one.gradient.dtype:
                 one.main.grad.copy_(one.gradient)
 
-    def _in_group(self, group: int) -> Iterator[GradientBucket]:
-        return (bucket for bucket in self._buckets if bucket.group == group)
-
     def _gradient_of(self, name: str) -> Tensor:
         return self._slots[name].gradient
 
@@ -263,60 +244,102 @@ class GradientReducer:
         return self._owner_of([self._names[slot] for slot in slots])
 
     def _owner_of(self, names: list[str]) -> Owner:
-        return Owner(partial(self._main.are_trainable, names), partial(self._arrived, names))
+        return Owner(partial(self._main.are_trainable, names), partial(self._notice, names))
 
-    def _arrived(self, names: list[str]) -> None:
-        """Record gradients that have arrived, and start the buckets that are complete now."""
-        # This runs in the backward pass, once for each gradient of each microbatch.
-        seen = self._seen
-        touched = set(map(self._bucket_of.__getitem__, names))
-        # A parameter that the model uses several times gets several gradients. Its bucket starts
-        # after as many as the first steps have counted, so one more comes too late.
-        if any(bucket.pending is not None for bucket in touched):
-            name = next(name for name in names if self._bucket_of[name].pending is not None)
+    @contextmanager
+    def recording(
+        self, state: Literal["empty", "filled"] | None = None, holds_sums: bool = False
+    ) -> Iterator[GradientRecorder]:
+        """Note the gradients that arrive inside the block, instead of acting on them.
+
+        A CUDA graph is captured once and replayed often, and its replays run no Python. The code
+        that replays it marks the recorded slots as filled and passes each recorded group to
+        :meth:`arrived`. The slots have their states of before again when the block ends, because a
+        capture adds nothing to them.
+
+        Args:
+            state: State that all slots have at the start of the block; None leaves the states that
+                they have. A pass that finds its slots empty overwrites them.
+            holds_sums: Whether sums over the ranks may start inside the block. It must wait for
+                them by :meth:`wait`; :meth:`mark_summed` repeats the effect.
+
+        Returns:
+            Object whose ``recorded`` is the result when the block has ended.
+
+        Raises:
+            RuntimeError: If a recording is active already.
+        """
+        if self._recorder is not None:
             raise RuntimeError(
-                "a parameter's gradient must be complete when its sum over the ranks starts: "
-                f"{name!r} received a second gradient afterwards, because the model uses it more "
-                "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
+                "recordings of gradients must not be nested: a gradient would belong to two "
+                "captured passes. End the first recording before the next one starts."
             )
-        for name in names:
-            seen[name] = seen.get(name, 0) + 1
+        with kept_states(self._slots.values()), self._starts.kept():
+            for slot in self._slots.values() if state is not None else ():
+                slot.is_empty = state == "empty"
+            recorder = self._recorder = GradientRecorder(self._slots, holds_sums)
+            try:
+                yield recorder
+            finally:
+                self._recorder = None
+                for bucket in recorder.sums:
+                    bucket.pending = None
+
+    def _notice(self, names: list[str]) -> None:
+        if self._recorder is None:
+            self.arrived(names)
+        else:
+            self._recorder.note(names)
+            if self._recorder.holds_sums:
+                self._starts.arrived(names)
+
+    def wait(self) -> None:
+        """Wait for the sums over the ranks that have started."""
+        for bucket in self._starts.buckets:
+            bucket.wait()
+
+    def mark_summed(self, recorded: RecordedGradients) -> None:
+        """Record that a replay has summed the gradients of some buckets over the ranks."""
+        for name in recorded.unused:
+            self._slots[name].is_empty = False
+            self._unused.note(name)
+        for bucket in recorded.sums:
+            bucket.pending = Pending()
+
+    def arrived(self, names: Sequence[str]) -> None:
+        """Act on gradients that have arrived together, and start the buckets that are complete now.
+
+        Layers call this through their gradient slots. After a replay, the code that replays calls
+        it for each recorded group.
+
+        Args:
+            names: Names of the parameters, whose slots are marked as filled.
+
+        Raises:
+            RuntimeError: If the sum of one of them over the ranks has started already.
+
+        Communication: one reduce-scatter or all-reduce over the data axis for each complete bucket.
+        """
         # A slot that still has the sum of a finished step was not cleared by `zero_grad`.
         if self._finished:
             for name in names:
                 self._unused.discard_without_zero_grad(name, self._finished)
-        # Only the last backward pass of a step completes gradients; `_armed` has its chunks.
-        if self._armed:
-            self._start_complete_groups(names, touched)
-
-    def _start_complete_groups(self, names: list[str], touched: Collection[GradientBucket]) -> None:
-        """Remove complete gradients from their buckets' missing sets, and start complete groups."""
-        seen = self._seen
-        # A weight half knows what it will add; of a backward pass the steps before have shown it.
-        expected = self._expected if self._left is None else self._left
-        # In the first step nothing is expected yet: `start_reduction` starts its buckets.
-        complete = [name for name in names if seen[name] == expected.get(name)]
-        for bucket in touched:
-            bucket.missing.difference_update(complete)
-        for group in sorted(
-            {bucket.group for bucket in touched if not bucket.missing} & self._armed
-        ):
-            self._start_group(group)
-
-    def _start_group(self, group: int) -> None:
-        """Start the complete buckets of a group, in order, up to the first incomplete one."""
-        for bucket in self._in_group(group):
-            if bucket.missing:
-                return
-            self._start(bucket)
+        self._starts.arrived(names)
 
     def _start(self, bucket: GradientBucket) -> None:
         if bucket.pending is not None:
             return
+        if self._recorder is not None and not self._recorder.holds_sums:
+            raise RuntimeError(
+                "no gradient sum over the ranks may start while gradients are recorded: the sum of "
+                f"{bucket.names[0]!r} would be part of the captured pass. End the recording first."
+            )
         self._fill(bucket.names)
         if self.before_reduction is not None:
             self.before_reduction({name: self._gradient_of(name) for name in bucket.names})
         bucket.start(self._main.mesh, self._main.exposed_gradients.is_on)
+        if self._recorder is not None:
+            self._recorder.sums.append(bucket)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Fill the gradients that have not arrived with zeros."""
@@ -325,7 +348,9 @@ class GradientReducer:
             if slot.is_empty:
                 slot.gradient.zero_()
                 slot.is_empty = False
-                if self._main.is_trainable(name):
+                if self._recorder is not None:
+                    self._recorder.unused.append(name)
+                elif self._main.is_trainable(name):
                     self._unused.note(name)
 
     def _add_ties(self, buckets: Collection[GradientBucket], *, alone: bool) -> None:
@@ -337,7 +362,7 @@ class GradientReducer:
         """
         mesh = self._main.mesh
         for name in (name for pair in self._main.ties or () for name in pair):
-            bucket = self._bucket_of.get(name)
+            bucket = self._starts.bucket_of.get(name)
             if (
                 bucket is None
                 or bucket not in buckets
@@ -358,34 +383,7 @@ class GradientReducer:
         parts = [
             slices[name].gradient for name in names if name in self.used_on_parts and name in slices
         ]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for part in parts:
-            by_dtype.setdefault(part.dtype, []).append(part)
-        for alike in by_dtype.values():
-            flat = all_reduce_(torch.cat([part.reshape(-1) for part in alike]), self._main.mesh.tp)
-            sums = flat.split([part.numel() for part in alike])
-            torch._foreach_copy_(
-                alike, [one.view(part.shape) for one, part in zip(sums, alike, strict=True)]
-            )
-
-    def _hand_over(self, names: Collection[str], dormant: Collection[str]) -> None:
-        main = self._main
-        slices = main.slices
-        has_frozen = not main.are_trainable(names)
-        for name in names:
-            one = slices.get(name)
-            has_none = name in dormant or (has_frozen and not main.is_trainable(name))
-            if main.exposed_gradients.is_on and not has_none:
-                main.exposed_gradients.expose(name, main.parameter(name), self._gradient_of(name))
-            if one is None:
-                continue
-            if has_none:
-                one.main.grad = None
-            elif one.gradient.dtype == one.main.dtype:
-                one.main.grad = one.gradient
-            else:
-                # The gradients were accumulated in bfloat16, the main parameter is float32.
-                one.main.grad = one.gradient.to(one.main.dtype)
+        sum_slices_(parts, self._main.mesh.tp)
 
     def _reset(self, buckets: Iterable[GradientBucket]) -> None:
         for bucket in buckets:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
 #: A bucket: (index of its buffer, index in the buffer).
@@ -24,6 +25,8 @@ class ParameterGather:
         self._hooks: list[RemovableHandle] = []
         # Buckets whose parameters are all awaited by the modules that read them.
         self._awaited: set[_BucketKey] = set()
+        # Buckets of each parameter, by its identity.
+        self._buckets_of: Mapping[int, list[_BucketKey]] = {}
 
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket that is partitioned over ranks.
@@ -42,11 +45,27 @@ class ParameterGather:
                 self._pending[index, number] = start_all_gather(
                     whole, own, mesh.copies(buffer.is_expert)
                 )
-        self._wait_for([bucket for bucket in self._pending if bucket not in self._awaited])
+        self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
     def wait(self) -> None:
         """Wait for all buckets."""
-        self._wait_for(tuple(self._pending))
+        self._complete(tuple(self._pending))
+
+    def wait_for(self, parameters: Iterable[Shaped[Tensor, "..."]]) -> None:
+        """Wait for the buckets of some parameters, before they are read.
+
+        The hooks of :meth:`wait_before` call this. A replay of a CUDA graph runs no hooks, so the
+        code that replays it calls this method with the parameters that the graph reads.
+
+        Args:
+            parameters: Parameters of the buffers that :meth:`wait_before` got last. Parameters of
+                no buffer, such as frozen ones, are complete already.
+        """
+        # In all microbatches but the first nothing is pending.
+        if not self._pending:
+            return
+        for one in parameters:
+            self._complete(self._buckets_of.get(id(one), ()))
 
     def wait_before(self, modules: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
         """Make each module wait before its forward pass for the buckets of its parameters.
@@ -56,17 +75,13 @@ class ParameterGather:
                 them.
             buffers: Buffers in the order in which :meth:`start` gets them.
         """
-        buckets_of = _buckets_by_parameter(buffers)
+        buckets_of = self._buckets_of = _buckets_by_parameter(buffers)
         read = set[int]()
         for module in modules:
-            needed = tuple(
-                dict.fromkeys(
-                    bucket for one in module.parameters() for bucket in buckets_of.get(id(one), ())
-                )
-            )
-            if needed:
+            gathered = tuple(one for one in module.parameters() if id(one) in buckets_of)
+            if gathered:
                 self._hooks.append(
-                    module.register_forward_pre_hook(_waiting(self._wait_for, needed))
+                    module.register_forward_pre_hook(_waiting(self.wait_for, gathered))
                 )
             read.update(map(id, module.parameters()))
         unread = {
@@ -84,10 +99,9 @@ class ParameterGather:
             hook.remove()
         self._hooks.clear()
         self._awaited.clear()
+        self._buckets_of = {}
 
-    def _wait_for(self, buckets: Iterable[_BucketKey]) -> None:
-        if not self._pending:
-            return
+    def _complete(self, buckets: Iterable[_BucketKey]) -> None:
         for bucket in buckets:
             pending = self._pending.pop(bucket, None)
             if pending is not None:
@@ -95,11 +109,11 @@ class ParameterGather:
 
 
 def _waiting(
-    wait_for: Callable[[Iterable[_BucketKey]], None], buckets: tuple[_BucketKey, ...]
+    wait_for: Callable[[Iterable[Tensor]], None], parameters: tuple[nn.Parameter, ...]
 ) -> Callable[..., None]:
     # A plain function: a module that is copied keeps it as it is.
     def hook(module: nn.Module, args: Any) -> None:
-        wait_for(buckets)
+        wait_for(parameters)
 
     return hook
 

@@ -9,9 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.shared_gradients import overlapping_pieces
 
 GradientOf = Callable[[str], Tensor]
@@ -122,3 +124,19 @@ class PartialSums:
         all_reduce_(flat, self._mesh.tp)
         if pairs:
             torch._foreach_copy_(outside, inside)
+
+
+def sum_slices_(slices: Sequence[Shaped[Tensor, "..."]], axis: MeshAxis) -> None:
+    """Sum tensors over an axis, in place.
+
+    Communication: one all-reduce over the axis for each dtype.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for one in slices:
+        by_dtype.setdefault(one.dtype, []).append(one)
+    for alike in by_dtype.values():
+        flat = all_reduce_(torch.cat([one.reshape(-1) for one in alike]), axis)
+        sums = flat.split([one.numel() for one in alike])
+        torch._foreach_copy_(
+            alike, [total.view(one.shape) for total, one in zip(sums, alike, strict=True)]
+        )

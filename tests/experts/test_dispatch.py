@@ -19,6 +19,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.nest import leaves
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import CASES, Routed, dense, route
@@ -91,8 +92,10 @@ def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) 
         route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank),
     )
     dispatcher = choose_transport(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
-    sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
-    output = dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
+    prepared = dispatcher.prepare(routed.hidden, routed.probabilities, routed.experts)
+    sent = dispatcher.receive(dispatcher.send(prepared))
+    outputs = module(sent.rows, sent.probabilities, sent.ends)
+    output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     (output * routed.outer).sum().backward()
     errors = {key: _distance(one, wanted[key]) for key, one in results_of(output, routed).items()}
     for key, parameter in module.named_parameters():
@@ -158,6 +161,24 @@ def test_training_goes_on_in_another_layout(results: list[Any]) -> None:
         assert len(saved) == len(LAYOUTS)
         for layouts, error in saved.items():
             assert error < 1e-10, layouts
+
+
+def test_only_the_steps_between_depend_on_the_routing_in_an_all_to_all() -> None:
+    dispatcher = AllToAllDispatcher(NUM_EXPERTS, MeshAxis("ep", (0,)))
+    shapes, numbers = [], []
+    for case in CASES:
+        routed = route(case, NUM_TOKENS, SIZE, NUM_EXPERTS, 0)
+        chosen = routed.experts[:, :1]
+        prepared = dispatcher.prepare(routed.hidden, routed.probabilities[:, :1], chosen)
+        dispatched = dispatcher.receive(dispatcher.send(prepared))
+        returned = dispatcher.send_back(dispatched.rows, dispatched)
+        values = [one for _, one in leaves((prepared, returned)) if isinstance(one, torch.Tensor)]
+        shapes.append([tuple(one.shape) for one in values])
+        numbers.append(dispatched.rows.shape[0])
+        is_here = (chosen >= 0).to(routed.hidden.dtype)
+        assert torch.equal(dispatcher.combine(returned), routed.hidden * is_here), case
+    assert shapes[1:] == shapes[:-1]
+    assert len(set(numbers)) > 1
 
 
 def test_the_choice_of_a_dispatcher_says_why() -> None:

@@ -60,8 +60,10 @@ def weights_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]]:
 
 def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
     dispatcher = choose_transport(NUM_EXPERTS, 2, ParallelMesh.single()).dispatcher
-    sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
-    return dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
+    prepared = dispatcher.prepare(routed.hidden, routed.probabilities, routed.experts)
+    sent = dispatcher.receive(dispatcher.send(prepared))
+    outputs = module(sent.rows, sent.probabilities, sent.ends)
+    return dispatcher.combine(dispatcher.send_back(outputs, sent))
 
 
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])

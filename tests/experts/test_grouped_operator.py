@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.experts.compute.backends import Loop
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.compute.grouped_operator import LoopOperators
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.experts.dense import draw
 
 ENDS = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
 NUM_ROWS, OUT, IN = 11, 24, 16
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Forget what other tests have compiled, and which functions torch no longer compiles."""
+    torch.compiler.reset()
 
 
 def operands(requires_grad: bool = True) -> tuple[Tensor, list[Tensor]]:
@@ -32,6 +43,40 @@ def test_torch_accepts_schema_fakes_and_autograd_of_the_operators(backend: str |
     torch.library.opcheck(ops.grouped_linear_input_gradient.default, (grad, weights, ENDS, backend))
     torch.library.opcheck(
         ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend)
+    )
+
+
+def test_one_operator_adds_all_weight_gradients_to_the_slots_that_accept_them() -> None:
+    grad, rows = draw("grad", shape=(NUM_ROWS, OUT)), draw("rows", shape=(NUM_ROWS, IN))
+    arrived: list[int] = []
+
+    def slots(is_empty: bool) -> list[GradientSlot]:
+        made = []
+        for number in range(4):
+            slot = GradientSlot(
+                torch.ones(OUT, IN, dtype=torch.float64),
+                on_gradient=partial(arrived.append, number),
+                accepts=partial(bool, number != 2),
+                scale=0.5,
+            )
+            slot.is_empty = is_empty
+            made.append(slot)
+        return made
+
+    for is_empty in (True, False):
+        found, expected = slots(is_empty), slots(is_empty)
+        LoopOperators.add_weight_gradients(grad, rows, ENDS, found)
+        assert arrived == [0, 1, 3]
+        Loop.add_weight_gradients(grad, rows, ENDS, expected)
+        arrived.clear()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.gradient, other.gradient)
+            assert one.is_empty == other.is_empty
+    sums = [torch.ones(OUT, IN, dtype=torch.float64) for _ in range(4)]
+    flags = [True, False, True, False]
+    torch.library.opcheck(
+        torch.ops.lightning_megatron.grouped_linear_add_weight_gradients.default,
+        (grad, rows, ENDS, sums, flags, flags, [1.0] * 4),
     )
 
 

@@ -86,10 +86,10 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
     hidden = hidden.detach().requires_grad_()
     routing = router(hidden)
     dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
-    sent = dispatcher.receive(
-        dispatcher.send(hidden.flatten(0, 1), routing.probabilities, routing.experts)
-    )
-    output = dispatcher.combine(experts(sent.rows, sent.probabilities, sent.ends), sent)
+    prepared = dispatcher.prepare(hidden.flatten(0, 1), routing.probabilities, routing.experts)
+    sent = dispatcher.receive(dispatcher.send(prepared))
+    outputs = experts(sent.rows, sent.probabilities, sent.ends)
+    output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
     outer = torch.randn(
         output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)
@@ -141,10 +141,10 @@ def test_a_captured_graph_follows_new_choices() -> None:
     experts = torch.rand(300, 16, device=DEVICE).topk(4).indices
 
     def step() -> Tensor:
-        sent = dispatcher.receive(dispatcher.send(hidden, probabilities, experts))
-        return dispatcher.combine(
-            sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent
-        )
+        prepared = dispatcher.prepare(hidden, probabilities, experts)
+        sent = dispatcher.receive(dispatcher.send(prepared))
+        outputs = sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype)
+        return dispatcher.combine(dispatcher.send_back(outputs, sent))
 
     with torch.no_grad():
         graph, replayed = captured(step)

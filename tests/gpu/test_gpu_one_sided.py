@@ -52,8 +52,10 @@ class Tokens:
 
 def passed(tokens: Tokens, dispatcher: Dispatcher, experts: GroupedMLP) -> list[Tensor]:
     """Return the output and all gradients."""
-    sent = dispatcher.receive(dispatcher.send(tokens.hidden, tokens.probabilities, tokens.experts))
-    output = dispatcher.combine(experts(sent.rows, sent.probabilities, sent.ends), sent)
+    prepared = dispatcher.prepare(tokens.hidden, tokens.probabilities, tokens.experts)
+    sent = dispatcher.receive(dispatcher.send(prepared))
+    outputs = experts(sent.rows, sent.probabilities, sent.ends)
+    output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     leaves = tokens.hidden, tokens.probabilities, *experts.parameters()
     return [output.detach(), *torch.autograd.grad(output, leaves, tokens.outer)]
 

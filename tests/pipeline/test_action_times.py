@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline import action_times
+from lightning_megatron.pipeline import device_clock
 from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.layout import ParallelLayout
@@ -34,7 +34,7 @@ class Clock:
 
 def test_medians_are_those_of_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(action_times, "time", clock)
+    monkeypatch.setattr(device_clock, "time", clock)
     times = ActionTimes(torch.device("cpu"))
     for chunk in range(2):
         for kind, one in MILLISECONDS.items():
@@ -46,17 +46,28 @@ def test_medians_are_those_of_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatc
         assert (found.kept, found.waiting) == (0, 0.0), "a CPU does not tell what is allocated"
 
 
+def test_messages_have_their_median_size() -> None:
+    times = ActionTimes(torch.device("cpu"))
+    assert times.message_bytes == 0
+    for num_bytes in (8, 1000, 16):
+        times.note_message(num_bytes)
+    assert times.message_bytes == 16
+
+
 def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2), device="cpu")
     clock = Clock()
-    action_times.time = clock
+    device_clock.time = clock
     times = ActionTimes(mesh.device)
     for chunk in range(2):
         virtual = chunk * 2 + mesh.pp.rank
         for kind, one in MILLISECONDS.items():
             clock.work(times, kind, chunk, [one + 10 * virtual])
-    measured = gather_measurements(times.medians(2), mesh, Placement("loop", 2, 2), 10 + rank)
+    placement = Placement("loop", 2, 2)
+    measured = gather_measurements(times.medians(2), mesh, placement, 10 + rank, 0.002 * rank)
     assert measured.free == 10, "the fullest rank counts"
+    assert measured.costs.transfer == 2000, "the slowest transfer counts"
+    assert measured.as_dict()["transfer"] == 2000
     costs = measured.costs
     return costs.forward, costs.input_half, costs.weight_half
 
@@ -71,7 +82,7 @@ def test_all_ranks_get_the_costs_of_all_virtual_stages() -> None:
 def _slower(rank: int, size: int) -> tuple[int, ...]:
     mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
     clock = Clock()
-    action_times.time = clock
+    device_clock.time = clock
     times = ActionTimes(mesh.device)
     for kind, one in MILLISECONDS.items():
         clock.work(times, kind, 0, [one + rank])

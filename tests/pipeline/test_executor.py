@@ -59,10 +59,12 @@ class Tower(PipelinedModule):
     def forward(self, x: Tensor) -> Tensor:
         absent = partial(RemoteTensor.of, x.to("meta"), self, "the result of an earlier call")
         return self.run_stage(
-            lambda: x, self.run_layers, lambda hidden: hidden, lambda: (x.shape, x.dtype), absent
+            lambda chunk, hidden: self.run_layers(chunk, x if hidden is None else hidden),
+            lambda: (x.shape, x.dtype),
+            absent,
         )
 
-    def run_layers(self, hidden: Tensor, chunk: int) -> Tensor:
+    def run_layers(self, chunk: int, hidden: Tensor) -> Tensor:
         for index in self.chunks[chunk]:
             hidden = self.layers[str(index)](hidden)
         if not self.is_last_stage(chunk) and torch.is_grad_enabled():

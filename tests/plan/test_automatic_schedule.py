@@ -19,9 +19,13 @@ from lightning_megatron.plan import (
     plan_transfers,
     simulate,
 )
-from lightning_megatron.plan.automatic_schedule import in_halves, search_schedule
+from lightning_megatron.plan.automatic_schedule import _rules, in_halves, search_schedule
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
-from lightning_megatron.plan.live_microbatches import check_peak
+from lightning_megatron.plan.live_microbatches import (
+    WEIGHT_HALF_SHARE,
+    check_peak,
+    stage_peaks,
+)
 from tests.plan.test_split_schedules import run_one_by_one
 
 RULE = GreedyRule(
@@ -88,6 +92,44 @@ def test_greedy_construction_ends_in_the_memory_of_one_microbatch(
     ).validate()
     assert simulate(schedule, costs).length > 0
     assert all(live_microbatches(schedule, rank).total <= chunks for rank in range(stages))
+
+
+@seed(17)
+@settings(max_examples=25, deadline=None, database=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.integers(0, 2**32))
+def test_a_search_chooses_as_if_it_constructed_and_simulated_all_rules(
+    stages: int, microbatches: int, chunks: int, number: int
+) -> None:
+    draws = random.Random(number)
+    count = stages * chunks
+    times = [tuple(draws.randint(1, 4) for _ in range(count)) for _ in range(3)]
+    costs = StageCosts(*times, transfer=draws.randint(0, 2))
+    kept = [draws.choice([0.5, 1.0]) for _ in range(count)]
+    limit = draws.uniform(chunks, chunks * microbatches)
+    found = search_schedule(stages, microbatches, costs, kept, limit)
+    keys = [(one.length, one.peak) for one in found.named if one.fits]
+    rows = [one.schedule.rows for one in found.named if one.fits]
+    for shape in ("loop", "v") if chunks > 1 else ("loop",):
+        placement = Placement(shape, stages, chunks)  # type: ignore[arg-type]
+        for rule in _rules(placement, kept, limit, WEIGHT_HALF_SHARE, microbatches):
+            greedy = GreedyConstruction(placement, microbatches, costs, rule)
+            made = greedy.rows()
+            if made is None:
+                continue
+            schedule = Schedule("auto", stages, microbatches, chunks, made, shape=placement.shape)
+            length = simulate(schedule, costs).length
+            assert greedy.length == length, "the construction runs on the clock of the simulation"
+            # It ends before its step takes longer than allowed, and not if it takes just as long.
+            again = GreedyConstruction(placement, microbatches, costs, rule, length)
+            assert again.rows() == made
+            assert (
+                GreedyConstruction(placement, microbatches, costs, rule, length - 1).rows() is None
+            )
+            keys.append((length, max(stage_peaks(schedule, placement.by_stage(kept)))))
+            rows.append(made)
+    best = min(range(len(keys)), key=keys.__getitem__)
+    assert (found.chosen.length, found.chosen.peak) == keys[best]
+    assert found.chosen.schedule.rows == rows[best]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -59,6 +60,7 @@ RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     ),
     "experts": (ExpertsConfig, ExpertsConfig, EXPERTS),
     "rotary scaling": (RotaryScaling, RotaryScaling, SCALING),
+    "CUDA graphs": (CudaGraphs, CudaGraphs, {"mode": "segments"}),
 }
 FIELDS = [
     (record, field.name) for record, (kind, _, _) in RECORDS.items() for field in fields(kind)
@@ -181,6 +183,7 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
         "str": str,
         "Literal": (str, int),
         "dict": dict,
+        "Callable": (type, type(len)),
     }
     words |= {
         "tuple": (list, tuple),

@@ -289,7 +289,9 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"schedule": "zb-h3"},
             ParallelPlanError,
-            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto or None: it is 'zb-h3'.",
+            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto, a path that ends in .csv, "
+            "a function or None: it is 'zb-h3'. A text, as in YAML, cannot name a function: give the function itself in "
+            "Python, or write its schedule into a file with plan.format_schedule.",
         ),
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from lightning_megatron.cli.schedule_costs import read_costs
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.action_times import MeasuredStages
+from lightning_megatron.pipeline.transfer_times import measure_transfer
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.step import schedule_choice
@@ -28,34 +33,61 @@ JOBS = {
 }
 
 
-def train_and_choose(rank: int, size: int, folder: str) -> tuple[dict[str, Report], list[Schedule]]:
-    """Run the jobs with a choice after two of their four steps, and return what was chosen."""
+Chosen = tuple[dict[str, Report], list[Schedule], list[MeasuredStages], list[str]]
+
+
+def train_and_choose(rank: int, size: int, folder: str) -> Chosen:
+    """Run the jobs with a choice after two of their four steps.
+
+    Return the reports, what was chosen and measured, and what the log says. Transfers take
+    microseconds by the size of a message and the rank.
+    """
     chosen: list[Schedule] = []
+    measured: list[MeasuredStages] = []
+    said: list[str] = []
     search: Any = ScheduleChoice._search
 
     def recorded(self: ScheduleChoice, *args: Any) -> Schedule:
         chosen.append(search(self, *args))
+        assert self.measured is not None, "the choice follows the measurement"
+        measured.append(self.measured)
         return chosen[-1]
+
+    def slow_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
+        measure_transfer(num_bytes, mesh)
+        return (num_bytes + mesh.rank) / 1e6
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_choice, "WARMUP_STEPS", 1)
         patch.setattr(schedule_choice, "MEASURED_STEPS", 1)
         patch.setattr(ScheduleChoice, "_search", recorded)
-        return train_all(rank, size, JOBS, folder), chosen
+        patch.setattr(schedule_choice, "measure_transfer", slow_transfer)
+        patch.setattr(schedule_choice, "rank_zero_info", said.append)
+        return train_all(rank, size, JOBS, folder), chosen, measured, said
 
 
 def test_chosen_schedules_train_as_one_process(tmp_path: Path) -> None:
     ranks = run_world(train_and_choose, 4, str(tmp_path))
-    for _, chosen in ranks:
+    for _, chosen, measured, _ in ranks:
         assert len(chosen) == len(JOBS)
         assert chosen == ranks[0][1], "all ranks choose the same order"
+        assert measured == ranks[0][2], "all ranks have the same times"
     assert [(one.num_stages, one.num_chunks, one.shape) for one in ranks[0][1]] == [
         (4, 1, "loop"),
         (2, 2, "v"),
         (2, 1, "loop"),
     ]
+    # A message is one sample of 16 tokens with 32 features in float64, or with tp its half; with
+    # experts the samples of a data-parallel rank are as large. The slowest rank counts.
+    transfers = [one.costs.transfer for one in ranks[0][2]]
+    assert transfers == [4096 + 3, 2048 + 3, 4096 + 3]
+    for transfer, line in zip(transfers, ranks[0][3], strict=True):
+        assert f"and {transfer / 1e3:.3g} ms for a transfer between stages." in line
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(yaml.safe_dump(ranks[0][2][0].as_dict()))
+    assert read_costs(costs, 4).times == ranks[0][2][0].costs
     for name, job in JOBS.items():
-        check(job, [reports[name] for reports, _ in ranks], train(Job(job.kind), 1, "cpu"))
+        check(job, [reports[name] for reports, *_ in ranks], train(Job(job.kind), 1, "cpu"))
 
 
 def test_a_choice_has_no_microbatch_groups() -> None:

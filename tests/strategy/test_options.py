@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron import (
+    CudaGraphs,
     ExpertLoad,
     LossCurve,
     MegatronStrategy,
@@ -22,8 +24,13 @@ from lightning_megatron import (
     TokensProgressBar,
     UnsupportedError,
 )
+from lightning_megatron.plan import Action, build_schedule, format_schedule
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.options.sizes import check_hosts
+from lightning_megatron.strategy.options.sizes import (
+    check_batch_size,
+    check_hosts,
+    check_last_batch,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
@@ -63,7 +70,19 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"schedule": "zigzag"},
             ParallelPlanError,
-            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto or None: it is 'zigzag'",
+            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto, a path that ends "
+            "in .csv, a function or None: it is 'zigzag'.*cannot name a function",
+        ),
+        (
+            {"schedule": 3},
+            ParallelPlanError,
+            "auto, text, a function or None: it is 3, of type int",
+        ),
+        ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
+        (
+            {"pp": 2, "schedule": print, "microbatch_group_size": 2},
+            ParallelPlanError,
+            "microbatch_group_size .2. must be None with a schedule of your own .print.",
         ),
         (
             {"microbatch_size": 0},
@@ -90,6 +109,27 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             {"recompute": "some"},
             ParallelPlanError,
             "must be none, selective, experts, full or None: it is 'some'",
+        ),
+        ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
+        (
+            {"cuda_graphs": {"mode": "segments", "warmup_steps": 0}},
+            ParallelPlanError,
+            "cuda_graphs.warmup_steps must be a whole number of at least 1",
+        ),
+        (
+            {"cuda_graphs": {"mode": "full", "optimizer": True}},
+            UnsupportedError,
+            "cuda_graphs.optimizer .True. is not available",
+        ),
+        (
+            {"cuda_graphs": {"mode": "segments", "evaluation": True}},
+            UnsupportedError,
+            "cuda_graphs.evaluation .True. needs mode full",
+        ),
+        (
+            {"cuda_graphs": {"mode": "segments", "on_new_shape": "capture"}},
+            UnsupportedError,
+            "on_new_shape .'capture'. needs mode full",
         ),
     ],
 )
@@ -157,6 +197,7 @@ def test_every_argument_reaches_the_options() -> None:
         "replica_check_interval": 7,
         "async_save": True,
         "moments_dtype": "bfloat16",
+        "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }
     assert set(defaults) - set(changed) == {"cp", "optimizer_slices"}
     found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
@@ -239,6 +280,50 @@ def test_the_layout_places_chunks_as_the_schedule_does() -> None:
         assert layout.embedding_groups() == [[0], [1]]
         assert layout.loss_stage == 0
     assert MegatronStrategy(pp=2, schedule="zb-h1").options.sizes()["shape"] == "loop"
+
+
+def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
+    rows = format_schedule(build_schedule("zb-v", 2, 4, 2))
+    paths = [tmp_path / "mine.csv", tmp_path / "COPY.CSV"]
+    for path in paths:
+        path.write_text(rows)
+    first, second = (
+        MegatronStrategy(pp=2, vpp=2, schedule=path).options  # type: ignore[arg-type]
+        for path in paths
+    )
+    assert first.schedule == str(paths[0])
+    assert first.sizes()["shape"] == "v"
+    # Ranks may have the file in different folders.
+    assert first.as_dict() != second.as_dict()
+    assert repr(first.contents()) == repr(second.contents())
+    with pytest.raises(ParallelPlanError, match="it has 2 rows with vpp of 2, pp is 4, vpp is 2"):
+        MegatronStrategy(pp=4, vpp=2, schedule=str(paths[0]))
+
+    def mine(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+        return list(build_schedule("1f1b", pp, num_microbatches).actions(rank))
+
+    options = MegatronStrategy(pp=2, schedule=mine, microbatch_size=1).options
+    assert options.pass_order is options.own_order
+    layout = ParallelLayout(2, pp=2)
+    assert options.microbatches(layout).count_for(6) == 6
+    check_batch_size(6, options, layout)
+    named = MegatronStrategy(pp=2, schedule="zb-h1").options
+    assert (named.own_order, named.pass_order) == (None, "zb-h1")
+
+
+def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(format_schedule(build_schedule("zb-h1", 2, 4)))
+    options = MegatronStrategy(pp=2, schedule=str(path), microbatch_size=2).options
+    layout = ParallelLayout(2, pp=2)
+    check_batch_size(8, options, layout)
+    check_last_batch(7, options, layout)
+    with pytest.raises(ParallelPlanError, match="orders 4 microbatches: a step has 2"):
+        check_batch_size(4, options, layout)
+    with pytest.raises(ParallelPlanError, match="6 samples, which make 3.*Use drop_last=True"):
+        check_last_batch(6, options, layout)
 
 
 @pytest.mark.parametrize("timeout", [60, 60.0])

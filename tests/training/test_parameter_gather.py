@@ -36,3 +36,32 @@ def _publish_late(rank: int, size: int) -> dict[str, float]:
     least["waiting"] = float(waiting.weight.min())
     main.wait()
     return least
+
+
+def test_a_replay_that_runs_no_hooks_waits_for_the_parameters_that_it_reads() -> None:
+    for seen in run_world(_wait_for, 2):
+        assert seen == {"read": 1.0, "pending before": 2, "pending after": 1, "frozen": 1}
+
+
+def _wait_for(rank: int, size: int) -> dict[str, float]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
+    read, other = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    named = {"read.weight": read.weight, "other.weight": other.weight, "frozen": frozen}
+    main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=6))
+    main.attach(torch.optim.SGD([read.weight, other.weight], lr=0.1))
+    main.gather.wait_before([read, other], main.buffers)
+    with torch.no_grad():
+        for one in main.slices.values():
+            one.main.fill_(1.0)
+    # The parts of the last rank come late; who does not wait for them sees old values.
+    time.sleep(0.5 * rank)
+    main.publish(wait=False)
+    found: dict[str, float] = {"pending before": len(main.gather._pending)}
+    # The forward pass of the module does not run, and its hooks neither.
+    main.gather.wait_for([read.weight])
+    found |= {"read": float(read.weight.min()), "pending after": len(main.gather._pending)}
+    main.gather.wait_for([frozen])
+    found["frozen"] = len(main.gather._pending)
+    main.wait()
+    return found

@@ -23,7 +23,7 @@ def started(run: Run) -> set[str]:
     """Return the parameters whose sums over the ranks have started."""
     return {
         name
-        for bucket in run.reducer._buckets
+        for bucket in run.reducer._starts.buckets
         if bucket.pending is not None
         for name in bucket.names
     }

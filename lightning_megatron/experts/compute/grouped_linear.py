@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute import grouped_operator
-from lightning_megatron.experts.compute.backends import BACKENDS, Bundled, Loop
+from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
@@ -60,7 +60,7 @@ def grouped_linear(
         backend = choose_backend(
             rows.device, rows.dtype, len(weights), in_features, out_features
         ).backend
-    implementation = BACKENDS[backend]
+    implementation = grouped_operator.implementation_of(backend)
     return _differentiable_product(rows, weights, ends, implementation, implementation.output)
 
 

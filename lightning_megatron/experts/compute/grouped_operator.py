@@ -1,8 +1,9 @@
-"""Grouped products as custom operators of torch, for ``torch.compile`` and ``torch.export``."""
+"""Grouped products as custom operators of torch, for whatever traces or records operators."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.compute.backends import BACKENDS, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.shapes import Float, Int
 
 _NAME = "lightning_megatron::grouped_linear"
@@ -49,6 +51,34 @@ def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | N
     return implementation.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
 
 
+@torch.library.custom_op(
+    f"{_NAME}_add_weight_gradients",
+    mutates_args=("sums",),
+    schema=(
+        "(Tensor grad, Tensor rows, Tensor ends, Tensor(a!)[] sums, bool[] are_empty, "
+        "bool[] are_accepted, float[] scales) -> ()"
+    ),
+)
+def _add_weight_gradients(
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    sums: Sequence[Tensor],
+    are_empty: Sequence[bool],
+    are_accepted: Sequence[bool],
+    scales: Sequence[float],
+) -> None:
+    slots = []
+    for one, is_empty, is_accepted, scale in zip(
+        sums, are_empty, are_accepted, scales, strict=True
+    ):
+        accepts = partial(bool, is_accepted)
+        slot = GradientSlot(one, on_gradient=lambda: None, accepts=accepts, scale=scale)
+        slot.is_empty = is_empty
+        slots.append(slot)
+    Loop.add_weight_gradients(grad, rows, ends, slots)
+
+
 @_output.register_fake
 def _(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
     return rows.new_empty((rows.shape[0], weights[0].shape[0]))
@@ -62,6 +92,19 @@ def _(grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None
 @_weight_gradients.register_fake
 def _(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
     return grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
+
+
+@_add_weight_gradients.register_fake
+def _(
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    sums: Sequence[Tensor],
+    are_empty: Sequence[bool],
+    are_accepted: Sequence[bool],
+    scales: Sequence[float],
+) -> None:
+    return None
 
 
 def _keep(
@@ -100,6 +143,64 @@ def grouped_linear(
     slots. Without a backend the operator chooses one when it runs.
     """
     return cast(Tensor, _output(rows, list(weights), ends, backend))
+
+
+class LoopOperators(Loop):
+    """Loop over groups, each product of which is one operator of torch.
+
+    The loop reads the ends on the host. A recording of the operators inside it would therefore keep
+    the ends of the recorded call. A recording of whole products reads the ends again whenever it
+    is run.
+    """
+
+    @staticmethod
+    def output(
+        rows: Float[Tensor, "rows in_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows out_local"]:
+        """Return rows times the transposes of weights."""
+        return cast(Tensor, _output(rows, list(weights), ends, "loop"))
+
+    @staticmethod
+    def input_gradient(
+        grad: Float[Tensor, "rows out_local"],
+        weights: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "experts out_local in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "rows in_local"]:
+        """Return the gradient of rows."""
+        return cast(Tensor, _input_gradient(grad, list(weights), ends, "loop"))
+
+    @staticmethod
+    def weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+    ) -> Float[Tensor, "experts out_local in_local"]:
+        """Return the gradients of all weights as one stack."""
+        return cast(Tensor, _weight_gradients(grad, rows, ends, "loop"))
+
+    @staticmethod
+    def add_weight_gradients(
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "experts"],
+        slots: Sequence[GradientSlot],
+    ) -> None:
+        """Add the gradient of every weight to its slot."""
+        scales = [slot.scale for slot in slots]
+        SlotRow.of(slots).add_each(
+            lambda sums, are_empty, are_accepted: _add_weight_gradients(
+                grad, rows, ends, sums, are_empty, are_accepted, scales
+            )
+        )
+
+
+def implementation_of(backend: BackendName) -> type[Loop]:
+    """Return the implementation of a backend, each product of which is one operator of torch."""
+    return LoopOperators if backend == "loop" else BACKENDS[backend]
 
 
 def _backend(

@@ -42,7 +42,8 @@ def attach_loss(
       times the loss scale, if there is one. A stage that does not compute the main loss must
       receive this factor. A tensor is read during the backward pass, so a captured graph uses its
       current value, and a weight such as a token count may be filled in late. Microbatches that are
-      in flight together need one tensor each.
+      in flight together need one tensor each, unless the tensor is written before each backward
+      pass.
     * ``loss`` is this rank's part under the rule in the docstring of ``experts.routing.balance``.
     Weights
       that see only this rank's tokens are ``partial``, and gradients are averaged over the data

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.experts.transport.permute import RowMap, map_rows, permute_both, unpermute
+from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
+from lightning_megatron.experts.transport.transit import (
+    AllToAllSizes,
+    Dispatched,
+    Prepared,
+    Returned,
+    RowCounts,
+    Sent,
+)
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_reduce_,
@@ -26,74 +35,14 @@ from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
 
 
-@dataclass(frozen=True)
-class AllToAllSizes:
-    """Row counts of an all-to-all, kept for the way back.
-
-    Args:
-        row_map: Map from the selections of this rank's tokens to the rows it sent, sorted by
-            expert.
-        sends: Number of rows sent to each rank.
-        receives: Number of rows received from each rank.
-    """
-
-    row_map: RowMap
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Tokens in transit to the ranks of their experts.
-
-    Shapes on arrival: hidden states ``(tokens, hidden)``; probabilities and experts
-        ``(tokens, top_k)``, or ``(rows,)`` if rows travel by an all-to-all.
-
-    Args:
-        hidden: Hidden states of the tokens.
-        probabilities: Factors of the experts' outputs.
-        experts: Indices of the selected experts, in the numbering of the receiving rank.
-        sizes: Row counts, if the tokens are sent by an all-to-all.
-    """
-
-    hidden: InFlight
-    probabilities: InFlight
-    experts: InFlight
-    sizes: AllToAllSizes | None = None
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """Input of this rank's experts.
-
-    The ends are int32 on the device.
-
-    Args:
-        rows: Tokens sorted by expert. Rows past the last end belong to no expert.
-        probabilities: Factor of each row's output.
-        row_map: Map from the selections of the received tokens to the rows.
-        sizes: Row counts, if the tokens came by an all-to-all.
-        sent_experts: Experts selected for this rank's own tokens, if one-sided puts moved the
-            tokens.
-    """
-
-    rows: Float[Tensor, "rows hidden"]
-    probabilities: Float[Tensor, "rows"]
-    row_map: RowMap
-    sizes: AllToAllSizes | None = None
-    sent_experts: Int[Tensor, "tokens top_k"] | None = None
-
-    @property
-    def ends(self) -> Int[Tensor, "experts"]:
-        """Return the index one past the last row of each local expert."""
-        return self.row_map.ends
-
-
 class Dispatcher(Protocol):
     """Interface of the transports that bring tokens to experts and back.
 
-    A dispatcher has no state: all that a call needs is in the result of the one before. Computation
-    between :meth:`send` and :meth:`receive` overlaps with the communication, forward and backward.
+    The steps are :meth:`prepare`, :meth:`send`, :meth:`receive`, the experts, :meth:`send_back` and
+    :meth:`combine`. The sizes in the first and the last step follow from input shapes, and the host
+    waits for nothing. A dispatcher has no state: all that a step needs is in the result of the one
+    before. Computation between :meth:`send` and :meth:`receive` overlaps with the communication,
+    forward and backward.
     """
 
     @property
@@ -104,13 +53,13 @@ class Dispatcher(Protocol):
     def needs_equal_counts(self) -> bool:
         """Return whether all its ranks must have the same number of tokens."""
 
-    def send(
+    def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Sent:
-        """Start to send every token to the ranks of its experts.
+    ) -> Prepared:
+        """Do what can be done before tokens are sent, with sizes that follow from input shapes.
 
         Args:
             hidden: Hidden states of this rank's tokens.
@@ -118,18 +67,20 @@ class Dispatcher(Protocol):
             experts: Indices of the selected experts in the whole layer; -1 means none.
         """
 
+    def send(self, prepared: Prepared) -> Sent:
+        """Start to send every token to the ranks of its experts."""
+
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
-    def combine(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
-    ) -> Float[Tensor, "tokens hidden"]:
-        """Return outputs to the ranks of their tokens, and sum them for each token.
+    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+        """Return outputs to the ranks of their tokens, as far as sizes depend on the routing.
 
-        The outputs are already multiplied by their probabilities.
-
-        The outputs are undefined past the last end.
+        The outputs are already multiplied by their probabilities, and undefined past the last end.
         """
+
+    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+        """Sum the outputs of each token, with sizes that follow from input shapes."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +105,20 @@ class LocalDispatcher:
         """Return ``False``: no other rank takes part."""
         return False
 
-    def send(
+    def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Sent:
+    ) -> Prepared:
+        """Return the tokens as they are."""
+        return Prepared(hidden, probabilities, experts)
+
+    def send(self, prepared: Prepared) -> Sent:
         """Return the tokens as they are, without communication."""
-        return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
+        return Sent(
+            InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
+        )
 
     def receive(self, sent: Sent) -> Dispatched:
         """Sort the tokens of this rank's experts."""
@@ -170,11 +127,13 @@ class LocalDispatcher:
             *permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map
         )
 
-    def combine(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
-    ) -> Float[Tensor, "tokens hidden"]:
+    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+        """Return the outputs as they are."""
+        return Returned(outputs, dispatched.row_map)
+
+    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token."""
-        return unpermute(outputs, dispatched.row_map)
+        return unpermute(returned.rows, returned.row_map)
 
 
 @dataclass(frozen=True)
@@ -208,45 +167,51 @@ class GatherDispatcher:
         """Return ``True``: an all-gather needs equal parts."""
         return True
 
-    def send(
+    def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Sent:
+    ) -> Prepared:
+        """Return the tokens as they are."""
+        return Prepared(hidden, probabilities, experts)
+
+    def send(self, prepared: Prepared) -> Sent:
         """Start to all-gather the tokens, their probabilities and their experts."""
         return Sent(
-            start_all_gather_sequence(hidden, self.axis),
-            start_all_gather_sequence(probabilities, self.axis),
-            start_all_gather_sequence(experts, self.axis),
+            start_all_gather_sequence(prepared.hidden, self.axis),
+            start_all_gather_sequence(prepared.probabilities, self.axis),
+            start_all_gather_sequence(prepared.experts, self.axis),
         )
 
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the gathered tokens, and give them to the inner dispatcher."""
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
-        return self.inner.receive(self.inner.send(*gathered))
+        return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
 
-    def combine(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
-    ) -> Float[Tensor, "tokens hidden"]:
+    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+        """Give the outputs to the inner dispatcher."""
+        return self.inner.send_back(outputs, dispatched)
+
+    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token on this rank, then over all ranks."""
-        return reduce_scatter_sequence(self.inner.combine(outputs, dispatched), self.axis)
+        return reduce_scatter_sequence(self.inner.combine(returned), self.axis)
 
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
     """Dispatcher that sends one row for each selection to the rank of the selected expert.
 
-    Only rows that an expert needs are sent, and no token is dropped. Buffer sizes depend on the
-    routing, so the host reads one small tensor from the device. Ranks may have different numbers of
-    tokens.
+    Only rows that an expert needs are sent, and no token is dropped. From :meth:`send` to
+    :meth:`send_back` buffer sizes depend on the routing, so the host reads one small tensor from
+    the device. Ranks may have different numbers of tokens.
 
     Args:
         num_experts: Number of experts of the layer.
         axis: Axis that divides the experts into equal parts (ep).
 
-    Communication: ``send`` exchanges counts, tokens and probabilities; its backward pass exchanges
-        the gradients of tokens and probabilities. ``combine`` exchanges outputs; its backward pass
+    Communication: ``prepare`` exchanges counts. ``send`` exchanges tokens and probabilities; its
+        backward pass exchanges their gradients. ``send_back`` exchanges outputs; its backward pass
         exchanges their gradients.
     """
 
@@ -263,37 +228,40 @@ class AllToAllDispatcher:
         """Return ``False``: ranks exchange their row counts."""
         return False
 
-    def send(
+    def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Sent:
-        """Exchange row counts, read them on the host, and start to send the rows."""
-        sent_map = map_rows(experts, 0, self.num_experts)
-        sent_counts = torch.diff(sent_map.ends, prepend=sent_map.ends.new_zeros(1)).view(
-            self.axis.size, -1
-        )
+    ) -> Prepared:
+        """Exchange row counts, and sort the rows by expert."""
+        row_map = map_rows(experts, 0, self.num_experts)
+        sent = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1)).view(self.axis.size, -1)
         one_each = (1,) * self.axis.size
-        received_counts = all_to_all_rows(sent_counts, one_each, one_each, self.axis)
-        sends, receives = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
-        # `pairs` has room for all selections; dropped selections (-1) are past the rows that are
-        # sent.
-        sent_map = replace(sent_map, pairs=sent_map.pairs[: sum(sends)])
+        received = all_to_all_rows(sent, one_each, one_each, self.axis)
+        totals = torch.stack([sent.sum(1), received.sum(1)])
+        counts = RowCounts(row_map, received, totals)
+        return Prepared(*permute_both(hidden, probabilities, row_map), experts, counts)
+
+    def send(self, prepared: Prepared) -> Sent:
+        """Read row counts on the host, and start to send the rows."""
+        counts = prepared.counts
+        assert counts is not None, "`prepare` has counted the rows"
+        sends, receives = counts.totals.tolist()
+        # Rows of selections that were dropped (-1) lie past those that are sent.
         rows, scales = (
-            start_all_to_all_rows(tensor, sends, receives, self.axis)
-            for tensor in permute_both(hidden, probabilities, sent_map)
+            start_all_to_all_rows(_first_rows(tensor, sum(sends)), sends, receives, self.axis)
+            for tensor in (prepared.hidden, prepared.probabilities)
         )
         # Rows arrive sorted by sending rank, then by expert: rebuild each row's expert index from
         # counts.
-        num_here = sent_counts.shape[1]
-        numbers = torch.arange(num_here, device=sent_counts.device).repeat(self.axis.size)
+        num_here = counts.received.shape[1]
+        numbers = torch.arange(num_here, device=counts.received.device).repeat(self.axis.size)
         found = torch.repeat_interleave(
-            numbers, received_counts.flatten(), output_size=sum(receives)
+            numbers, counts.received.flatten(), output_size=sum(receives)
         )
-        return Sent(
-            rows, scales, InFlight(found), AllToAllSizes(sent_map, tuple(sends), tuple(receives))
-        )
+        sizes = AllToAllSizes(counts.row_map, tuple(sends), tuple(receives))
+        return Sent(rows, scales, InFlight(found), sizes)
 
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the rows, and sort them by expert."""
@@ -302,16 +270,24 @@ class AllToAllDispatcher:
         scales = sent.probabilities.wait()
         return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
-    def combine(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
-    ) -> Float[Tensor, "tokens hidden"]:
-        """Send outputs back to the ranks of their tokens, and sum them for each token."""
+    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+        """Send outputs back to the ranks of their tokens."""
         sizes = dispatched.sizes
         assert sizes is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
-        return unpermute(
-            all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis), sizes.row_map
-        )
+        back = all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis)
+        # With the rows of dropped selections, which nothing reads, the size is static again.
+        missing = sizes.row_map.num_rows - back.shape[0]
+        return Returned(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
+
+    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+        """Sum the outputs of each token."""
+        return unpermute(returned.rows, returned.row_map)
+
+
+def _first_rows(rows: Tensor, number: int) -> Tensor:
+    # A slice would cost a launch in the backward pass.
+    return rows if rows.shape[0] == number else rows[:number]
 
 
 def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
 from lightning_megatron.experts.transport.peer_transfer import (
     PeerTransfer,
     from_experts,
     to_experts,
 )
+from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
@@ -48,14 +48,20 @@ class OneSidedDispatcher:
         """Return ``True``: all ranks have the same number of rows."""
         return True
 
-    def send(
+    def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Sent:
+    ) -> Prepared:
+        """Return the tokens as they are."""
+        return Prepared(hidden, probabilities, experts)
+
+    def send(self, prepared: Prepared) -> Sent:
         """Return the tokens as they are; :meth:`receive` transfers them."""
-        return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
+        return Sent(
+            InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
+        )
 
     def receive(self, sent: Sent) -> Dispatched:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
@@ -65,9 +71,11 @@ class OneSidedDispatcher:
         )
         return Dispatched(*arrived, sent_experts=experts)
 
-    def combine(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched
-    ) -> Float[Tensor, "tokens hidden"]:
+    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+        """Return the outputs as they are; :meth:`combine` transfers their sums."""
+        return Returned(outputs, dispatched.row_map, dispatched.sent_experts)
+
+    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
-        assert dispatched.sent_experts is not None, "these rows were put here"
-        return from_experts(outputs, dispatched.row_map, dispatched.sent_experts, self.transfer)
+        assert returned.sent_experts is not None, "these rows were put here"
+        return from_experts(returned.rows, returned.row_map, returned.sent_experts, self.transfer)

@@ -15,9 +15,12 @@ from lightning_megatron.plan.routing_sums import RoutingSum
 from lightning_megatron.shapes import Float, Int, Shaped
 
 # Kernels can read global constants of type tl.constexpr only.
-_DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = (
-    tl.constexpr(int(index)) for index in RoutingSum
-)
+_DROPPED = tl.constexpr(RoutingSum.DROPPED)
+_ENTROPY = tl.constexpr(RoutingSum.ENTROPY)
+_BALANCE_LOSS = tl.constexpr(RoutingSum.BALANCE_LOSS)
+_Z_LOSS = tl.constexpr(RoutingSum.Z_LOSS)
+_NUM_MICROBATCHES = tl.constexpr(RoutingSum.NUM_MICROBATCHES)
+_LOAD = tl.constexpr(RoutingSum.LOAD)
 
 
 def add_routing(

@@ -229,7 +229,7 @@ def training_shape(
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
     return TrainingShape(
         seq_length=1,
-        schedule=options.schedule_name,
+        schedule=options.pass_order,
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
         expert_transport=strategy.run.mixtures.transport,

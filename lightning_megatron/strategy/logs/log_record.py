@@ -111,6 +111,7 @@ class Recorder:
         values: Logged values, by name.
         metrics: Logged metrics with the arguments of their log calls, by name.
         metric_values: Values of metrics in this step, by name.
+        numbers: Names of values that were logged as numbers and not as tensors.
     """
 
     microbatch_size: int = 1
@@ -120,6 +121,7 @@ class Recorder:
     values: dict[str, list[_LoggedValue]] = field(default_factory=dict)
     metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
     metric_values: dict[str, list[_LoggedValue]] = field(default_factory=dict)
+    numbers: set[str] = field(default_factory=set)
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
         """Start recording the next microbatch.
@@ -152,6 +154,8 @@ class Recorder:
         if self.is_muted:
             return
         tensor = _scalar(name, value)
+        if not isinstance(value, Tensor):
+            self.numbers.add(name)
         weight = options.pop("batch_size", None)
         if not isinstance(weight, Tensor):
             weight = weight or self.microbatch_size
@@ -163,6 +167,15 @@ class Recorder:
         )
         self.calls.setdefault(name, call)
         self.values.setdefault(name, []).append(_LoggedValue(tensor, weight, self.run))
+
+    def adopt(self, other: Recorder) -> None:
+        """Add the log calls of another recorder after those of this one."""
+        for name, call in other.calls.items():
+            self.calls.setdefault(name, call)
+            self.values.setdefault(name, []).extend(other.values[name])
+        for name, metric in other.metrics.items():
+            self.metrics[name] = metric
+            self.metric_values.setdefault(name, []).extend(other.metric_values[name])
 
     def merged(
         self, counts: Sequence[Weight] | None = None

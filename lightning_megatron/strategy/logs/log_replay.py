@@ -85,13 +85,19 @@ class LogReplay:
     def record(
         self, module: LightningModule, recorder: Recorder | None = None
     ) -> Iterator[Recorder]:
-        """Redirect ``module.log`` to a recorder inside the block; None creates a new one."""
+        """Redirect ``module.log`` to a recorder inside the block; None creates a new one.
+
+        Blocks may be nested; the inner recorder gets the calls.
+        """
         recorder = Recorder() if recorder is None else recorder
+        outside = vars(module).get("log")
         module.log = recorder.log  # type: ignore[method-assign]
         try:
             yield recorder
         finally:
             del module.log
+            if outside is not None:
+                module.log = outside  # type: ignore[method-assign]
 
     def replay(
         self,
@@ -101,6 +107,7 @@ class LogReplay:
         extra: Sequence[Weight] = (),
         counts: Sequence[Weight] | None = None,
         returns_more: bool = False,
+        is_repeated: bool = False,
     ) -> Replayed:
         """Log the merged values on this rank as if the whole batch had run here.
 
@@ -115,6 +122,8 @@ class LogReplay:
                 microbatches, ranks and the batches of an epoch. None means weights in samples
                 (tokens).
             returns_more: Whether the step returned a mapping on the last stage.
+            is_repeated: Whether the log calls are those of the last call with this key, on all
+                stages, so that the arguments need not be compared.
 
         Returns:
             The additional scalars and flags of the last stage.
@@ -126,7 +135,7 @@ class LogReplay:
         calls, values, weights = recorder.merged(counts)
         metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
         form = self._agree(
-            key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more)
+            key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more), is_repeated
         )
         num_calls = len(form.calls)
         weighted = form.weighted
@@ -176,10 +185,12 @@ class LogReplay:
                 options["prog_bar"] = False
             module.log(call.name, metric, **options)  # type: ignore[arg-type]
 
-    def _agree(self, key: Any, form: _Form) -> _Form:
+    def _agree(self, key: Any, form: _Form, is_repeated: bool) -> _Form:
         axis = self._mesh.pp_cpu
         if axis.size == 1:
             return form
+        if is_repeated and key in self._forms:
+            return self._forms[key]
         last = self._mesh.layout.loss_stage
         changed = torch.tensor([int(self._forms.get(key) != form)])
         if broadcast_(changed, axis, last).item():

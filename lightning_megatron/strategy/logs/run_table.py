@@ -26,7 +26,6 @@ from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
-from lightning_megatron.plan.schedule import splits_backward
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
@@ -151,8 +150,10 @@ def _layout_choices(
             why = f"default for vpp {layout.vpp}"
         if options.schedule == "auto":
             why = "of the first steps, whose times choose the next one"
-        choices.append(Choice("pipeline schedule", options.schedule_name, why))
-        if options.schedule == "auto" or splits_backward(options.schedule_name):
+        own = options.own_order
+        shown_schedule = options.schedule_name if own is None else own.name
+        choices.append(Choice("pipeline schedule", shown_schedule, why))
+        if options.may_split_backward:
             choices += whole_backward_choices(module)
     for _, model in pipelined_modules(module):
         if layout.pp > 1 and isinstance(model, LayeredModule | CutBlocks):

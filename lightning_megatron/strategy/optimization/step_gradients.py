@@ -67,6 +67,15 @@ class StepGradients:
         return None if self._checks.checks_gradients else self._reducer
 
     @property
+    def may_sum_in_graphs(self) -> bool:
+        """Return whether nothing reads this rank's own gradients before their sums in this step."""
+        return self.observer is not None and self._reducer.before_reduction is None
+
+    def wait_for_sums(self) -> None:
+        """Wait for the sums over the ranks that have started."""
+        self._reducer.wait()
+
+    @property
     def weight_gradients(self) -> WeightGradientQueue:
         """Return the queue of weight gradients that are left to weight halves."""
         return self._reducer.weight_gradients

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.stage import pipelined_modules
@@ -111,6 +112,11 @@ class TrainingState:
         self._overlaps_gathers = False
 
     @property
+    def reducer(self) -> GradientReducer:
+        """Return the owner of the gradient slots."""
+        return self._reducer
+
+    @property
     def mesh(self) -> ParallelMesh:
         """Return the groups of this rank."""
         return self.main.mesh
@@ -124,12 +130,20 @@ class TrainingState:
         """Return whether the module still has the parameters that this state trains."""
         return module is self._module and self.main.still_holds
 
+    @property
+    def effect_observers(self) -> EffectObservers:
+        """Return what a captured step changes in Python: sums, counts and random streams."""
+        return EffectObservers(self.mesh.random, self.mesh.journal, self._reducer)
+
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""
         self.main.user_writes.adopt(all_values=True)
 
-    def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
+    def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> bool:
         """Attach parameters and groups that callbacks have unfrozen or added since the last step.
+
+        Returns:
+            Whether this rank has attached any.
 
         Args:
             optimizers: Optimizers of the fit.
@@ -147,9 +161,10 @@ class TrainingState:
             self._copies.follow(optimizers)
         else:
             self._copies.check()
-        for optimizer in optimizers:
-            if self.main.waits_for_attach(optimizer):
-                self._reducer.watch(self.main.attach(optimizer))
+        waiting = [one for one in optimizers if self.main.waits_for_attach(one)]
+        for optimizer in waiting:
+            self._reducer.watch(self.main.attach(optimizer))
+        return bool(waiting)
 
     def overlap_gathers(self) -> None:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""

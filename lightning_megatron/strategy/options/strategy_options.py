@@ -6,18 +6,38 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from functools import cached_property
 from math import lcm
 from typing import Annotated, Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.own_order import (
+    OrderOfPasses,
+    OwnOrder,
+    order_from_file,
+    order_from_function,
+    order_may_split,
+    shape_of_order,
+)
+from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.placement import PlacementShape
-from lightning_megatron.plan.schedule import ScheduleName, ScheduleOption, shape_of
+from lightning_megatron.plan.schedule import (
+    SCHEDULE_NAMES,
+    ScheduleName,
+    ScheduleOption,
+)
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
+from lightning_megatron.strategy.options.schedule_option import (
+    check_named_schedule,
+    check_own_order,
+    check_schedule_name,
+)
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
@@ -67,7 +87,10 @@ class StrategyOptions:
             schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
             zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
             "auto" measures the first steps, and then runs the fastest order that fits in memory;
-            with vpp=2 its chunks lie as those of zb-v.
+            with vpp=2 its chunks lie as those of zb-v. A path that ends in .csv names a file with
+            the rows of all stages, as "lightning-megatron schedule --csv" writes it, for one number
+            of microbatches. From Python, a function of rank, pp, number of microbatches and vpp can
+            return the row of a stage, a list of plan.Action; its chunks lie in a loop.
         microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
             microbatch. None means one microbatch without pipeline stages. With stages, None means
             the fewest equal microbatches with at most a fifth of the step idle, or one per sample;
@@ -140,6 +163,10 @@ class StrategyOptions:
             memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each
             moment, with unbiased stochastic rounding that depends on the step and the element's
             position only. Runs repeat exactly under one layout, but not across layouts.
+        cuda_graphs: Capture of training steps as CUDA graphs, which run without the host: segments
+            (the static parts of every chunk of layers, under any schedule) or full (all
+            microbatches of a step with their communication). A mapping, or a CudaGraphs, sets more
+            than the mode. None captures nothing. The page on CUDA graphs describes what is refused.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or range, or no layout has these sizes.
@@ -154,7 +181,7 @@ class StrategyOptions:
     ep: Count
     etp: Count | None
     sequence_parallel: bool | None
-    schedule: ScheduleOption | None
+    schedule: ScheduleOption | str | RowFunction | None
     microbatch_size: Count | Literal["batch"] | None
     microbatch_group_size: Count | None
     check_microbatches: bool
@@ -178,13 +205,22 @@ class StrategyOptions:
     replica_check_interval: Index
     async_save: bool
     moments_dtype: Literal["float32", "bfloat16"]
+    cuda_graphs: GraphMode | CudaGraphs | None
 
     def __post_init__(self) -> None:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
+        object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         coerce_fields(self)
+        self._check_graphs()
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
-        self._check_schedule()
+        check_schedule_name(self.schedule)
+        if self.own_order is not None:
+            check_own_order(self.own_order, self.microbatch_group_size)
+        else:
+            check_named_schedule(
+                self.schedule, self.schedule_name, self.pp, self.vpp, self.microbatch_group_size
+            )
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
@@ -227,9 +263,14 @@ class StrategyOptions:
         return {name: getattr(self, name) for name in names} | {"shape": self.chunk_shape}
 
     @property
+    def graphs(self) -> CudaGraphs | None:
+        """Return the settings of CUDA graphs; None without graphs."""
+        return CudaGraphs.of(self.cuda_graphs)
+
+    @property
     def chunk_shape(self) -> PlacementShape:
         """Return how the schedule places chunks on the stages."""
-        return shape_of(self.schedule_name)
+        return shape_of_order(self.pass_order)
 
     @property
     def shards_sequence(self) -> bool:
@@ -249,19 +290,44 @@ class StrategyOptions:
 
     @property
     def schedule_name(self) -> ScheduleName:
-        """Return the name of the schedule with the default filled in; for "auto" the first one."""
-        if self.schedule is not None and self.schedule != "auto":
-            return self.schedule
+        """Return the name of the schedule with the default filled in; for "auto" the first one.
+
+        An own order has no name among these: see :attr:`pass_order`.
+        """
+        named = next((name for name in SCHEDULE_NAMES if name == self.schedule), None)
+        if named is not None:
+            return named
         if self.schedule == "auto" and self.vpp == 2:
             return "zb-v"
         return "interleaved" if self.vpp > 1 else "1f1b"
 
+    @cached_property
+    def own_order(self) -> OwnOrder | None:
+        """Return the order of the user's file or function; None for a named schedule and "auto".
+
+        Raises:
+            ParallelPlanError: If the file is no legal schedule of these sizes.
+        """
+        if callable(self.schedule):
+            return order_from_function(self.schedule, self.pp, self.vpp)
+        if self.schedule is None or self.schedule in (*SCHEDULE_NAMES, "auto"):
+            return None
+        return order_from_file(self.schedule, self.pp, self.vpp)
+
+    @property
+    def pass_order(self) -> OrderOfPasses:
+        """Return the user's own order, or the name of the schedule; for "auto" the first one."""
+        return self.own_order or self.schedule_name
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Return whether the schedule may run some backward passes in halves."""
+        return self.schedule == "auto" or order_may_split(self.pass_order)
+
     def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
         """Return the rule that cuts batches into microbatches under a layout."""
         group = self.microbatch_group_size
-        return MicrobatchRule(
-            self.microbatch_size, self.schedule_name, layout.pp, layout.vpp, group
-        )
+        return MicrobatchRule(self.microbatch_size, self.pass_order, layout.pp, layout.vpp, group)
 
     @property
     def timeout_delta(self) -> timedelta | None:
@@ -275,6 +341,13 @@ class StrategyOptions:
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""
         return asdict(self)
+
+    def contents(self) -> dict[str, Any]:
+        """Return all arguments by name, with the rows of a schedule in place of its path.
+
+        Ranks compare them: the path of a file may differ between machines.
+        """
+        return self.as_dict() | {"schedule": self.own_order or self.schedule}
 
     def notes(self, precision: str, device_type: str) -> list[str]:
         """Return log lines about options without effect."""
@@ -292,38 +365,30 @@ class StrategyOptions:
             )
         return notes
 
+    def _check_graphs(self) -> None:
+        graphs = self.graphs
+        if graphs is None:
+            return
+        if graphs.optimizer:
+            raise UnsupportedError(
+                "cuda_graphs.optimizer (True) is not available in this version, because the fused "
+                "update gets its learning rate from the host at each launch. Use optimizer=False."
+            )
+        if graphs.mode == "segments" and graphs.evaluation:
+            raise UnsupportedError(
+                "cuda_graphs.evaluation (True) needs mode full in this version, because graphs of "
+                "segments serve passes with gradients only. Use mode full, or evaluation=False."
+            )
+        if graphs.mode == "segments" and graphs.on_new_shape == "capture":
+            raise UnsupportedError(
+                "cuda_graphs.on_new_shape ('capture') needs mode full in this version, because a "
+                "slot has the memory of one shape. Use mode full, or on_new_shape='eager'."
+            )
+
     def _check_available(self) -> None:
         if self.cp > 1:
             raise UnsupportedError(
                 f"cp ({self.cp}) above 1 is not available in this version, because no attention "
                 "layer is implemented for a part of the sequence. Use cp=1, and sequence_parallel "
                 "for long sequences."
-            )
-
-    def _check_schedule(self) -> None:
-        if self.schedule == "auto" and self.microbatch_group_size is not None:
-            raise ParallelPlanError(
-                f"microbatch_group_size ({self.microbatch_group_size}) must be None with "
-                "schedule='auto', which chooses the order of microbatches. Use "
-                "schedule='interleaved', or no microbatch_group_size."
-            )
-        if self.chunk_shape == "v":
-            if self.pp == 1 or self.vpp != 2:
-                raise ParallelPlanError(
-                    f"schedule {self.schedule!r} needs pp above 1 and vpp of 2: pp is {self.pp}, "
-                    f"vpp is {self.vpp}. Its chunks lie in a V, with one way from the first stage "
-                    "to the last and one way back. Use pp of 2 or more with vpp=2, or "
-                    "schedule='1f1b' with vpp=1."
-                )
-            return
-        if self.vpp > 1 and self.schedule_name != "interleaved":
-            raise ParallelPlanError(
-                f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above "
-                "1, or 'zb-v' or 'dualpipe-v' with vpp of 2, because only these run several chunks "
-                "on a stage. Use one of them, or vpp=1."
-            )
-        if self.vpp == 1 and self.schedule_name == "interleaved":
-            raise ParallelPlanError(
-                "schedule 'interleaved' needs vpp above 1, because it alternates between the "
-                "chunks of a stage. Use vpp of 2 or more with pp above 1, or schedule='1f1b'."
             )

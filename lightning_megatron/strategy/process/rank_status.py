@@ -170,17 +170,13 @@ def _absent(
 
 
 def _has_arrived(status: RankStatus, call: Call) -> bool:
-    # Counts of exchanges cannot be compared: ranks may exchange with their neighbours at different
-    # rates.
-    return (
-        status.waits if call.kind == "exchange" else status.counts.get(call.axis, 0) >= call.number
-    )
+    return status.waits if call.is_exchange else status.counts.get(call.axis, 0) >= call.number
 
 
 def is_ahead(own: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
     """Return whether a rank has started a collective that a rank of its group has not."""
     call = own.call
-    if call is None or call.kind == "exchange":
+    if call is None or call.is_exchange:
         return False
     return any(not _has_arrived(statuses[rank], call) for rank in call.ranks if rank in statuses)
 

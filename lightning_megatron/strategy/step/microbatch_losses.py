@@ -49,14 +49,19 @@ class MicrobatchLosses:
 
     Args:
         microbatches: Microbatches of the batch.
-        factor: Factor of the loss, used only in the backward pass.
+        factor: Factor of the loss, used only in the backward pass. A scalar in float64 may change
+            between the replays of a graph.
         divisor: Number of batches whose gradients are accumulated; not applied to a counted step
             (batches).
         token_scale: Divisor of token counts, the same on all ranks and for all batches (tokens).
     """
 
     def __init__(
-        self, microbatches: Sequence[Microbatch], factor: float, divisor: int, token_scale: int
+        self,
+        microbatches: Sequence[Microbatch],
+        factor: float | Tensor,
+        divisor: int,
+        token_scale: int,
     ) -> None:
         self._num_samples = [part.num_samples for part in microbatches]
         self._factor = factor
@@ -97,14 +102,14 @@ class MicrobatchLosses:
                 self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
             )
             self._weights[number] = weight
-            return loss * weight if weight != 1.0 else loss
+            return _times(loss, weight)
         if not isinstance(count, Tensor) and count == 0:
             return None
         # The product of loss and token count may overflow in half precision.
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
         self._weights[number] = tokens * (self._factor / self._token_scale)
-        return wide * self._weights[number]
+        return _times(wide, self._weights[number])
 
     def weight_of(self, number: int) -> Weight:
         """Return the factor of a recorded microbatch's loss."""
@@ -155,3 +160,12 @@ class MicrobatchLosses:
         """
         counts = self.counts
         return scalar_on(0 if counts is None else total_weight(counts), device) / self._token_scale
+
+
+def _times(loss: Tensor, weight: Weight) -> Tensor:
+    """Return the product in the dtype of the loss, rounded once."""
+    if not isinstance(weight, Tensor):
+        return loss * weight if weight != 1.0 else loss
+    # The dtype in which torch multiplies a loss by a number.
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return (loss.to(wide) * weight.to(wide)).to(loss.dtype)

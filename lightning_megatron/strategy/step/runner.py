@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
-from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.graphs.step_graph import RanStep
+from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
@@ -30,15 +30,21 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
-from lightning_megatron.strategy.modules.module_state import ModuleState
-from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, choose_token_scale
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
+from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
-from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
+from lightning_megatron.strategy.step.step_values import (
+    BackwardPasses,
+    RanMicrobatches,
+    StepResult,
+)
+from lightning_megatron.strategy.step.token_counting import TokenCounting
 from lightning_megatron.strategy.step.weight_reads import WeightReads
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
-from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
+from lightning_megatron.strategy.trials.weight_writes import keeping_state
 
 
 class StepRunner:
@@ -69,11 +75,13 @@ class StepRunner:
         self._kept = kept
         self._trials = trials
         self._choice = choice
+        self._order_check = OwnOrderCheck(mesh, rule.schedule)
         self.reads = WeightReads(mesh)
+        #: Steps as graphs; None runs all steps eagerly.
+        self.whole_steps: WholeSteps | None = None
         self._has_said_size = False
         self._replay = LogReplay(mesh)
-        self._token_scale: int | None = None
-        self._is_counted: bool | None = None
+        self._counting = TokenCounting(mesh)
 
     def train(
         self,
@@ -100,34 +108,24 @@ class StepRunner:
             values_to_log: Further values to log, known on every rank.
 
         Raises:
+            ParallelPlanError: If the user's own schedule cannot run the microbatches.
             ValueError: If a step counts tokens of some microbatches or batches only.
             RankMismatchError: At the first batch, if a step counts tokens on some ranks only.
 
         Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one
         all-reduce over the data axis and one gather over the world, on the CPU.
         """
-        microbatches = self._cut(batch)
-        self._say_size(batch, microbatches)
+        microbatches = self._cut_to_train(batch, passes is not None)
         self._try(module, ("training_step",), batch, microbatches, args, step)
         self._kept.begin()
-        losses = MicrobatchLosses(
-            microbatches, factor, divisor, self._agreed_token_scale(microbatches)
-        )
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
-            with nullcontext() if passes is not None else torch.no_grad():
-                outputs = self._run(
-                    module,
-                    "training_step",
-                    microbatches,
-                    args,
-                    recorder,
-                    step,
-                    losses,
-                    passes,
-                    self.reads.guard(module, "training_step"),
-                )
+            ran = self._train(module, microbatches, args, step, passes, divisor, factor)
+        recorder.adopt(ran.result.recorder)
+        outputs = ran.result.outputs
+        losses = ran.result.losses
+        assert losses is not None, "a training step has losses"
         if self._choice is not None and passes is not None:
             self._choice.end_step(len(microbatches))
         if passes is None:
@@ -138,22 +136,64 @@ class StepRunner:
         counts = losses.counts
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
         replayed = self._replay.replay(
-            module, recorder, ("training_step",), extra, counts, returns_more
+            module,
+            recorder,
+            ("training_step", ran.graph),
+            extra,
+            counts,
+            returns_more,
+            is_repeated=ran.is_repeated,
         )
         self._kept.share_after("training_step")
         has_loss = not (self._mesh.has_loss and losses.is_empty)
         if has_loss:
-            self._agree_on_counting(replayed.is_counted)
+            self._counting.check(replayed.is_counted)
         loss, num_tokens = replayed.extra
         result = StepResult(None, loss, num_tokens if replayed.is_counted else None)
         if not has_loss:
             return result
         mean: Any = loss.to(losses.dtype)
-        merged = self._merged(outputs, microbatches, counts) if returns_more else None
+        merged = None
+        if returns_more:
+            merged = self._merged(_own_outputs(ran), microbatches, counts)
         if replayed.returns_more:
             merged = self._kept.outputs_after("training_step", merged)
         return replace(
             result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
+        )
+
+    def _train(
+        self,
+        module: LightningModule,
+        microbatches: list[Microbatch],
+        args: tuple[Any, ...],
+        step: int,
+        passes: BackwardPasses | None,
+        divisor: int,
+        factor: float,
+    ) -> RanStep[RanMicrobatches]:
+        """Run the microbatches of a training step, eagerly or by a graph."""
+        token_scale = self._counting.scale(microbatches)
+
+        def run(
+            parts: Sequence[Microbatch],
+            factor: float | Tensor,
+            passes: BackwardPasses | None,
+            args: tuple[Any, ...],
+        ) -> RanMicrobatches:
+            losses = MicrobatchLosses(parts, factor, divisor, token_scale)
+            guard = self.reads.guard(module, "training_step")
+            with self._replay.record(module) as own:
+                outputs = self._run(
+                    module, "training_step", list(parts), args, own, step, losses, passes, guard
+                )
+            return RanMicrobatches(outputs, own, losses)
+
+        if self.whole_steps is None or passes is None or self._is_choosing:
+            with nullcontext() if passes is not None else torch.no_grad():
+                return RanStep(run(microbatches, factor, passes, args))
+        return self.whole_steps.train(
+            microbatches, args, passes, run, step=step, factor=factor, divisor=divisor
         )
 
     def evaluate(
@@ -184,20 +224,25 @@ class StepRunner:
         if name != "predict_step":
             self._try(module, key, batch, microbatches, args, step)
         self._kept.begin()
-        with self._replay.record(module) as recorder:
-            outputs = self._run(
-                module,
-                name,
-                microbatches,
-                args,
-                recorder,
-                step,
-                guard=self.reads.guard(module, name),
-            )
+
+        def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> RanMicrobatches:
+            guard = self.reads.guard(module, name)
+            with self._replay.record(module) as own:
+                outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
+            return RanMicrobatches(outputs, own)
+
+        if self.whole_steps is None or not self.whole_steps.evaluates:
+            ran = RanStep(run(microbatches, args))
+        else:
+            ran = self.whole_steps.evaluate(key, microbatches, args, run, step=step)
+        outputs = _own_outputs(ran)
+        recorder = ran.result.recorder
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
-            self._replay.replay(module, recorder, key, counts=counts)
+            self._replay.replay(
+                module, recorder, (*key, ran.graph), counts=counts, is_repeated=ran.is_repeated
+            )
             self._kept.share_after(name)
             return self._kept.outputs_after(name, merged)
         self._kept.share_after(name)
@@ -212,6 +257,14 @@ class StepRunner:
 
     def _cut(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
+
+    def _cut_to_train(self, batch: Any, has_backward: bool) -> list[Microbatch]:
+        """Cut a training batch, and check that the schedule can run its microbatches."""
+        microbatches = self._cut(batch)
+        if has_backward:
+            self._order_check.check(len(microbatches))
+        self._say_size(batch, microbatches)
+        return microbatches
 
     def _try(
         self,
@@ -269,7 +322,7 @@ class StepRunner:
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
         step_fn = getattr(module, name)
-        trial = Trial(name, partial(_kept_state, module, name))
+        trial = Trial(name, partial(keeping_state, module, name))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
@@ -330,38 +383,13 @@ class StepRunner:
                 "batch, return a loss of zero, such as 0.0 * output.sum()."
             )
 
-    def _agreed_token_scale(self, microbatches: list[Microbatch]) -> int:
-        """Return the divisor of token counts, chosen from the first batches of all ranks."""
-        if self._token_scale is None:
-            self._token_scale = int(
-                all_reduce_(
-                    torch.tensor(choose_token_scale(microbatches)), self._mesh.data_cpu, "max"
-                )
-            )
-        return self._token_scale
-
-    def _agree_on_counting(self, is_counted: bool) -> None:
-        """Refuse steps that return token counts on some ranks or in some batches only."""
-        if self._is_counted is None:
-            check_same_everywhere(
-                self._mesh.world_cpu, {"training_step returns num_tokens": is_counted}
-            )
-            self._is_counted = is_counted
-        elif is_counted != self._is_counted:
-            raise ValueError(
-                "training_step must return num_tokens for every batch of a fit or for none: it "
-                f"{'does so now, but did not' if is_counted else 'does not do so now, but did'} "
-                "before. Gradients are averaged either over tokens or over samples. Return 0 for a "
-                "batch without a valid token."
-            )
+    @property
+    def _is_choosing(self) -> bool:
+        """Return whether the schedule may change, because its actions are still measured."""
+        return self._choice is not None and self._choice.measured is None
 
 
-@contextmanager
-def _kept_state(module: LightningModule, step: str) -> Iterator[None]:
-    """Restore the module's other state after the block, and refuse changed parameters."""
-    state = ModuleState(module)
-    try:
-        with refusing_weight_writes(module, step):
-            yield
-    finally:
-        state.restore()
+def _own_outputs(ran: RanStep[RanMicrobatches]) -> list[Any]:
+    """Return the outputs of a step; copies of those that the next replay overwrites."""
+    outputs = ran.result.outputs
+    return outputs if ran.graph is None else apply_to_collection(outputs, Tensor, torch.clone)

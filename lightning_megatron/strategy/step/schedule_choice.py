@@ -15,6 +15,7 @@ from lightning_megatron.pipeline.action_times import (
     gather_measurements,
 )
 from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.transfer_times import measure_transfer
 from lightning_megatron.plan.automatic_schedule import (
     Candidate,
     SearchResult,
@@ -36,7 +37,8 @@ class ScheduleChoice:
     """Choice of the fastest schedule that fits in memory, for ``schedule="auto"``.
 
     The first steps run a named schedule with every backward in halves. The measured times and
-    memory of all stages then go into :func:`search_schedule`, on every rank with the same result.
+    memory of all stages, and the measured time of a transfer between stages, then go into
+    :func:`search_schedule`, on every rank with the same result.
     Without a known memory limit (on CPUs) a stage may keep as much as under zb-h2.
 
     Args:
@@ -72,7 +74,8 @@ class ScheduleChoice:
         Args:
             num_microbatches: Microbatches of the step.
 
-        Communication: one gather over the world, on the CPU, after the last measured step.
+        Communication: after the last measured step that of :func:`measure_transfer`, and one gather
+        over the world, on the CPU.
         """
         if self._measured is not None:
             return
@@ -83,7 +86,10 @@ class ScheduleChoice:
             assert self._times is not None, "the warm-up is over"
             medians = self._times.medians(self._placement.num_chunks)
             free = self._free(medians, num_microbatches)
-            self._measured = gather_measurements(medians, self._mesh, self._placement, free)
+            transfer = measure_transfer(self._times.message_bytes, self._mesh)
+            self._measured = gather_measurements(
+                medians, self._mesh, self._placement, free, transfer
+            )
             self._times = None
             self._executor.follow(self._schedule)
 
@@ -121,7 +127,9 @@ class ScheduleChoice:
             weight_half_share=share,
             shapes=(base.shape,),
         )
-        rank_zero_info(_described(found, base.num_microbatches, limit, measured.free is not None))
+        is_known = measured.free is not None
+        transfer = measured.costs.transfer
+        rank_zero_info(_described(found, base.num_microbatches, limit, is_known, transfer))
         return found.chosen.schedule
 
     def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
@@ -138,8 +146,10 @@ class ScheduleChoice:
         return int(_USABLE * total - others)
 
 
-def _described(found: SearchResult, num_microbatches: int, limit: float, is_known: bool) -> str:
-    """Return the sentence of the log about a choice."""
+def _described(
+    found: SearchResult, num_microbatches: int, limit: float, is_known: bool, transfer: int
+) -> str:
+    """Return the sentence of the log about a choice, with times in milliseconds."""
 
     def one(candidate: Candidate) -> str:
         text = f"{candidate.schedule.name} {candidate.length / 1e3:.1f} ms"
@@ -154,5 +164,6 @@ def _described(found: SearchResult, num_microbatches: int, limit: float, is_know
     return (
         f"schedule='auto' chose {one(found.chosen)} for {num_microbatches} microbatches, with "
         f"{found.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
-        f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS}. Simulated: {others}.{memory}"
+        f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS} and {transfer / 1e3:.3g} ms for a "
+        f"transfer between stages. Simulated: {others}.{memory}"
     )

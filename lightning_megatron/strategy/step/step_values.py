@@ -12,6 +12,8 @@ from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
+from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,10 @@ class BackwardPasses:
         clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
             It runs between the first forward and the first backward pass, like Lightning's hooks.
             With several stages it runs before all passes, because the hooks may communicate.
+        hide_gradients: Function that takes gradients back which hooks could read as
+            ``parameter.grad``; ``run`` also does this.
         run: Function that runs the backward pass of one microbatch from its weighted loss.
+        adds: Whether gradients of earlier batches are kept and added to; the same on all ranks.
         observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
             not start during the backward pass.
         inspector: Inspector of the graphs; None if replicas are not compared in this step.
@@ -32,11 +37,28 @@ class BackwardPasses:
     """
 
     clear_gradients: Callable[[], None]
+    hide_gradients: Callable[[], None]
     run: Callable[[Tensor], None]
+    adds: bool
     observer: BackwardObserver | None = None
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None
     weight_gradients: WeightGradientQueue | None = None
+
+
+@dataclass(frozen=True)
+class RanMicrobatches:
+    """What the microbatches of a step have returned and logged on this rank.
+
+    Args:
+        outputs: Outputs of the step, one for each microbatch; empty before the last stage.
+        recorder: Log calls of the step.
+        losses: Losses of a training step; None for an evaluation.
+    """
+
+    outputs: list[Any]
+    recorder: Recorder
+    losses: MicrobatchLosses | None = None
 
 
 @dataclass(frozen=True)

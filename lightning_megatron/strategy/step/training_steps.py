@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.step_graph import StepAgreement, StepGraphs
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.step_plans import signature_of
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checks.run_checks import digest_of
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
@@ -23,9 +29,11 @@ from lightning_megatron.strategy.private.loops import (
     total_batch_index,
 )
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
 
 
@@ -62,8 +70,34 @@ class TrainingSteps:
         self._buffers = buffers
         self._runner = runner
         self._overlaps_gradients = overlaps_gradients
+        #: CUDA graphs of the training steps; None without any.
+        self.graphs: RunGraphs | None = None
         self._has_checked_batch = False
         self._clear_gradients: ClearGradients | None = None
+
+    def capture_whole(
+        self,
+        backend: CaptureBackend,
+        settings: CudaGraphs,
+        agreement: StepAgreement | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> StepGraphs:
+        """Capture whole steps as graphs from now on, once enough steps have run eagerly.
+
+        Args:
+            backend: Backend that captures.
+            settings: Settings of the graphs.
+            agreement: Agreement with the other ranks; None for a rank alone.
+            say: Function that logs a sentence.
+
+        Returns:
+            The graphs, which must be released before the process groups are destroyed.
+        """
+        mesh = self._mesh
+        observers = self._state.effect_observers
+        graphs = StepGraphs(backend, observers, mesh.random, settings, mesh.device, agreement, say)
+        self._runner.whole_steps = WholeSteps(self._module, mesh, self._state, graphs)
+        return graphs
 
     def prepare(self, clear_gradients: ClearGradients | None) -> None:
         """Set the function that clears the previous step's gradients; None while they accumulate.
@@ -89,7 +123,8 @@ class TrainingSteps:
         if is_automatic:
             self._check_first_batch(args[0])
         self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
-        self._state.attach_new(trainer.optimizers, trainer.current_epoch)
+        if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self.graphs:
+            self.graphs.note_change()
         self._state.main.user_writes.adopt_noted()
         with self._precision.train_step_context():
             if is_automatic:
@@ -100,25 +135,39 @@ class TrainingSteps:
         """Run a step of automatic optimization."""
         trainer = self._module.trainer
         passes = None if skips_backward(trainer) else self._backward_passes()
-        result = self._runner.train(
-            self._module,
-            args[0],
-            args[1:],
-            step=step,
-            passes=passes,
-            divisor=trainer.accumulate_grad_batches,
-            factor=self._precision.loss_factor,
-            values_to_log=self._precision.values_to_log(),
-        )
+        with self._by_graphs(args[0], passes is not None):
+            result = self._runner.train(
+                self._module,
+                args[0],
+                args[1:],
+                step=step,
+                passes=passes,
+                divisor=trainer.accumulate_grad_batches,
+                factor=self._precision.loss_factor,
+                values_to_log=self._precision.values_to_log(),
+            )
         if passes is not None:
             self._end_backward(result)
         return result.output
+
+    def _by_graphs(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
+        """Return the context in which graphs run what they serve of a step."""
+        if self.graphs is None or not has_backward:
+            return nullcontext()
+        return self.graphs.step(signature_of(batch), self._module.trainer.current_epoch)
+
+    def look_again(self) -> None:
+        """Look before the next step whether graphs still serve it; called on all ranks."""
+        if self.graphs is not None:
+            self.graphs.look_again()
 
     def _backward_passes(self) -> BackwardPasses:
         overlaps = self._overlaps_gradients and not accumulates(self._module.trainer)
         return BackwardPasses(
             self._hide_and_clear,
+            self._state.gradients.hide,
             self._run_backward,
+            self._clear_gradients is None,
             self._state.gradients.observer if overlaps else None,
             self._state.checks.inspector,
             self._mixtures.loss_weight,

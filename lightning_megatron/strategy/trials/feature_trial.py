@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
-from lightning_megatron.strategy.trials.trial_step import Run, TrialStep, is_close, undoing_changes
+from lightning_megatron.strategy.trials.trial_step import (
+    Run,
+    TrialStep,
+    is_close,
+    uncompiled,
+    undoing_changes,
+)
 from lightning_megatron.strategy.trials.weight_writes import WeightWrites
 from lightning_megatron.swap.whole_features import (
     CutLayer,
@@ -124,7 +127,7 @@ class FeatureTrials:
         # Stages have different layers, but the trial is collective: all stages run it, or none.
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
-        with undoing_changes(self._module, self._mesh) as state, _uncompiled(self._module):
+        with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
             _FeatureTrial(self._mesh, self._module, step, run, state, layers).compare(part)
 
 
@@ -297,20 +300,6 @@ def _first_difference(
             )
         before = [] if mine.layer.kind == "row" else [*before, mine.layer.name]
     return None
-
-
-@contextmanager
-def _uncompiled(module: LightningModule) -> Iterator[None]:
-    """Disable compilation inside the block, to avoid recompiling for the trial."""
-    is_compiled = any(
-        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
-        for _, part in named_layers(module)
-    )
-    mode: AbstractContextManager[object] = (
-        torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-    )
-    with mode:
-        yield
 
 
 _TO_MEAN_IT = "If this is intended, use check_microbatches=False."

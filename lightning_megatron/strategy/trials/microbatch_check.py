@@ -21,6 +21,7 @@ from lightning_megatron.strategy.trials.trial_step import (
     TrialStep,
     combined,
     is_close,
+    uncompiled,
     undoing_changes,
 )
 from lightning_megatron.strategy.trials.uneven_masks import UnevenMasks
@@ -106,7 +107,7 @@ class MicrobatchTrials:
         for model in self._models:
             # Weights that still arrive from other ranks would look like weights that a step writes.
             model.wait_for_parameters()
-        with undoing_changes(self._module, self._mesh) as state:
+        with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
                 with refusing_weight_writes(self._module, key[0]):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.segments import is_compiled
+from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
@@ -140,6 +142,24 @@ def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[Mod
         state.restore()
         restore_random_states(random_before, mesh.device)
         mesh.random.seek(position.layer, position)
+
+
+@contextmanager
+def uncompiled(module: LightningModule) -> Iterator[None]:
+    """Run compiled modules eagerly inside the block, if there are any.
+
+    Trials run under dispatch modes. ``torch.compile`` never compiles a function again whose first
+    call was under one.
+
+    Args:
+        module: User's module.
+    """
+    has_compiled = any(is_compiled(part) for _, part in named_layers(module))
+    mode: AbstractContextManager[object] = (
+        torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
+    )
+    with mode:
+        yield
 
 
 def combined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.strategy.modules.module_state import ModuleState
 
 
 @contextmanager
@@ -32,6 +33,25 @@ def refusing_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
         _check(module, step, before)
         raise
     _check(module, step, before)
+
+
+@contextmanager
+def keeping_state(module: nn.Module, step: str) -> Iterator[None]:
+    """Restore the module's buffers and attributes after a trial step, and refuse changed weights.
+
+    Args:
+        module: User's module.
+        step: Name of the step.
+
+    Raises:
+        UnsupportedError: As in :func:`refusing_weight_writes`.
+    """
+    state = ModuleState(module)
+    try:
+        with refusing_weight_writes(module, step):
+            yield
+    finally:
+        state.restore()
 
 
 def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,12 +96,27 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
             delay=BAR_DELAY,
             disable=is_hidden,
         ) as bar,
-        ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
+        ThreadPoolExecutor(_NUM_AT_ONCE, "weights", *_on_stream_of(copies)) as pool,
     ):
         # Parts that are far apart in a large model are in different files, which are read in
         # parallel.
         for num_bytes in pool.map(lambda copy: copy.run(reader), interleave(copies, _NUM_AT_ONCE)):
             bar.update(num_bytes)
+
+
+def _on_stream_of(copies: Sequence[Copy]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Return what a new thread does first, and its arguments: use the CUDA stream of this thread.
+
+    A thread starts with the default stream, which waits for no other stream, and no other for it.
+    """
+    device = next((copy.target.device for copy in copies if copy.target.is_cuda), None)
+    if device is None:
+        return _nothing, ()
+    return torch.cuda.set_stream, (torch.cuda.current_stream(device),)
+
+
+def _nothing() -> None:
+    """Do nothing, where the targets are on the CPU."""
 
 
 def interleave(items: Sequence[T], num_runs: int) -> list[T]:

@@ -1,0 +1,126 @@
+"""Callback that measures the CUDA graphs of a training: their number, captures and memory."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.measure import Measure
+from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.cuda import CudaBackend, CudaGraph
+from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.graphs.slot import Slot
+from lightning_megatron.graphs.static_inputs import StaticInputs
+
+_SHARED_POOL = (0, 0)
+
+
+class CaptureTimes:
+    """Backend's captures, timed while this object is in place of them."""
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.seconds = 0.0
+        self._original = CudaBackend.capture
+
+    def install(self) -> None:
+        """Time captures from now on."""
+        original = self._original
+
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.num_captures += 1
+                self.seconds += time.perf_counter() - start
+
+        CudaBackend.capture = capture  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Time captures no longer."""
+        CudaBackend.capture = self._original  # type: ignore[method-assign]
+
+
+class GraphFigures(Callback):
+    """Callback that measures number, captures and memory of this rank's graphs.
+
+    Args:
+        measure: Callback with the times of all steps.
+    """
+
+    def __init__(self, measure: Measure) -> None:
+        #: Figures; sizes in bytes.
+        self.result: dict[str, Any] = {}
+        self._measure = measure
+        self._times = CaptureTimes()
+        self._num_before = 0
+        self._capturing: list[int] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Time captures from now on."""
+        self._times.install()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Note a step in which graphs were captured."""
+        if self._times.num_captures > self._num_before:
+            self._capturing.append(trainer.global_step)
+        self._num_before = self._times.num_captures
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Time captures no longer."""
+        self._times.remove()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the figures while the graphs exist."""
+        # The strategy excludes some objects from collections, and thereby from the list of objects.
+        gc.unfreeze()
+        objects = gc.get_objects()
+        # Without waiting, the times of steps are known only at the end of the training.
+        seconds = self._measure.seconds
+        usual = statistics.median(self._measure.counted()) if seconds else 0.0
+        extra = [seconds[step - 1] - usual for step in self._capturing if step <= len(seconds)]
+        self.result = {
+            "graphs": sum(one._graph is not None for one in _of(objects, CudaGraph)),
+            "slots": len(_of(objects, Slot)),
+            "captures": self._times.num_captures,
+            "capture_seconds": round(self._times.seconds, 3),
+            "capturing_steps": self._capturing,
+            "capturing_steps_seconds": round(sum(extra), 3),
+            "static_inputs": sum(
+                one.num_bytes for kind in (PieceInputs, StaticInputs) for one in _of(objects, kind)
+            ),
+            "gradient_copies": sum(
+                tensor.nbytes
+                for tools in _of(objects, CaptureTools)
+                for tensor in tools.gradient_copies.values()
+            ),
+            **_pools(trainer),
+        }
+
+
+def _of(objects: Iterable[Any], kind: type) -> list[Any]:
+    # isinstance would call code of proxies.
+    return [one for one in objects if type(one) is kind]
+
+
+def _pools(trainer: Trainer) -> dict[str, int]:
+    """Return number and size of the private pools of graphs in torch's allocator."""
+    if trainer.strategy.root_device.type != "cuda":
+        return {"pools": 0, "pool_bytes": 0, "reserved_bytes": 0}
+    sizes: dict[tuple[int, int], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        pool = tuple(segment.get("segment_pool_id", _SHARED_POOL))
+        sizes[pool] = sizes.get(pool, 0) + segment["total_size"]
+    private = [size for pool, size in sizes.items() if pool != _SHARED_POOL]
+    return {
+        "pools": len(private),
+        "pool_bytes": sum(private),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }

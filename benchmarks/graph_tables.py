@@ -1,0 +1,265 @@
+"""Tables of the benchmark of CUDA graphs: speed beside the peer's, graphs and memory, host time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.host_time import LOOP, PARTS
+from benchmarks.measure import flops_per_token
+from lightning_megatron.models.config import GPTConfig
+
+RULE = (
+    "TFLOP/s/GPU by the causal-half rule for both programs: per token 3 x (layers x (projections "
+    "+ attention + MLP or selected experts + router) + logits), a product 2 x its elements, "
+    "attention half of the sequence; embeddings, norms and recomputation count nothing. Pairs are "
+    "waited / in a row. Waited: median of {steps} steps after {warmup}, the host waiting for the "
+    "device after each. In a row: the {steps} after these, median and mean (the peer prints the "
+    "mean); rates and ratios in a row use the mean. Ratio: ours / peer's, to the peer's same kind "
+    "of graphs, and in brackets to its fastest."
+)
+SPEED = (
+    "| work | program | graphs | ms waited | ms in a row, median | mean | tokens/s/GPU "
+    "| TFLOP/s/GPU | GiB of the fullest GPU | ratio waited | ratio in a row | last loss |"
+)
+GRAPHS = (
+    "| work | graphs | number | slots | capture s (of the steps) | peak GiB, more than eager "
+    "| private pools GiB | static inputs MiB | gradient copies MiB |"
+)
+LAUNCHES = (
+    "| work | graphs | cudaGraphLaunch | kernels in them | kernels launched alone | all calls "
+    "| busy ms | nothing runs, profiled | nothing runs, in a row |"
+)
+_GIB = 2**30
+_MIB = 2**20
+_MOST_NAMES = 12
+_LONGEST_NAME = 70
+_MOST_NOTES = 4
+_LONGEST_NOTE = 500
+
+
+class WorkLike(Protocol):
+    """Work that both programs train."""
+
+    @property
+    def config(self) -> GPTConfig:
+        """Configuration of the model."""
+
+
+class CaseLike(Protocol):
+    """One run of one program."""
+
+    @property
+    def work(self) -> WorkLike:
+        """The work."""
+
+    @property
+    def program(self) -> str:
+        """``ours`` or ``peer``."""
+
+    @property
+    def graphs(self) -> str:
+        """Name of the graphs."""
+
+    @property
+    def mode(self) -> str:
+        """Our mode, or the one that is like the peer's."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a case.
+
+    Args:
+        case: The case.
+        figures: Figures that the program wrote; empty if it failed.
+        failure: Why it failed; empty if it did not.
+        seconds: Time of the whole run (s).
+        said: What our program has logged about its graphs.
+    """
+
+    case: CaseLike
+    figures: dict[str, Any]
+    failure: str
+    seconds: float
+    said: tuple[str, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether our program ran."""
+        return self.case.program == "ours"
+
+    @property
+    def waited(self) -> float:
+        """Median time of a step for which the host waits (ms)."""
+        return float(self.figures["step_ms" if self.is_ours else "ms"])
+
+    @property
+    def row_mean(self) -> float | None:
+        """Mean time of a step in a row (ms); None if it was not measured."""
+        return self.figures.get("row_mean_ms" if self.is_ours else "row_ms")
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """Tokens of a step for each GPU and millisecond of a step that the host waits for."""
+        name = "tokens_per_second_per_rank" if self.is_ours else "tok_s_gpu"
+        return float(self.figures[name]) / 1e3
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Return the figures of one callback; empty without it."""
+        return self.figures.get(name) or {}
+
+
+def tables(found: Sequence[Measured], steps: int, warmup: int) -> str:
+    """Return all tables.
+
+    Args:
+        found: Figures of all cases.
+        steps: Measured steps of each kind (steps).
+        warmup: Steps before them (steps).
+    """
+    ours = [one for one in found if one.is_ours and not one.failure]
+    rows = [_speed(one, found) for one in found]
+    blocks = [[SPEED, _rule_of(SPEED), *rows], [RULE.format(steps=steps, warmup=warmup)]]
+    if ours:
+        host = "| work | graphs | " + " | ".join(["all", LOOP, *PARTS]) + " |"
+        blocks += [
+            [GRAPHS, _rule_of(GRAPHS), *[_graphs(one, ours) for one in ours]],
+            [LAUNCHES, _rule_of(LAUNCHES), *[_launches(one) for one in ours]],
+            ["The host's time of a step on an idle device, ms:"],
+            [host, _rule_of(host), *[_host(one) for one in ours]],
+        ]
+    blocks += [block for one in ours if (block := _names(one))]
+    blocks += [notes for one in ours if (notes := _notes(one, warmup))]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _rule_of(heading: str) -> str:
+    return "|---" * (heading.count("|") - 1) + "|"
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _speed(one: Measured, found: Sequence[Measured]) -> str:
+    case = one.case
+    start = (case.work, case.program, case.graphs)
+    if one.failure:
+        return _row(*start, f"failed: {one.failure}", *[""] * 8)
+    figures = one.figures
+    flops = flops_per_token(case.work.config, case.work.config.max_seq_length)
+    tokens = one.tokens_per_ms * one.waited
+    times = [one.waited] + ([one.row_mean] if one.row_mean else [])
+    rates = [tokens / taken * 1e3 for taken in times]
+    losses = figures.get("losses") or [figures.get("loss", "")]
+    return _row(
+        *start,
+        one.waited,
+        figures.get("row_ms", "") if one.is_ours else "",
+        one.row_mean or "",
+        " / ".join(f"{rate:,.0f}" for rate in rates),
+        " / ".join(f"{rate * flops / 1e12:.1f}" for rate in rates),
+        figures["peak_gib"] if one.is_ours else figures["mem_gib"],
+        _ratio(one, found, lambda other: other.waited),
+        _ratio(one, found, lambda other: other.row_mean),
+        losses[-1] if isinstance(losses[-1], str) else f"{losses[-1]:.4f}",
+    )
+
+
+def _ratio(
+    one: Measured, found: Sequence[Measured], time_of: Callable[[Measured], float | None]
+) -> str:
+    """Return our time divided by the peer's, of the same kind of graphs and of its fastest."""
+    own = time_of(one)
+    peers = [
+        (taken, other.case.mode)
+        for other in found
+        if other.case.work == one.case.work and not other.is_ours and not other.failure
+        if (taken := time_of(other))
+    ]
+    if not one.is_ours or not peers or own is None:
+        return ""
+    same = [taken for taken, mode in peers if mode == one.case.mode]
+    fastest = f"({own / min(peers)[0]:.3f})"
+    return f"{own / min(same):.3f} {fastest}" if same else fastest
+
+
+def _graphs(one: Measured, ours: Sequence[Measured]) -> str:
+    found = one.part("GraphFigures")
+    eager = [
+        other.figures["peak_gib"]
+        for other in ours
+        if other.case.mode == "eager" and other.case.work == one.case.work
+    ]
+    peak = one.figures["peak_gib"]
+    more = f"{peak}, {peak - eager[0]:+.2f}" if eager else str(peak)
+    return _row(
+        one.case.work,
+        one.case.graphs,
+        found["graphs"],
+        found["slots"],
+        f"{found['capture_seconds']:.2f} ({found['capturing_steps_seconds']:.2f})",
+        more,
+        f"{found['pool_bytes'] / _GIB:.2f} in {found['pools']}",
+        f"{found['static_inputs'] / _MIB:.1f}",
+        f"{found['gradient_copies'] / _MIB:.1f}",
+    )
+
+
+def _launches(one: Measured) -> str:
+    start = (one.case.work, one.case.graphs)
+    profile = one.part("Profile")
+    if not profile.get("kernels"):
+        return _row(*start, "not profiled", *[""] * 6)
+    found = profile["launches"]
+    busy = profile["step_ms"] - profile["idle_ms"]
+    in_row = f"{max(0.0, 1 - busy / one.row_mean):.1%}" if one.row_mean else ""
+    calls = ", ".join(f"{name} {number:g}" for name, number in found["calls"].items())
+    return _row(
+        *start,
+        f"{found['graphs']:g}",
+        f"{found['in_graphs']:g}",
+        f"{found['kernels']:g}",
+        calls,
+        f"{busy:.2f}",
+        f"{profile['idle_ms'] / profile['step_ms']:.1%}",
+        in_row,
+    )
+
+
+def _host(one: Measured) -> str:
+    found = one.part("HostTime")
+    cells = [f"{found[name]:.2f}" for name in ("all", LOOP, *PARTS)] if found else ["not timed"]
+    return _row(one.case.work, one.case.graphs, *cells)
+
+
+def _names(one: Measured) -> list[str]:
+    """Return the kernels that a step by graphs still launches one by one, by name."""
+    names = one.part("Profile").get("launches", {}).get("names", {})
+    if one.case.mode == "eager" or not names:
+        return []
+    lines = [f"{one.case.work}, {one.case.graphs}: kernels launched alone in a step:"]
+    shown = list(names.items())[:_MOST_NAMES]
+    lines += [f"- {number:g} x `{name[:_LONGEST_NAME]}`" for name, number in shown]
+    more = sum(names.values()) - sum(number for _, number in shown)
+    return [*lines, f"- {more:g} others"] if more > 0 else lines
+
+
+def _notes(one: Measured, warmup: int) -> list[str]:
+    """Return what makes the figures of a case differ from those of its mode, and its own log."""
+    if one.case.mode == "eager":
+        return []
+    found = one.part("GraphFigures")
+    notes = list(one.said[:_MOST_NOTES])
+    late = [step for step in found["capturing_steps"] if step > warmup]
+    if late:
+        notes.append(
+            f"Steps {', '.join(map(str, late))} captured graphs after the warm-up, so the times "
+            "include captures. Use a larger --warmup."
+        )
+    if not found["graphs"]:
+        notes.append("No graphs exist at the end: the steps were eager.")
+    start = f"{one.case.work}, {one.case.graphs}:"
+    return [start, *[f"- {note[:_LONGEST_NOTE]}" for note in notes]] if notes else []

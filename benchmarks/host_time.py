@@ -1,0 +1,165 @@
+"""Callback that divides the host's time of a training step among the parts of its code.
+
+Each timed step begins with an idle device and other ranks that have finished, so the host waits
+only for what the step itself reads from the device or from other ranks. The functions of the parts
+are timed directly, without a profiler, which would cost more than short functions do. A function's
+time does not include that of a part inside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils import data
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.graphs.agreement import KeyAgreement
+from lightning_megatron.graphs.captured_piece import CapturedPiece
+from lightning_megatron.graphs.cuda import CudaGraph
+from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
+from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
+from lightning_megatron.graphs.step_graph import StepGraphs
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.strategy.logs.log_replay import LogReplay
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.step_gradients import StepGradients
+from lightning_megatron.strategy.step.training_steps import TrainingSteps
+
+#: Time outside of all other parts: Lightning's loop and its hooks.
+LOOP = "loop"
+#: Functions of each part, as class and name.
+PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+    "batch": (
+        (data.dataloader._BaseDataLoaderIter, "__next__"),
+        (MegatronStrategy, "batch_to_device"),
+    ),
+    "keys": ((KeyAgreement, "agree"), (CapturedPiece, "why_unfit"), (BatchForm, "of")),
+    "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),
+    "replays": ((CudaGraph, "replay"),),
+    "passes": ((PipelineExecutor, "run"), (StepGraphs, "run")),
+    "step": ((TrainingSteps, "train"),),
+    "logs": ((LogReplay, "replay"),),
+    "finish": ((StepGradients, "end_batch"), (MixtureRuntime, "finish_step")),
+    "update": ((MegatronStrategy, "optimizer_step"),),
+}
+
+
+class PartTimes:
+    """Time of each part of the code that runs, where at any time one part runs.
+
+    Autograd may call a part on a thread of its own, while the thread of the step waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._parts = [LOOP]
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count the time inside the block for a part."""
+        self._count()
+        self._parts.append(part)
+        try:
+            yield
+        finally:
+            self._count()
+            self._parts.pop()
+
+    def take(self) -> dict[str, float]:
+        """Return the time of each part since the last call of :meth:`start` (s)."""
+        self._count()
+        return self.seconds
+
+    def start(self) -> None:
+        """Start again from zero."""
+        self.seconds = dict.fromkeys((LOOP, *PARTS), 0.0)
+        self._since = time.perf_counter()
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        part = self._parts[-1]
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+
+@contextmanager
+def timing(times: PartTimes) -> Iterator[None]:
+    """Time all functions of :data:`PARTS` inside the block."""
+    with ExitStack() as undo:
+        for part, functions in PARTS.items():
+            for owner, name in functions:
+                undo.enter_context(_replaced(owner, name, part, times))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[None]:
+    """Let a class have a function that is timed."""
+    own = owner.__dict__.get(name)
+    is_of_class = isinstance(own, classmethod)
+    original: Callable[..., Any] = own.__func__ if is_of_class else getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with times.during(part):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, classmethod(timed) if is_of_class else timed)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+class HostTime(Callback):
+    """Callback that times the parts of some steps on the host.
+
+    Args:
+        first: Number of the step before the timed ones.
+        steps: Number of timed steps.
+    """
+
+    def __init__(self, first: int, steps: int = 6) -> None:
+        self.first = first
+        self.last = first + steps
+        #: Median time of each part, and of the whole step (ms).
+        self.result: dict[str, float] = {}
+        self._times = PartTimes()
+        self._found: list[dict[str, float]] = []
+        self._undo = ExitStack()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Start, read or end the timers."""
+        step = trainer.global_step
+        if self.first < step <= self.last:
+            self._found.append(self._times.take())
+        if step == self.first:
+            self._undo.enter_context(timing(self._times))
+        if step == self.last:
+            self._undo.close()
+        if self.first <= step < self.last:
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize()
+            self._times.start()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Remove the timers after a fit that ended early."""
+        self._undo.close()
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Compute the medians."""
+        if self._found:
+            parts = {
+                name: statistics.median(one[name] for one in self._found) for name in self._found[0]
+            }
+            parts["all"] = statistics.median(sum(one.values()) for one in self._found)
+            self.result = {name: round(seconds * 1e3, 3) for name, seconds in parts.items()}

@@ -1,0 +1,119 @@
+"""Launch of a program on all ranks of one machine, and the reason if it failed.
+
+Unlike torchrun it needs no process of its own, which would import torch first, and it kills ranks
+at once that wait for a failed one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Time that the other ranks have to print their errors after one has failed (s).
+_GRACE = 3.0
+_POLL = 0.05
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .*)")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program printed, and how it ended.
+
+    Args:
+        output: Output of all ranks.
+        failure: Why it failed, in one line; empty if it did not.
+        seconds: Time until the end of the last rank (s).
+    """
+
+    output: str
+    failure: str
+    seconds: float
+
+
+def run_ranks(
+    line: Sequence[str],
+    num_ranks: int,
+    log: Path,
+    timeout: float,
+    variables: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run a Python program on all ranks and return how it ended.
+
+    Args:
+        line: Arguments of Python.
+        num_ranks: Number of ranks.
+        log: File for the output of all ranks.
+        timeout: Time after which the ranks are killed (s).
+        variables: Further environment variables; PYTHONPATH goes before the other folders.
+    """
+    variables = dict(variables or {})
+    root = str(Path(__file__).parents[1])
+    folders = (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": os.pathsep.join(one for one in folders if one),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with log.open("w") as file:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *line],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            is_late = _wait(ranks, start + timeout)
+        finally:
+            for one in ranks:
+                one.kill()
+                one.wait()
+    output = log.read_text(errors="replace")
+    seconds = time.perf_counter() - start
+    if is_late:
+        return Outcome(output, f"stopped after {timeout:.0f} s; {last_error(output)}", seconds)
+    failed = any(one.returncode for one in ranks)
+    return Outcome(output, last_error(output) if failed else "", seconds)
+
+
+def last_error(output: str) -> str:
+    """Return the last line that names an error, else the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
+    return (errors or lines or ["no output"])[-1][:300].replace("|", "/")
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Wait until all ranks have ended or one has failed; return whether the time is over."""
+    while any(one.poll() is None for one in ranks):
+        if time.perf_counter() > deadline:
+            return True
+        if any(one.poll() for one in ranks):
+            deadline_of_others = time.perf_counter() + _GRACE
+            while time.perf_counter() < deadline_of_others and None in [r.poll() for r in ranks]:
+                time.sleep(_POLL)
+            return False
+        time.sleep(_POLL)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,127 @@
+"""Values that go from step to step of a dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_megatron.experts.transport.permute import RowMap
+from lightning_megatron.groups.in_flight import InFlight
+from lightning_megatron.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Row counts of an all-to-all, on the device.
+
+    Args:
+        row_map: Map from the selections of this rank's tokens to the rows, sorted by expert.
+        received: Number of rows that each rank sends to each expert of this rank.
+        totals: Number of rows sent to each rank, then number of rows received from each rank.
+    """
+
+    row_map: RowMap
+    received: Int[Tensor, "ranks experts"]
+    totals: Int[Tensor, "2 ranks"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokens that can be sent to the ranks of their experts.
+
+    Shapes: hidden states ``(tokens, hidden)``; probabilities and experts ``(tokens, top_k)``. For
+        an all-to-all they are rows: hidden states ``(tokens * top_k, hidden)``, probabilities
+        ``(tokens * top_k,)``.
+
+    Args:
+        hidden: Hidden states of this rank's tokens.
+        probabilities: Factors of the experts' outputs.
+        experts: Indices of the selected experts in the whole layer; -1 means none.
+        counts: Row counts, if the tokens are rows.
+    """
+
+    hidden: Float[Tensor, "rows hidden"]
+    probabilities: Float[Tensor, "*rows"]
+    experts: Int[Tensor, "tokens top_k"]
+    counts: RowCounts | None = None
+
+
+@dataclass(frozen=True)
+class AllToAllSizes:
+    """Row counts of an all-to-all on the host, kept for the way back.
+
+    Args:
+        row_map: Map from the selections of this rank's tokens to the rows, sorted by expert.
+        sends: Number of rows sent to each rank.
+        receives: Number of rows received from each rank.
+    """
+
+    row_map: RowMap
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tokens in transit to the ranks of their experts.
+
+    Shapes on arrival: hidden states ``(tokens, hidden)``; probabilities and experts
+        ``(tokens, top_k)``, or ``(rows,)`` if rows travel by an all-to-all.
+
+    Args:
+        hidden: Hidden states of the tokens.
+        probabilities: Factors of the experts' outputs.
+        experts: Indices of the selected experts, in the numbering of the receiving rank.
+        sizes: Row counts, if the tokens are sent by an all-to-all.
+    """
+
+    hidden: InFlight
+    probabilities: InFlight
+    experts: InFlight
+    sizes: AllToAllSizes | None = None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Input of this rank's experts.
+
+    The ends are int32 on the device.
+
+    Args:
+        rows: Tokens sorted by expert. Rows past the last end belong to no expert.
+        probabilities: Factor of each row's output.
+        row_map: Map from the selections of the received tokens to the rows.
+        sizes: Row counts, if the tokens came by an all-to-all.
+        sent_experts: Experts selected for this rank's own tokens, if one-sided puts moved the
+            tokens.
+    """
+
+    rows: Float[Tensor, "rows hidden"]
+    probabilities: Float[Tensor, "rows"]
+    row_map: RowMap
+    sizes: AllToAllSizes | None = None
+    sent_experts: Int[Tensor, "tokens top_k"] | None = None
+
+    @property
+    def ends(self) -> Int[Tensor, "experts"]:
+        """Return the index one past the last row of each local expert."""
+        return self.row_map.ends
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Outputs of experts, ready to be summed for each token.
+
+    All sizes follow from the number of tokens.
+
+    Args:
+        rows: Outputs. Rows past the last end of the map are undefined.
+        row_map: Map from selections to the rows.
+        sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
+            outputs.
+    """
+
+    rows: Float[Tensor, "rows hidden"]
+    row_map: RowMap
+    sent_experts: Int[Tensor, "tokens top_k"] | None = None

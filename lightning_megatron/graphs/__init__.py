@@ -1,0 +1,1 @@
+"""Capture of computations as graphs, which are replayed without Python."""

@@ -1,0 +1,129 @@
+"""Agreement of the ranks on graphs: all of them replay a step, or none does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from lightning_megatron.errors import CaptureError, RankMismatchError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+
+#: Longest part of an error's text in a message about all ranks (characters).
+_LONGEST = 400
+
+
+def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
+    """Return what went wrong in the captures of all ranks; None if every rank has its graphs.
+
+    Graphs may hold collectives, which wait for ever if another rank runs without them.
+
+    Args:
+        failure: What this rank could not capture, and why; None if it captured everything.
+        world: Axis with all ranks, on the CPU.
+
+    Communication: one gather of objects over ``world``.
+    """
+    gathered = all_gather_objects(failure, world)
+    failures = [
+        (rank, one) for rank, one in zip(world.ranks, gathered, strict=True) if one is not None
+    ]
+    if not failures:
+        return None
+    rank, text = failures[0]
+    shown = f"{text.rstrip('.')}." if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    others = ", ".join(str(other) for other, _ in failures[1:])
+    more = f" Ranks that failed, too: {others}." if others else ""
+    return f"rank {rank} could not capture {shown}{more}"
+
+
+def eager_warning(failure: str, raises: bool) -> str:
+    """Return the warning that all ranks go on without graphs.
+
+    Args:
+        failure: Result of :func:`failure_of_any`.
+        raises: Whether the user asked for an error instead.
+
+    Raises:
+        CaptureError: If the user asked for it.
+    """
+    if raises:
+        raise CaptureError(
+            f"CUDA graphs must be captured on every rank with on_failure='error': {failure} Use "
+            "on_failure='eager' to train without them, or another mode or other scopes."
+        )
+    return f"CUDA graphs are off: {failure} All ranks go on eagerly."
+
+
+def is_true_anywhere(flag: bool, world: MeshAxis) -> bool:
+    """Return whether a condition holds on one of the ranks.
+
+    Communication: one all-reduce on the CPU over ``world``.
+    """
+    return bool(all_reduce_(torch.tensor(int(flag)), world, "max"))
+
+
+class KeyAgreement:
+    """Agreement of ranks with different data on what they replay in a step.
+
+    Graphs that hold collectives can be replayed only if all ranks of these collectives replay the
+    same ones. What a rank replays follows from the shapes of its microbatches.
+
+    Args:
+        axis: Ranks of the collectives, on the CPU.
+        is_promised: Whether the user has promised that all steps of all ranks have the shapes of
+            the first one. Then no message is sent, and the rank that breaks the promise raises.
+    """
+
+    def __init__(self, axis: MeshAxis, is_promised: bool = False) -> None:
+        self._axis = axis
+        self._is_promised = is_promised
+        self._promised: int | None = None
+
+    def agree(self, keys: Sequence[Hashable]) -> bool:
+        """Return whether all ranks have the same keys in this step, and may replay.
+
+        Args:
+            keys: Shapes and dtypes of each microbatch, and what else decides what a rank replays;
+                with the same ``repr`` on all ranks if they are equal.
+
+        Raises:
+            RankMismatchError: On the rank whose keys are not those of its first step, if equal
+                shapes are promised.
+
+        Communication: one all-reduce of two numbers on the CPU over the axis, unless equal shapes
+            are promised.
+        """
+        digest = _digest(keys)
+        if self._is_promised:
+            self._check_promise(digest, keys)
+            return True
+        if self._axis.size == 1:
+            return True
+        # The largest of a number and of its negation give both the largest and the smallest one.
+        found = all_reduce_(torch.tensor([digest, -digest]), self._axis, "max").tolist()
+        return bool(found[0] == -found[1])
+
+    def _check_promise(self, digest: int, keys: Sequence[Hashable]) -> None:
+        if self._promised is None:
+            self._promised = digest
+        if digest != self._promised:
+            raise RankMismatchError(
+                "with fixed_shapes=True every step must have the shapes of the first one, because "
+                "the ranks no longer compare them: this step has "
+                f"{len(keys)} microbatches, {_shown(keys)}. The other ranks may wait for ever. "
+                "Use drop_last=True and one length for all sequences, or fixed_shapes=False."
+            )
+
+
+def _shown(keys: Sequence[Hashable]) -> str:
+    kinds = [str(one) for one in dict.fromkeys(keys)]
+    rest = f" and {len(kinds) - 3} others" if len(kinds) > 3 else ""
+    return "; ".join(kinds[:3]) + rest
+
+
+def _digest(keys: Sequence[Hashable]) -> int:
+    text = hashlib.sha1(repr(tuple(keys)).encode(), usedforsecurity=False)
+    return int.from_bytes(text.digest()[:7], "little")

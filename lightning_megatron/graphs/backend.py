@@ -1,0 +1,133 @@
+"""Interface of the backends that capture computations as graphs and replay them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from lightning_megatron.groups.generators import GeneratorPool
+
+T = TypeVar("T")
+
+#: Errors by which a computation shows that it cannot be captured.
+CAPTURE_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+
+
+class GraphPool(Protocol):
+    """Memory of graphs that are captured one after the other.
+
+    A graph may use memory that earlier graphs of the pool have freed. A replay therefore overwrites
+    tensors that later captures of the pool made: they are valid until an earlier graph of the pool
+    is replayed again.
+    """
+
+    def give_up(self, tensor: Tensor) -> Tensor:
+        """Give the memory of a captured tensor to later captures of the pool.
+
+        The caller must drop all other references to the tensor. The replay of any graph that is
+        captured afterwards may overwrite its values.
+
+        Args:
+            tensor: Tensor that a capture of this pool made. Other tensors keep their memory.
+
+        Returns:
+            Tensor without autograd history at the same address, which does not keep the memory.
+        """
+
+
+class CapturedGraph(Protocol):
+    """Captured computation."""
+
+    def replay(self) -> None:
+        """Run the computation again, on the tensors that it read and wrote when it was captured.
+
+        No Python code of the captured function runs, so that neither counters of versions nor
+        anything else outside of the tensors changes.
+
+        Raises:
+            RuntimeError: If the graph has been released.
+        """
+
+    def release(self) -> None:
+        """Free what the graph holds; it cannot be replayed again. Later calls do nothing."""
+
+
+class CaptureBackend(Protocol):
+    """Backend that captures computations.
+
+    A capture leaves all tensors that existed before it as they were. Tensors that the captured
+    function makes lie in the pool. They have undefined values until the first replay. Each replay
+    writes into the same tensors. The function must therefore not read values on the host, and
+    whatever it does in Python happens once, in the capture.
+
+    What must exist before a capture, such as workspaces and communicators, is made by ordinary
+    calls of the same function.
+    """
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return whether a capture is under way."""
+
+    def make_pool(self) -> GraphPool:
+        """Return a new pool without graphs."""
+
+    def capture(
+        self,
+        function: Callable[[], T],
+        pool: GraphPool,
+        generators: GeneratorPool | None = None,
+    ) -> tuple[CapturedGraph, T]:
+        """Capture what a function computes.
+
+        Args:
+            function: Function without arguments. It reads tensors that keep their addresses.
+            pool: Pool of this backend for the tensors that the function makes.
+            generators: Generators that the function draws from, besides torch's default one; None
+                if there are none. Each replay continues from their states at the time of the
+                replay, and advances them. The capture does not advance them.
+
+        Returns:
+            The graph, and what the function returned.
+
+        Raises:
+            UnsupportedError: If this place does not permit a capture, or if the function does what
+                a replay could not repeat.
+            Exception: What the function raises. The capture has then ended, and others may follow.
+        """
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Collect no garbage inside the block.
+
+    A collection inside a capture could destroy another graph, which CUDA forbids.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the collection of garbage for a series of captures, as :func:`without_collection` does.
+
+    Garbage is collected once before. Objects that exist at the end of the block are excluded from
+    later collections if the program has excluded objects before: graphs live as long as the
+    training.
+    """
+    gc.collect()
+    with without_collection():
+        yield
+        if gc.get_freeze_count():
+            gc.freeze()

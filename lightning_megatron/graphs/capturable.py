@@ -1,0 +1,58 @@
+"""Segments of a chunk that graphs may capture, and why the others run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
+from lightning_megatron.layers.segments import SegmentList, is_compiled
+from lightning_megatron.plan.segment_scopes import expanded_scopes
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Return whether a module must be called itself, and not its parts one by one."""
+    return is_compiled(module) or user_hook_of(module) is not None
+
+
+def without_hooked(segments: SegmentList) -> SegmentList:
+    """Return the opened list of a chunk, in which segments with users' hooks are not static.
+
+    A replay calls no hooks. Equal to the list itself, hooks included.
+
+    Args:
+        segments: Segments of a chunk.
+    """
+    opened = segments.opened(must_be_called)
+    found = [
+        replace(one, is_static=one.is_static and _hook_in(one.modules) is None) for one in opened
+    ]
+    return SegmentList(found, opened.inputs, opened.outputs)
+
+
+def eager_reasons(segments: SegmentList, scopes: Collection[str]) -> Mapping[str, str]:
+    """Return why segments run eagerly, by their names.
+
+    Args:
+        segments: Result of :func:`without_hooked`.
+        scopes: Scopes that graphs capture.
+    """
+    wanted = expanded_scopes(scopes)
+    found = {}
+    for one in segments:
+        hook = _hook_in(one.modules)
+        outside = [scope for scope in one.scopes if scope not in wanted]
+        if hook is not None:
+            found[one.name] = f"hook {hook}"
+        elif not one.is_static:
+            found[one.name] = "the host reads sizes"
+        elif outside:
+            found[one.name] = f"scope {outside[0]} is not chosen"
+    return found
+
+
+def _hook_in(modules: Collection[nn.Module]) -> str | None:
+    """Return the name of a user's hook on one of the modules, or inside of it."""
+    return next((hook for one in modules for hook in modules_with_user_hooks(one).values()), None)

@@ -1,0 +1,378 @@
+"""Graphs of one static piece of a chunk in one slot: of its forward and of its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.graphs.backend import (
+    CAPTURE_ERRORS,
+    CaptureBackend,
+    CapturedGraph,
+    without_collection,
+)
+from lightning_megatron.graphs.effects import EffectObservers, Effects
+from lightning_megatron.graphs.piece_backward import PieceBackward
+from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
+from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
+from lightning_megatron.graphs.values import FlatValues, flatten
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.groups.stream_position import StreamPosition
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.segments import SegmentList
+from lightning_megatron.layers.slot_states import SlotState, fill_empty
+from lightning_megatron.layers.weight_gradient_queue import (
+    Products,
+    WeightGradientQueue,
+    compute_products,
+)
+
+#: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.
+GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class CaptureTools:
+    """What all captures of one model share.
+
+    Args:
+        backend: Backend that captures and replays.
+        observers: Recorder of the effects outside of tensors.
+        random: Random streams.
+        queue: Queue of the weight gradients of split backward passes.
+        gradient_copies: Memory for gradients that eager code computes.
+        failures: What could not be captured, and why.
+    """
+
+    backend: CaptureBackend
+    observers: EffectObservers
+    random: RandomStreams
+    queue: WeightGradientQueue
+    gradient_copies: GradientCopies = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def note_failure(self, label: str, error: Exception) -> None:
+        """Note that a capture has failed, after which everything runs eagerly."""
+        self.failures.append(f"{label}: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class StaticPiece:
+    """Static run of a chunk's segments, for which graphs are captured.
+
+    Args:
+        label: Description of the piece, such as ``layers 3..4``.
+        segments: The segments.
+        draws: Generators from which an eager forward pass has drawn.
+        redraws: Whether the backward pass recomputes activations with random draws.
+    """
+
+    label: str
+    segments: SegmentList
+    draws: GeneratorPool
+    redraws: bool = False
+
+
+class CapturedPiece:
+    """Forward and backward graph of one piece in one slot.
+
+    The first forward pass captures the forward graph, and the first backward pass the backward
+    graph. A capture runs nothing on the device, so a replay follows it at once.
+
+    Args:
+        piece: The piece.
+        memory: Memory of the slot.
+        tools: Tools of the captures.
+        label: Description of the slot, such as ``slot 1``.
+        is_first: Whether the microbatch is the first of a step that has a backward pass, which
+            overwrites the gradient sums.
+    """
+
+    def __init__(
+        self,
+        piece: StaticPiece,
+        memory: PieceMemory,
+        tools: CaptureTools,
+        label: str,
+        is_first: bool,
+    ) -> None:
+        self.piece = piece
+        self._is_first = is_first
+        self.num_graphs = 0
+        self._memory = memory
+        self._tools = tools
+        self._label = label
+        self._inputs: PieceInputs | None = None
+        self._form: Hashable = None
+        self._outputs: FlatValues = flatten(())
+        self._needs_gradient: list[bool] = []
+        self._forward: tuple[CapturedGraph, Effects] | None = None
+        self._backward: tuple[CapturedGraph, Effects] | None = None
+        self._weight_half: tuple[CapturedGraph, Effects] | None = None
+        # What the weight half reads, which later captures must not overwrite.
+        self._factors: list[Any] = []
+        self._gradients: OutputGradients | None = None
+        self._found: list[Tensor | None] = []
+
+    # ---- forward pass
+
+    def why_unfit(self, values: FlatValues) -> str | None:
+        """Return why the graphs cannot take these inputs; None if they can, or do not exist yet."""
+        if self._inputs is None:
+            return None
+        if values.form != self._form:
+            return "inputs of another form than at the capture"
+        return self._inputs.why_unfit(values.tensors)
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether the forward graph exists."""
+        return self._forward is not None
+
+    def capture_forward(self, values: FlatValues, constants: Collection[int]) -> bool:
+        """Capture the forward graph, and return whether it exists now.
+
+        Args:
+            values: Inputs of the piece.
+            constants: Addresses of inputs that keep their addresses in all steps.
+        """
+        try:
+            self._capture_forward(values, constants)
+        except CAPTURE_ERRORS as error:
+            self._tools.note_failure(self._label_of("forward"), error)
+        return self.is_captured
+
+    def _capture_forward(self, values: FlatValues, constants: Collection[int]) -> None:
+        def stays(tensor: Tensor) -> bool:
+            return self._memory.has(tensor) or tensor.data_ptr() in constants
+
+        inputs = PieceInputs(values.tensors, stays)
+        inputs.fill(values.tensors)
+        given = values.with_tensors(inputs.tensors)
+        generators = self.piece.draws.exact()
+        graph, effects, found = self._capture(
+            "forward", generators, lambda: self.piece.segments(given)
+        )
+        self._outputs = flatten(found)
+        self._needs_gradient = [one.requires_grad for one in self._outputs.tensors]
+        self._memory.add(self._outputs.tensors)
+        self._inputs = inputs
+        self._form = values.form
+        self._forward = graph, effects
+
+    def __call__(self, values: FlatValues) -> tuple[Any, ...]:
+        """Replay the forward graph, and return the outputs of the piece.
+
+        Their values are overwritten when the slot is used again.
+
+        Args:
+            values: Inputs that fit.
+        """
+        # A piece whose inputs have no gradients still has parameters that do.
+        anchor = torch.empty(0, requires_grad=True)
+        tensors = _Replayed.apply(self, anchor, *values.tensors)
+        result: tuple[Any, ...] = self._outputs.with_tensors(tensors)
+        return result
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Return the microbatch whose activations lie in the slot."""
+        return self._memory.tenant
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> StreamPosition:
+        """Run the forward graph on inputs, and return the position of its random streams."""
+        assert self._forward is not None, "the graph was captured"
+        assert self._inputs is not None, "the graph was captured"
+        graph, effects = self._forward
+        self._inputs.fill(tensors)
+        with self._tools.observers.repeat(effects) as position:
+            graph.replay()
+        return position
+
+    @property
+    def outputs(self) -> list[tuple[Tensor, bool]]:
+        """Return the tensors that the forward graph writes, and whether they need gradients."""
+        return list(zip(self._outputs.tensors, self._needs_gradient, strict=True))
+
+    # ---- backward pass
+
+    def replay_backward(
+        self, gradients: Sequence[Tensor | None], position: StreamPosition
+    ) -> list[Tensor | None]:
+        """Run the backward graph, which is captured at the first call.
+
+        Args:
+            gradients: Gradients of the outputs; None where nothing used the output.
+            position: Position of the random streams in the forward pass.
+
+        Returns:
+            Gradients of the inputs; None where there are none. The next replay of the slot
+            overwrites them.
+
+        Communication: that of the piece, and of the sums of gradients that are complete now.
+        """
+        both = zip(gradients, self._needs_gradient, strict=True)
+        needed = [gradient for gradient, is_needed in both if is_needed]
+        if self._backward is None:
+            compute = self._backward_pass(needed)
+            if not self._tools.failures:
+                try:
+                    self._capture_backward(compute)
+                except CAPTURE_ERRORS as error:
+                    self._tools.note_failure(self._label_of("backward"), error)
+            if self._backward is None:
+                return compute.by_input(compute())
+        assert self._backward is not None, "the graph was captured"
+        assert self._gradients is not None, "the graph was captured"
+        graph, effects = self._backward
+        self._gradients.fill(needed)
+        self._replay(graph, effects, position)
+        self._leave_weight_half()
+        return [None if one is None else one.detach() for one in self._found]
+
+    def _leave_weight_half(self) -> None:
+        """Leave the weight half to the queue; without an open one, run it now."""
+        if self._weight_half is None:
+            return
+        queue = self._tools.queue
+        if queue.is_open:
+            queue.put(self._start_weight_half, self._weight_half[1].gradients.additions)
+        else:
+            self._start_weight_half()
+
+    def _start_weight_half(self) -> Callable[[], None]:
+        assert self._weight_half is not None, "the weight half was captured"
+        graph, effects = self._weight_half
+        self._replay(graph, effects, None)
+        return _nothing
+
+    def _replay(
+        self, graph: CapturedGraph, effects: Effects, position: StreamPosition | None
+    ) -> None:
+        """Replay a graph that adds gradients, whether the sums are empty or not."""
+        slots = effects.gradients.slots
+        before = self._sums_to_keep(slots) if effects.gradients.is_first else []
+        if not effects.gradients.is_first:
+            fill_empty(slots)
+        with self._tools.observers.repeat(effects, position):
+            graph.replay()
+            for slot, earlier in before:
+                slot.gradient.add_(earlier)
+
+    def _capture_backward(self, compute: PieceBackward) -> None:
+        state = compute.state
+        # A backward pass recomputes layers in another order, which pairs streams otherwise.
+        size = self.piece.draws.num_taken if self.piece.redraws else 0
+        generators = GeneratorPool(self.piece.draws.device, size)
+        with self._tools.queue.apart() as products:
+            graph, effects, found = self._capture("backward", generators, compute, state)
+        self._memory.add(found)
+        if products:
+            self._capture_weight_half(products)
+        self._found = compute.by_input(found)
+        self._gradients = compute.gradients
+        self._backward = graph, effects
+        # Without the autograd graph, later captures can use the memory of the activations.
+        self._outputs = flatten(
+            self._outputs.with_tensors([one.detach() for one in self._outputs.tensors])
+        )
+
+    def _backward_pass(self, gradients: Sequence[Tensor | None]) -> PieceBackward:
+        """Return the backward pass of the latest forward pass, with these gradients filled in."""
+        assert self._inputs is not None, "the forward graph was captured"
+        outputs = [one for one in self._outputs.tensors if one.requires_grad]
+        # A weight half reads gradients later, when other microbatches may have had theirs copied.
+        copies = {} if self._tools.queue.is_open else self._tools.gradient_copies
+        statics = OutputGradients(outputs, gradients, self._memory.has, copies)
+        statics.fill(gradients)
+        return PieceBackward(outputs, self._inputs.tensors, statics)
+
+    def release(self) -> None:
+        """Free the graphs."""
+        for captured in (self._forward, self._backward, self._weight_half):
+            if captured is not None:
+                captured[0].release()
+        self._forward = self._backward = self._weight_half = None
+        self._factors.clear()
+
+    def give_up(self) -> None:
+        """Let later captures of the slot use the memory that these graphs write."""
+        assert self._inputs is not None, "the graphs were captured"
+        give_up = self._memory.pool.give_up
+        self._inputs.give_up(self._memory.has, give_up)
+        outputs = [give_up(one) for one in self._outputs.tensors]
+        self._outputs = flatten(self._outputs.with_tensors(outputs))
+        self._found = [None if one is None else give_up(one) for one in self._found]
+
+    def _capture_weight_half(self, products: Products) -> None:
+        self._factors = [*products, self._outputs]
+        # Weight halves of earlier microbatches may not have run yet.
+        state: SlotState = "empty" if self._is_first else "filled"
+        graph, effects, _ = self._capture(
+            "weight half",
+            GeneratorPool(self.piece.draws.device, 0),
+            lambda: compute_products(products),
+            state,
+        )
+        self._weight_half = graph, effects
+
+    @staticmethod
+    def _sums_to_keep(slots: Sequence[GradientSlot]) -> list[tuple[GradientSlot, Tensor]]:
+        """Take the sums out of slots that the graph would overwrite although they are filled."""
+        kept = [(slot, slot.gradient.clone()) for slot in slots if not slot.is_empty]
+        for slot, _ in kept:
+            slot.is_empty = True
+        return kept
+
+    def _label_of(self, kind: str) -> str:
+        return f"{self.piece.label}, {kind}, {self._label}"
+
+    def _capture(
+        self, kind: str, generators: GeneratorPool, function: Any, state: Any = None
+    ) -> tuple[CapturedGraph, Effects, Any]:
+        tools = self._tools
+        label = self._label_of(kind)
+        pool = self._memory.weight_pool if kind == "weight half" else self._memory.pool
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad() if kind == "forward" else nullcontext(),
+            tools.random.kept_position(),
+            tools.observers.recording(label, generators, state) as recorder,
+            without_collection(),
+        ):
+            graph, found = tools.backend.capture(function, pool, generators)
+        self.num_graphs += 1
+        return graph, recorder.effects, found
+
+
+def _nothing() -> None:
+    """Do nothing: a replay has added the gradients."""
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: CapturedPiece, anchor: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.piece = piece
+        ctx.tenant = piece.tenant
+        ctx.position = piece.replay_forward(tensors)
+        both = [(output.detach(), needs_one) for output, needs_one in piece.outputs]
+        ctx.mark_non_differentiable(*[one for one, needs_one in both if not needs_one])
+        return tuple(one for one, _ in both)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if ctx.tenant is None or ctx.tenant is not ctx.piece.tenant:
+            raise RuntimeError(
+                "a backward pass by CUDA graphs must follow its forward pass, once: that of "
+                f"{ctx.piece.piece.label} came a second time, or when another microbatch had "
+                "overwritten the activations. Call backward once for each loss, inside the step."
+            )
+        ctx.tenant = None
+        return (None, None, *ctx.piece.replay_backward(gradients, ctx.position))

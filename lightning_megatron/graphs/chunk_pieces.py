@@ -1,0 +1,116 @@
+"""Pieces of a chunk, static and eager, and what its first eager passes show of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatron.graphs.values import flatten
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.layers.segments import SegmentList, is_compiled, split
+
+#: Runs one piece on its inputs, given its number and these.
+RunPiece = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
+
+
+class ChunkPieces:
+    """Alternating static and eager pieces of a chunk.
+
+    Args:
+        segments: Segments of the chunk.
+        scopes: Scopes that graphs capture.
+        cuts: Names of segments after which a static piece ends, of any chunk.
+        keeps_whole: Function that returns whether a module must be called itself.
+        wait_for: Function that waits until parameters are complete.
+    """
+
+    def __init__(
+        self,
+        segments: SegmentList,
+        scopes: Collection[str],
+        cuts: Collection[str] = (),
+        keeps_whole: Callable[[nn.Module], bool] = is_compiled,
+        wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None,
+    ) -> None:
+        self._segments = segments
+        self._wait_for = wait_for
+        opened = segments.opened(keeps_whole)
+        # Other chunks of the stage have the other cuts.
+        own_cuts = {segment.name for segment in opened}.intersection(cuts)
+        self.pieces = split(opened, scopes, own_cuts, keeps_whole)
+        self._parameters = [piece.parameters for piece in self.pieces]
+        self._dropped = _last_reads(self.pieces, segments.outputs)
+
+    def run(self, values: Sequence[Any], run_piece: RunPiece) -> tuple[Any, ...]:
+        """Run all pieces, and return the outputs of the chunk.
+
+        Args:
+            values: Inputs of the chunk.
+            run_piece: Function that runs one of them.
+        """
+        held = dict(zip(self._segments.inputs, values, strict=True))
+        for number, (piece, dropped) in enumerate(zip(self.pieces, self._dropped, strict=True)):
+            # Neither a replay nor an opened piece calls the modules whose hooks would wait.
+            self._wait_for(self._parameters[number])
+            found = run_piece(number, tuple([held[name] for name in piece.inputs]))
+            held.update(zip(piece.outputs, found, strict=True))
+            # A remaining reference would keep a value's memory until the end of the chunk.
+            del found
+            for name in dropped:
+                del held[name]
+        return tuple([held[name] for name in self._segments.outputs])
+
+
+def _last_reads(pieces: Sequence[SegmentList], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return, for each piece, the names of the values that nothing reads after it."""
+    needed = set(outputs)
+    found: list[tuple[str, ...]] = []
+    for piece in reversed(pieces):
+        found.insert(0, tuple({*piece.inputs, *piece.outputs} - needed))
+        needed |= set(piece.inputs)
+    return found
+
+
+class ChunkObserver:
+    """Observer of eager passes through a chunk's pieces, before their capture.
+
+    Args:
+        pieces: The pieces.
+        random: Random streams.
+    """
+
+    def __init__(self, pieces: ChunkPieces, random: RandomStreams) -> None:
+        self._pieces = pieces
+        self._random = random
+        self._num_passes = 0
+        # Kept, because another tensor could get the address of a tensor that is not.
+        self._fixed: dict[int, Tensor] = {}
+        #: Generators from which each static piece has drawn, by its number.
+        self.draws: dict[int, GeneratorPool] = {}
+
+    def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the chunk eagerly; equal to the chunk without graphs."""
+        found = {one.data_ptr(): one for one in flatten(tuple(values)).tensors}
+        if self._num_passes == 0:
+            self._fixed = found
+        self._fixed = {one: tensor for one, tensor in self._fixed.items() if one in found}
+        self._num_passes += 1
+        return self._pieces.run(values, self._run)
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """Return the addresses of inputs that had them in all passes."""
+        return frozenset(self._fixed if self._num_passes > 1 else ())
+
+    def _run(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        piece = self._pieces.pieces[number]
+        if not piece.is_static:
+            return piece(values)
+        generators = GeneratorPool(self._random.device)
+        with self._random.recording(generators):
+            found = piece(values)
+        self.draws[number] = generators
+        return found

@@ -1,0 +1,166 @@
+"""Backend for GPUs: CUDA graphs of torch, captured on the current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.backend import GraphPool
+from lightning_megatron.groups.generators import GeneratorPool
+
+T = TypeVar("T")
+
+# Data loaders and the watchdog of NCCL call CUDA from other threads during a capture.
+_ERROR_MODE = "thread_local"
+
+
+class CudaPool:
+    """Private memory of CUDA graphs in torch's allocator, which no other pool shares."""
+
+    def __init__(self) -> None:
+        #: Identity of the pool in torch's allocator.
+        self.handle = torch.cuda.graph_pool_handle()
+
+    def give_up(self, tensor: Tensor) -> Tensor:
+        """Return a tensor at the same address that does not keep the memory.
+
+        Once no other tensor keeps it, the next capture of the pool may use it.
+        """
+        memory = tensor.untyped_storage()
+        storage = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr(), tensor.device, memory.nbytes()
+        )
+        result = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return result.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class CudaGraph:
+    """Captured CUDA graph.
+
+    Args:
+        graph: The graph, whose capture has ended.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        if self._graph is None:
+            raise RuntimeError(
+                "a graph can be replayed only before its release: this one has been released. "
+                "Capture it again."
+            )
+        self._graph.replay()
+
+    def release(self) -> None:
+        """Destroy the graph; its pool is freed with its last graph and tensor."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = None
+
+
+class CudaBackend:
+    """Backend for GPUs.
+
+    Unlike ``torch.cuda.graph``, a capture neither collects garbage nor empties caches: a series of
+    captures does so once (:func:`graphs.backend.collection_paused`).
+    """
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def make_pool(self) -> CudaPool:
+        """Return a new pool without graphs."""
+        return CudaPool()
+
+    def capture(
+        self,
+        function: Callable[[], T],
+        pool: GraphPool,
+        generators: GeneratorPool | None = None,
+    ) -> tuple[CudaGraph, T]:
+        """Capture what a function launches on the current stream; see ``CaptureBackend``.
+
+        Raises:
+            UnsupportedError: If the current stream is the default one.
+            RuntimeError: If the function does what CUDA cannot capture.
+
+        Communication: none; collectives of the function run in each replay.
+        """
+        assert isinstance(pool, CudaPool), "the pool comes from this backend"
+        stream = torch.cuda.current_stream()
+        if stream == torch.cuda.default_stream():
+            raise UnsupportedError(
+                "a CUDA graph must be captured on another stream than the default one: the current "
+                f"stream is the default one of {stream.device}, which CUDA cannot capture. Capture "
+                "inside `with torch.cuda.stream(torch.cuda.Stream())`."
+            )
+        registered = [] if generators is None else generators.generators
+        graph = _new_graph(registered)
+        graph.capture_begin(pool=pool.handle, capture_error_mode=_ERROR_MODE)
+        try:
+            result = function()
+        except BaseException:
+            _abandon(graph, pool, registered)
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _clean_up(graph, pool, registered)
+            raise
+        return CudaGraph(graph), result
+
+
+def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    return graph
+
+
+def _abandon(
+    graph: torch.cuda.CUDAGraph, pool: CudaPool, generators: Sequence[torch.Generator]
+) -> None:
+    """End a capture whose function has raised."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # The error that the function raised has already invalidated the capture.
+        _clean_up(graph, pool, generators)
+    else:
+        graph.reset()
+
+
+def _clean_up(
+    graph: torch.cuda.CUDAGraph, pool: CudaPool, generators: Sequence[torch.Generator]
+) -> None:
+    """Undo what an invalidated capture leaves behind, so that eager work and captures can follow.
+
+    CUDA ends such a capture, but before version 2.12 torch then keeps its allocator directed to the
+    pool, and holds the pool for ever. All versions leave generators in the state of a capture.
+    """
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool.handle)
+    except RuntimeError:
+        pass  # This version of torch has done it.
+    else:
+        torch._C._cuda_releasePool(device, pool.handle)
+        # The allocator of pinned memory keeps a pointer to the graph, which must stay valid.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+    # torch 2.11 takes the failed capture of this pool for one that is still under way.
+    pool.handle = torch.cuda.graph_pool_handle()
+    # A capture that ends properly brings the generators back.
+    small = _new_graph(generators)
+    small.capture_begin(capture_error_mode=_ERROR_MODE)
+    torch.zeros(1, device=device)
+    small.capture_end()
+    small.reset()

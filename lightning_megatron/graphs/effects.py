@@ -1,0 +1,203 @@
+"""Effects of a captured computation outside of its tensors, recorded once and repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.journal import Journal, RecordedCall
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
+from lightning_megatron.groups.stream_position import StreamPosition
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.slot_states import fill_empty, mark_filled, state_of
+from lightning_megatron.training.gradients import GradientReducer
+from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Effects of one captured computation, equal at each of its replays.
+
+    Args:
+        label: Description of the replay, such as ``replay of layers 3..4, backward, 6
+            collectives``.
+        gradients: Gradients that the computation adds.
+        collectives: Collectives that it starts.
+        draws: Random streams that it draws from.
+    """
+
+    label: str
+    gradients: RecordedGradients
+    collectives: tuple[RecordedCall, ...]
+    draws: RecordedDraws
+
+
+class EffectRecorder:
+    """Collector of the effects of one computation, while and after it runs.
+
+    Args:
+        label: Description of the computation.
+        gradients: Recorder of the gradients; None without any.
+        collectives: Collectives so far.
+        draws: Recorder of the random draws.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        gradients: GradientRecorder | None,
+        collectives: list[RecordedCall],
+        draws: DrawRecorder,
+    ) -> None:
+        self._label = label
+        self._gradients = gradients
+        self._collectives = collectives
+        self._draws = draws
+
+    @property
+    def effects(self) -> Effects:
+        """Return the effects, once the computation has run.
+
+        Raises:
+            RuntimeError: If the computation overwrote some gradient sums and added to others.
+        """
+        number = len(self._collectives)
+        plural = "" if number == 1 else "s"
+        gradients = RecordedGradients() if self._gradients is None else self._gradients.recorded
+        return Effects(
+            f"replay of {self._label}, {number} collective{plural}",
+            gradients,
+            tuple(self._collectives),
+            self._draws.recorded,
+        )
+
+
+class EffectObservers:
+    """Objects of one rank that a computation changes in Python while it runs.
+
+    A replay of a captured computation runs no Python. The code that replays it therefore records
+    the effects at the capture, and repeats them around every replay:
+
+    * Gradients: the slots that the computation wrote are marked as filled. Each gradient that
+      arrived is reported again, so that sums over the ranks start when they are complete.
+    * Collectives: they are counted again, so that a report of a hang compares true counts.
+    * Random draws: each stream has a generator of its own, which is seeded by the position of the
+      replay.
+
+    Args:
+        random: Random streams.
+        journal: Counter of collectives.
+        reducer: Owner of the gradient slots; None if the computations add no gradients.
+    """
+
+    def __init__(
+        self, random: RandomStreams, journal: Journal, reducer: GradientReducer | None = None
+    ) -> None:
+        self._random = random
+        self._journal = journal
+        self._reducer = reducer
+
+    @contextmanager
+    def recording(
+        self,
+        label: str,
+        generators: GeneratorPool,
+        state: Literal["empty", "filled"] | None = None,
+        holds_sums: bool = False,
+    ) -> Iterator[EffectRecorder]:
+        """Record the effects of the computation inside the block, which have no other effect.
+
+        Gradient slots, counts of collectives and torch's default generators are as before when the
+        block ends. Random streams move as they do without a recording, so that the captures of a
+        chunk can follow one another. ``RandomStreams.kept_position`` around all of them brings the
+        streams back.
+
+        Args:
+            label: Description of the computation, such as ``layers 3..4, backward``.
+            generators: Pool from which each random stream gets its generator.
+            state: State of all gradient slots at the start of the block: a backward pass that finds
+                its slots ``empty`` overwrites them, and one that finds them ``filled`` adds to
+                them. None leaves the states that they have.
+
+            holds_sums: Whether the computation also sums gradients over the ranks, which it must
+                wait for.
+
+        Returns:
+            Object whose ``effects`` is the result when the block has ended.
+
+        Raises:
+            RuntimeError: If a recording is active already.
+        """
+        with ExitStack() as stack:
+            gradients = None
+            if self._reducer is not None:
+                gradients = stack.enter_context(self._reducer.recording(state, holds_sums))
+            collectives = stack.enter_context(self._journal.recording())
+            draws = stack.enter_context(self._random.recording(generators))
+            yield EffectRecorder(label, gradients, collectives, draws)
+
+    @contextmanager
+    def repeat(
+        self, effects: Effects, position: StreamPosition | None = None
+    ) -> Iterator[StreamPosition]:
+        """Repeat recorded effects around the replay inside the block.
+
+        Collectives are counted and generators seeded before the replay. Gradients are reported
+        after it, if the block ends without an error.
+
+        Args:
+            effects: Effects of the computation.
+            position: Step and microbatch of the replay; None means those at which the random
+                streams are. A backward pass needs what this method gave for its forward pass.
+
+        Returns:
+            The position to pass for the backward pass of the same computation.
+
+        Raises:
+            RuntimeError: If the computation overwrites gradient sums that are not empty, or adds to
+                sums that are. :func:`must_overwrite` tells which of the two is right. Also if
+                activations are recomputed and no position is given.
+
+        Communication: that of ``GradientReducer.arrived``, after the replay.
+        """
+        gradients = effects.gradients
+        self._check(effects)
+        self._journal.repeat(effects.collectives, effects.label)
+        yield self._random.seed_generators(effects.draws, position)
+        mark_filled(gradients.slots)
+        if self._reducer is not None:
+            for names in gradients.groups:
+                self._reducer.arrived(names)
+            self._reducer.mark_summed(gradients)
+
+    def _check(self, effects: Effects) -> None:
+        slots = effects.gradients.slots
+        expected = "empty" if effects.gradients.is_first else "filled"
+        state = state_of(slots)
+        if slots and state != expected:
+            verb = "overwrites" if effects.gradients.is_first else "adds to"
+            raise RuntimeError(
+                f"a replay must find its gradient sums as its capture did: the {effects.label}, "
+                f"{verb} {len(slots)} sums, which must be {expected} and are {state}. Gradients "
+                "would be lost or wrong. Choose the graph by must_overwrite()."
+            )
+
+
+def must_overwrite(slots: Iterable[GradientSlot]) -> bool:
+    """Return whether the next backward pass must overwrite these gradient sums.
+
+    Otherwise it must add to them. If only some of them are empty, zeros are written into those, so
+    that adding is right for all.
+
+    Args:
+        slots: Slots to which the backward pass adds gradients.
+    """
+    slots = list(slots)
+    state = state_of(slots)
+    if state == "mixed":
+        fill_empty(slots)
+    return state == "empty"

@@ -1,0 +1,97 @@
+"""Backward pass through the autograd graph of a captured forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.piece_inputs import OutputGradients
+from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.slot_states import SlotState, state_of
+
+
+class PieceBackward:
+    """Backward pass through the autograd graph of a piece.
+
+    Args:
+        outputs: Outputs with gradients.
+        inputs: Inputs of the piece.
+        gradients: Memory with the gradients of the outputs.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: OutputGradients
+    ) -> None:
+        self.gradients = gradients
+        self._outputs = outputs
+        self._inputs = inputs
+        self._wanted = [one for one in inputs if one.requires_grad]
+        own = set(map(id, inputs))
+        self._leaves = [leaf for leaf in _leaves_of(outputs) if id(leaf) not in own]
+
+    @property
+    def state(self) -> SlotState | None:
+        """Return the state that the gradient sums must get; None if they may keep theirs."""
+        slots = [slot for one in self._leaves if (slot := slot_of(one)) is not None]
+        # A graph cannot overwrite some sums and add to others.
+        return "filled" if state_of(slots) == "mixed" else None
+
+    def __call__(self) -> list[Tensor | None]:
+        """Add the gradients of parameters to their slots, and return those of inputs."""
+        # If this runs in a capture that fails, it runs once more.
+        found = torch.autograd.grad(
+            self._outputs,
+            [*self._wanted, *self._leaves],
+            self.gradients.tensors,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for leaf, gradient in zip(self._leaves, found[len(self._wanted) :], strict=True):
+            if gradient is not None:
+                _add(leaf, gradient)
+        # A gradient that passes unchanged lies in memory that other passes fill.
+        filled = {one.data_ptr() for one in self.gradients.tensors}
+        return [
+            one.clone() if one is not None and one.data_ptr() in filled else one
+            for one in found[: len(self._wanted)]
+        ]
+
+    def by_input(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradient of each input; None for those without one."""
+        rest = iter(found)
+        return [next(rest) if one.requires_grad else None for one in self._inputs]
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """List the leaves for which a backward pass from these outputs may compute a gradient.
+
+    Args:
+        outputs: Tensors with a graph.
+    """
+    found: dict[int, Tensor] = {}
+    seen = set[object]()
+    nodes = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        nodes += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def _add(leaf: Tensor, gradient: Tensor) -> None:
+    slot = slot_of(leaf)
+    if slot is None:
+        raise UnsupportedError(
+            "a captured backward pass adds gradients to gradient slots: a parameter of shape "
+            f"{tuple(leaf.shape)} has none, because it belongs to no optimizer or has hooks. "
+            "Freeze it, give it to the optimizer, or remove its hooks."
+        )
+    slot.add(gradient)

@@ -1,0 +1,258 @@
+"""Recording of the operators and collectives of a computation on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.entries import Constant, Entry, Operator, RecordedWork
+from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_error, reads_host
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.launcher import CollectiveLauncher, Work
+
+# Operators that make memory without writing it.
+_EMPTY = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+class Recording(TorchDispatchMode):
+    """Recording of all operators that run in a block, forward and backward, and of collectives.
+
+    An operator that makes tensors is recorded with them, and a view is not recorded: it stays a
+    view of memory that later runs write. A collective of ``groups`` is one entry, or two if it is
+    asynchronous, and what a backend does inside it is not recorded. So is a custom operator.
+
+    Tensors in entries share memory with those of the computation, but not their counters of
+    versions.
+
+    Args:
+        generators: Generators that may draw, besides torch's default one; None if there are none.
+    """
+
+    def __init__(self, generators: GeneratorPool | None) -> None:
+        super().__init__()
+        #: What a replay does.
+        self.entries: list[Entry] = []
+        #: Tensors that operators made.
+        self.made: list[Tensor] = []
+        self._generators = generators
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._own: set[int] = set()
+        self._constants: set[int] = set()
+        self._works: list[RecordedWork] = []
+        self._is_inside = False
+
+    @contextmanager
+    def over(self, launcher: CollectiveLauncher) -> Iterator[None]:
+        """Record the block; then restore all tensors and generators that existed before.
+
+        Args:
+            launcher: Launcher of the collectives.
+        """
+        drawn = self._known_generators()
+        states = [generator.get_state() for generator in drawn]
+        launcher.recorder = self
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(direct_reads_pass(self._check_direct_read))
+                stack.enter_context(self)
+                yield
+            self._check_waited()
+        finally:
+            launcher.recorder = None
+            for work in self._works:
+                work.finish()
+            self._undo()
+            for generator, state in zip(drawn, states, strict=True):
+                generator.set_state(state)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_inside:
+            return func(*args, **kwargs)
+        given = _tensors_of((args, kwargs))
+        self._check(func, given, args, kwargs)
+        generator = self._generator_of(func, kwargs)
+        written = _written(func, args, kwargs)
+        self._keep_before(written)
+        with self._as_one():
+            result = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._record_constant(result)
+        else:
+            self._record(func, args, kwargs, given, written, result, generator)
+        return result
+
+    def run(self, collective: Callable[[], object], written: Sequence[Tensor]) -> None:
+        """Run a collective, and record it as one entry."""
+
+        def entry() -> None:
+            collective()
+
+        self._keep_before(written)
+        with self._as_one():
+            entry()
+        self.entries.append(entry)
+
+    def start(self, collective: Callable[[], Work], written: Sequence[Tensor]) -> Work:
+        """Start a collective, and record the start and the wait as two entries."""
+        self._keep_before(written)
+        work = RecordedWork(collective, self.entries.append)
+        with self._as_one():
+            work.start()
+        self._works.append(work)
+        self.entries.append(work.start)
+        return work
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+        written: Sequence[Tensor],
+        result: Any,
+        generator: torch.Generator | None,
+    ) -> None:
+        known = set(map(_memory_of, given))
+        results = tree_leaves(result)
+        made = tuple(
+            (position, one.data)
+            for position, one in enumerate(results)
+            if isinstance(one, Tensor) and _memory_of(one) not in known
+        )
+        self.made += [one for _, one in made]
+        self._own.update(_memory_of(one) for _, one in made)
+        is_view = not made and any(isinstance(one, Tensor) for one in results)
+        if func.overloadpacket in _EMPTY or (is_view and not written):
+            return
+        args, kwargs = tree_map(_shared, (args, kwargs))
+        self.entries.append(Operator(func, args, kwargs, made, generator))
+
+    def _record_constant(self, tensor: Tensor) -> None:
+        memory = _memory_of(tensor)
+        self._own.add(memory)
+        self._constants.add(memory)
+        self.made.append(tensor.data)
+        with self._as_one():
+            self.entries.append(Constant(tensor.data, tensor.detach().clone()))
+
+    def _check(
+        self, func: Any, given: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse operators that a replay could not repeat."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UnsupportedError(
+                "collectives of a captured computation must be those of this package: it called "
+                f"{func}. A recording can repeat only those that lightning_megatron.groups starts."
+            )
+        is_constant = all(_memory_of(one) in self._constants for one in given)
+        if reads_host(func, args, kwargs) and not is_constant:
+            raise host_read_error(str(func))
+
+    def _check_direct_read(self, tensor: Tensor, name: str) -> None:
+        if not self._is_inside and _memory_of(tensor) not in self._constants:
+            raise host_read_error(name)
+
+    def _check_waited(self) -> None:
+        left = sum(work.is_in_flight for work in self._works)
+        if left:
+            raise UnsupportedError(
+                "a captured computation must wait for each collective that it starts: it left "
+                f"{left} in flight. A wait outside of the capture would not follow a replay. Start "
+                "and wait inside the capture, or do both outside."
+            )
+
+    def _generator_of(self, func: Any, kwargs: Mapping[str, Any]) -> torch.Generator | None:
+        """Return the generator of a random operator; None if it is the default one, or given."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        given = kwargs.get("generator")
+        current = None if self._generators is None else self._generators.current
+        generator = current if given is None else given
+        # The same generator comes to operators as different objects of Python.
+        known = set(map(_identity_of, self._known_generators()))
+        if generator is not None and _identity_of(generator) not in known:
+            raise UnsupportedError(
+                f"generators that draw in a capture must be registered with it: {func} draws from "
+                "another one. Its replays would repeat the numbers of the capture. Pass the "
+                "generator to the capture."
+            )
+        return current if given is None else None
+
+    def _known_generators(self) -> list[torch.Generator]:
+        others = [] if self._generators is None else self._generators.of_streams
+        return [torch.default_generator, *others]
+
+    def _keep_before(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of tensors that are written now, if they are older than the recording."""
+        for tensor in tensors:
+            memory = _memory_of(tensor)
+            self._constants.discard(memory)
+            if memory not in self._own:
+                with self._as_one():
+                    self._before.append((tensor.data, tensor.detach().clone()))
+
+    def _undo(self) -> None:
+        with torch.no_grad():
+            for tensor, before in reversed(self._before):
+                tensor.copy_(before)
+        self._before.clear()
+
+    @contextmanager
+    def _as_one(self) -> Iterator[None]:
+        """Record nothing of what happens in the block."""
+        outside = self._is_inside
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = outside
+
+
+def _tensors_of(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def _shared(value: Any) -> Any:
+    """Return a tensor of the same memory with its own counter of versions; others as they are."""
+    return value.data if isinstance(value, Tensor) else value
+
+
+def _identity_of(generator: Any) -> int:
+    """Return the identity of a generator, whichever object of Python stands for it."""
+    return int(generator._cdata)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the identity of a tensor's memory, unique while a tensor of it exists."""
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """List the arguments that an operator mutates, according to its schema."""
+    values = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        is_given = position < len(args) and not argument.kwarg_only
+        values.append(args[position] if is_given else kwargs.get(argument.name))
+    return _tensors_of(values)

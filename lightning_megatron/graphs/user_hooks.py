@@ -1,0 +1,64 @@
+"""Hooks of users on modules, which a replay would not call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+#: Attributes of a module with the hooks of each kind.
+_KINDS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_OWN = __name__.partition(".")[0]
+
+
+def user_hook_of(module: nn.Module) -> str | None:
+    """Return the name of a hook that a user has put on a module; None without one.
+
+    Hooks of this package do not count, because whoever replays a graph does what they do.
+
+    Args:
+        module: The module itself; its parts are not searched.
+    """
+    return next((_name(hook) for hook in _hooks(module) if not _is_own(hook)), None)
+
+
+def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
+    """Return the name of the first hook of a user, by the name of its module.
+
+    Args:
+        root: Module to search, with all its parts.
+    """
+    found = {}
+    for name, module in root.named_modules():
+        hook = user_hook_of(module)
+        if hook is not None:
+            found[name] = hook
+    return found
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    for kind in _KINDS:
+        yield from getattr(module, kind).values()
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    place = getattr(_plain(hook), "__module__", None) or type(hook).__module__
+    return place.partition(".")[0] == _OWN
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    return str(getattr(_plain(hook), "__qualname__", type(hook).__qualname__))
+
+
+def _plain(hook: Any) -> Any:
+    """Return the function inside of partial functions."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook

@@ -1,0 +1,69 @@
+"""Nests of values as lists of their tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.nest import children, rebuild
+
+#: Place of a tensor in a form.
+_TENSOR = "tensor"
+
+
+@dataclass(frozen=True)
+class FlatValues:
+    """Tensors of a nest of values, and everything else.
+
+    Args:
+        tensors: The tensors, in the order of their containers.
+        form: The nest with a mark in place of each tensor. Two nests with equal forms differ in
+            their tensors alone.
+        nest: The nest.
+    """
+
+    tensors: tuple[Tensor, ...]
+    form: Hashable
+    nest: Any
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Any:
+        """Return the nest with other values in place of its tensors.
+
+        Args:
+            tensors: New values, in the order of :attr:`tensors`.
+        """
+        return _filled(self.nest, iter(tensors))
+
+
+def flatten(nest: Any) -> FlatValues:
+    """Return the tensors of a nest and its form.
+
+    Args:
+        nest: Tensors, hashable plain values, and tuples and dataclasses of these.
+    """
+    found: list[Tensor] = []
+    form = _form(nest, found)
+    return FlatValues(tuple(found), form, nest)
+
+
+def _form(node: Any, found: list[Tensor]) -> Hashable:
+    if isinstance(node, Tensor):
+        found.append(node)
+        return _TENSOR
+    if node is None:
+        return None
+    parts = children(node)
+    if parts is None:
+        return (type(node), node)
+    return (type(node), *(_form(value, found) for _, value in parts))
+
+
+def _filled(node: Any, tensors: Iterator[Any]) -> Any:
+    if isinstance(node, Tensor):
+        return next(tensors)
+    if node is None:
+        return None
+    return rebuild(node, lambda value: _filled(value, tensors))

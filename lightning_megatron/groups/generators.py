@@ -1,0 +1,136 @@
+"""Random generators of captured computations, which take the place of torch's default generators.
+
+The kernels of a CUDA graph read their generator at every replay. A default generator cannot be
+seeded inside a capture, and a graph knows a generator only if it was registered before. Each random
+stream of a captured computation therefore gets a generator of its own from a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return torch's default generator of a device; without an index, of the current GPU."""
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Let operators without a generator of their own draw from this one inside the block.
+
+    The state of ``generator`` advances, and that of the default generator does not. A block in a
+    capture of a CUDA graph is legal.
+    """
+    default = default_generator(generator.device)
+    if generator.device.type == "cuda":
+        # No state is copied, because a captured kernel refers to the state itself.
+        shared = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(shared)
+        return
+    outside = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(outside)
+
+
+class GeneratorPool:
+    """Generators of one captured computation, one for each random stream that it draws from.
+
+    The code that captures a CUDA graph makes a pool of a fixed size and registers all its
+    :attr:`generators` with the graph before the capture begins. A recording of single operators
+    makes a pool without a size. It reads :attr:`current` when it records an operator, and runs the
+    operator again inside :func:`drawing_from`.
+
+    Args:
+        device: Device of the draws.
+        size: Number of generators; None makes each one when it is taken, which a capture of a CUDA
+            graph does not allow. An ordinary run with such a pool finds the size that a capture
+            needs, :attr:`num_taken`.
+        idle: Positions of streams from which nothing is drawn, such as dropout with probability 0.
+            Their generators are not among :attr:`generators`, because a graph spends time on each
+            generator at every replay.
+    """
+
+    def __init__(
+        self, device: torch.device, size: int | None = None, idle: Collection[int] = ()
+    ) -> None:
+        self.device = device
+        #: The generators of all streams in order, idle ones included.
+        self.of_streams = [torch.Generator(device) for _ in range(size or 0)]
+        self._idle = frozenset(idle)
+        #: Number of generators that are taken.
+        self.num_taken = 0
+        #: Generator that draws come from now; None outside of random streams.
+        self.current: torch.Generator | None = None
+        self._is_fixed = size is not None
+
+    def take(self) -> torch.Generator:
+        """Return the next generator.
+
+        Raises:
+            RuntimeError: If a pool of a fixed size has no more.
+        """
+        if self.num_taken == len(self.of_streams):
+            if self._is_fixed:
+                raise RuntimeError(
+                    "a captured computation must draw from as many random streams as its pool has "
+                    f"generators, {len(self.of_streams)}, because a graph registers them before "
+                    "its capture. Count the streams in an ordinary run with a pool without a size."
+                )
+            self.of_streams.append(torch.Generator(self.device))
+        self.num_taken += 1
+        return self.of_streams[self.num_taken - 1]
+
+    def exact(self) -> GeneratorPool:
+        """Return a pool of the size that an ordinary run has found, for a capture of the same run.
+
+        Streams from which the run has drawn nothing are idle in it.
+        """
+        idle = [number for number, one in enumerate(self.of_streams) if _is_fresh(one)]
+        return GeneratorPool(self.device, self.num_taken, idle)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """List the generators that draw, in the order in which they are taken."""
+        return [one for number, one in enumerate(self.of_streams) if number not in self._idle]
+
+    def is_idle(self, generator: torch.Generator) -> bool:
+        """Return whether a generator is that of an idle stream."""
+        return any(self.of_streams[number] is generator for number in self._idle)
+
+    @contextmanager
+    def drawing(self, generator: torch.Generator) -> Iterator[None]:
+        """Draw from one of the generators inside the block; blocks may be nested."""
+        outside = self.current
+        self.current = generator
+        try:
+            with drawing_from(generator):
+                yield
+        finally:
+            self.current = outside
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured, so that no generator can be seeded."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Return whether a generator has drawn nothing since it was seeded."""
+    fresh = torch.Generator(generator.device)
+    fresh.manual_seed(generator.initial_seed())
+    return torch.equal(fresh.get_state(), generator.get_state())

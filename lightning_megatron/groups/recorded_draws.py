@@ -1,0 +1,119 @@
+"""Random draws of a captured computation: which stream each generator stands for, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.stream_position import StreamName, StreamPosition
+
+#: Kinds of moves of the random streams: ``stay`` where the recording found them, ``begin`` a
+#: microbatch, ``enter`` a layer, ``replay`` a layer whose activations are recomputed, or ``return``
+#: from that replay.
+MoveKind = Literal["stay", "begin", "enter", "replay", "return"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random stream that a computation draws from at one position, once or several times.
+
+    Args:
+        stream: Name of the stream; ``default`` for draws of the step itself, outside of layers.
+        purpose: Name of the substream; empty without one.
+        generator: Generator that stands for the stream at every replay.
+    """
+
+    stream: StreamName | Literal["default"]
+    purpose: str
+    generator: torch.Generator
+
+
+@dataclass(frozen=True)
+class Move:
+    """Move of the random streams, and the draws until the next one.
+
+    Args:
+        kind: Kind of the move.
+        position: Position after the move, at the capture.
+        is_own: Whether the microbatch of the position began inside the recording. Otherwise it is
+            that of the replay.
+        in_backward: Whether autograd was running a backward pass.
+        draws: Streams that the computation draws from at this position.
+    """
+
+    kind: MoveKind
+    position: StreamPosition
+    is_own: bool = False
+    in_backward: bool = False
+    draws: tuple[Draw, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordedDraws:
+    """Moves and draws of a recorded computation, for ``RandomStreams.seed_generators``.
+
+    Args:
+        moves: Moves of the streams, in order.
+    """
+
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def draws(self) -> list[tuple[Draw, StreamPosition]]:
+        """List the streams that are drawn from, each with its position at the capture."""
+        return [(draw, move.position) for move in self.moves for draw in move.draws]
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether draws of an earlier forward pass are repeated."""
+        return any(move.kind == "replay" for move in self.moves)
+
+
+class DrawRecorder:
+    """Collector of the moves and draws of the random streams while a recording is active.
+
+    Args:
+        pool: Generators of the streams.
+        position: Position at the start of the recording.
+    """
+
+    def __init__(self, pool: GeneratorPool, position: StreamPosition) -> None:
+        self.pool = pool
+        self._moves = [Move("stay", position)]
+        self._draws: list[list[Draw]] = [[]]
+        self._here: dict[tuple[StreamName, str], torch.Generator] = {}
+
+    def move(self, kind: MoveKind, position: StreamPosition, in_backward: bool) -> None:
+        """Note a move of all streams."""
+        is_own = kind == "begin" or self._moves[-1].is_own
+        self._moves.append(Move(kind, position, is_own, in_backward))
+        self._draws.append([])
+        self._here.clear()
+
+    def generator_of(self, name: StreamName, purpose: str) -> tuple[torch.Generator, bool]:
+        """Return the generator of a stream at this position, and whether it is new."""
+        found = self._here.get((name, purpose))
+        if found is not None:
+            return found, False
+        self._here[name, purpose] = generator = self.new_generator(name, purpose)
+        return generator, True
+
+    def new_generator(
+        self, name: StreamName | Literal["default"], purpose: str = ""
+    ) -> torch.Generator:
+        """Note a draw, and return the generator that it comes from."""
+        generator = self.pool.take()
+        self._draws[-1].append(Draw(name, purpose, generator))
+        return generator
+
+    @property
+    def recorded(self) -> RecordedDraws:
+        """Return what has been recorded; without moves and draws it is empty."""
+        first, *others = (
+            replace(move, draws=tuple(one for one in draws if not self.pool.is_idle(one.generator)))
+            for move, draws in zip(self._moves, self._draws, strict=True)
+        )
+        return RecordedDraws(tuple([first, *others] if first.draws else others))

@@ -1,0 +1,28 @@
+"""Names of random streams, and the position in training that their draws belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StreamName = Literal["replicated", "tensor", "expert"]
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Position in training that a draw belongs to.
+
+    Args:
+        step: Optimizer step (steps).
+        microbatch: Index of the microbatch within the step, over all data ranks (microbatches).
+        layer: Index of the layer in the whole model (layers).
+        is_replay: Whether activations are being recomputed. Draws do not depend on it.
+        run: Number of earlier runs of the layer in the microbatch; above 0 if a step calls the
+            model several times.
+    """
+
+    step: int = 0
+    microbatch: int = 0
+    layer: int = 0
+    is_replay: bool = False
+    run: int = 0

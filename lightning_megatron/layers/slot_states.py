@@ -1,0 +1,58 @@
+"""States of several gradient slots at once, for backward passes that run without Python.
+
+The first gradient of a step overwrites the sum in its slot, and later ones are added to it. Layers
+choose between the two in Python, by :attr:`GradientSlot.is_empty`. A CUDA graph repeats the choice
+that was made when it was captured. There are therefore two graphs of a backward pass, one for empty
+slots and one for filled ones. The code that replays them chooses by :func:`state_of`, and sets the
+flags that the pass would have set by :func:`mark_filled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from lightning_megatron.layers.gradient_slot import GradientSlot
+
+#: ``empty`` if no slot has a sum, ``filled`` if all have one, ``mixed`` otherwise.
+SlotState = Literal["empty", "filled", "mixed"]
+
+
+def state_of(slots: Iterable[GradientSlot]) -> SlotState:
+    """Return whether no slot, every slot or only some slots hold a sum; no slots are empty."""
+    flags = {slot.is_empty for slot in slots}
+    if len(flags) > 1:
+        return "mixed"
+    return "filled" if False in flags else "empty"
+
+
+def mark_filled(slots: Iterable[GradientSlot]) -> None:
+    """Record that gradients were added to these slots, without a notice to their owners."""
+    for slot in slots:
+        slot.is_empty = False
+
+
+@torch.no_grad()
+def fill_empty(slots: Iterable[GradientSlot]) -> None:
+    """Fill the empty slots with zeros, so that a pass can add its gradients to all of them.
+
+    This resolves a mixed state: adding to zeros equals overwriting.
+    """
+    for slot in slots:
+        if slot.is_empty:
+            slot.gradient.zero_()
+            slot.is_empty = False
+
+
+@contextmanager
+def kept_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
+    """Give the slots the states that they have now back when the block ends."""
+    before = [(slot, slot.is_empty) for slot in slots]
+    try:
+        yield
+    finally:
+        for slot, is_empty in before:
+            slot.is_empty = is_empty

@@ -1,0 +1,242 @@
+"""Settings of CUDA graphs, and the settings of a run that they cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.experts import ChosenTransport, Transport
+from lightning_megatron.plan.settings import Count, coerce_fields, coerced
+
+GraphMode = Literal["segments", "full"]
+"""Whether graphs hold parts of a chunk, or a whole step up to the optimizer."""
+
+GraphScope = Literal[
+    "embedding",
+    "attention",
+    "mlp",
+    "router",
+    "preprocess",
+    "experts",
+    "combine",
+    "head",
+    "all",
+]
+"""Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
+
+_OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture CUDA graphs themselves."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass(frozen=True)
+class CudaGraphs:
+    """Settings of CUDA graphs.
+
+    A CUDA graph is a recording of the kernels that a piece of code launches. A replay launches them
+    all at once, on the same addresses and without Python, so that small layers no longer wait for
+    the host. Replays compute what the recorded code computes.
+
+    Args:
+        mode: ``segments`` captures the static parts of every chunk, forward and backward, and runs
+            the rest eagerly, under any schedule. ``full`` captures a whole step of a rank, all
+            microbatches and their communication included, up to the optimizer.
+        scopes: Parts that ``segments`` captures: ``embedding``; ``attention`` and ``mlp``, each
+            with its norm and residual addition; of a mixture of experts the ``router``,
+            ``preprocess`` (sorting the tokens by expert), the ``experts`` with the transport to
+            them, and ``combine`` (the weighted sum); the ``head`` with the loss. ``all`` means
+            whatever is static.
+        warmup_steps: Eager training steps before the capture (steps).
+        evaluation: Whether validation, test and predict are captured, too.
+        on_new_shape: What happens to a microbatch whose shapes were not captured: it runs eagerly,
+            raises an error, or is captured.
+        on_failure: What happens if a rank cannot capture: all ranks run eagerly, or all raise an
+            error.
+        fixed_shapes: Whether all ranks always have microbatches of the captured shapes. Ranks then
+            do not compare shapes before a step, and another shape raises an error.
+        optimizer: Whether gradient clipping and the update of the parameters are captured, too.
+        check: Whether every step checks that parameters are still where the graphs read them.
+
+    Raises:
+        ParallelPlanError: If a value has the wrong type or is out of its range, or if values
+            contradict each other.
+    """
+
+    mode: GraphMode
+    scopes: tuple[GraphScope, ...] = ("all",)
+    warmup_steps: Count = 3
+    evaluation: bool = False
+    on_new_shape: Literal["eager", "error", "capture"] = "eager"
+    on_failure: Literal["eager", "error"] = "eager"
+    fixed_shapes: bool = False
+    optimizer: bool = False
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        coerce_fields(self, "cuda_graphs.")
+        self._check_scopes()
+        if self.fixed_shapes and self.on_new_shape == "capture":
+            raise ParallelPlanError(
+                "cuda_graphs.on_new_shape must not be capture with fixed_shapes: fixed_shapes "
+                "promises that no other shape comes, and ranks do not compare theirs. Use "
+                "on_new_shape of error, or leave fixed_shapes out."
+            )
+
+    @classmethod
+    def of(cls, value: Any) -> CudaGraphs | None:
+        """Return the settings that a user gave in one of several forms.
+
+        Args:
+            value: A mode, a mapping of settings, settings, or None for no graphs.
+
+        Raises:
+            ParallelPlanError: For any other value, and as for the class.
+        """
+        found: GraphMode | CudaGraphs | None = coerced(
+            "cuda_graphs", value, GraphMode | CudaGraphs | None
+        )
+        return found if found is None or isinstance(found, CudaGraphs) else cls(found)
+
+    def captures(self, scope: GraphScope) -> bool:
+        """Return whether a part of a model is to be captured where it is static.
+
+        Args:
+            scope: The part.
+        """
+        return "all" in self.scopes or scope in self.scopes
+
+    def _check_scopes(self) -> None:
+        scopes = ", ".join(self.scopes)
+        if not self.scopes:
+            raise ParallelPlanError(
+                "cuda_graphs.scopes must name at least one part of the model: it is empty, and "
+                "nothing would be captured. Use all, or leave cuda_graphs out."
+            )
+        if len(set(self.scopes)) < len(self.scopes):
+            raise ParallelPlanError(
+                f"cuda_graphs.scopes must name each part once: it is {scopes}. Name each once."
+            )
+        if "all" in self.scopes and len(self.scopes) > 1:
+            raise ParallelPlanError(
+                f"cuda_graphs.scopes must be all or parts of it: it is {scopes}, and all includes "
+                "the others. Use all alone, or leave it out."
+            )
+        if self.mode == "full" and self.scopes != ("all",):
+            raise ParallelPlanError(
+                f"cuda_graphs.scopes must be all with mode full: it is {scopes}. A graph of a "
+                "whole step has no eager parts. Use mode segments, or leave scopes out."
+            )
+        if "preprocess" in self.scopes and "router" not in self.scopes:
+            raise ParallelPlanError(
+                f"cuda_graphs.scopes must have router where it has preprocess: it is {scopes}. "
+                "Tokens are sorted by the router's choices in one piece with it. Use router and "
+                "preprocess, or neither."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConditions:
+    """Settings of a run that decide whether it can be captured.
+
+    Args:
+        device_type: Type of the devices, such as ``cuda``.
+        schedule: Name of the pipeline schedule.
+        transport: Transport of tokens to their experts; ``none`` without experts on other ranks.
+        overlap_tensor_parallel: Whether matrix products overlap with the communication over tp.
+        is_automatic: Whether the module uses automatic optimization.
+        compile_modes: Modes of the modules that torch.compile compiles.
+        environment: Environment variables.
+    """
+
+    device_type: str
+    schedule: str
+    transport: Transport | ChosenTransport
+    overlap_tensor_parallel: bool
+    is_automatic: bool
+    compile_modes: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def check_cuda_graphs(graphs: CudaGraphs, conditions: GraphConditions) -> None:
+    """Check that a run can be captured; it needs no process group.
+
+    Args:
+        graphs: Settings of the graphs.
+        conditions: Settings of the run.
+
+    Raises:
+        UnsupportedError: If it cannot; the message says why, and what to use.
+    """
+    reason = next(_reasons(graphs, conditions), None)
+    if reason is not None:
+        raise UnsupportedError(reason)
+
+
+def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
+    """Yield everything that speaks against a capture."""
+    if conditions.device_type != "cuda":
+        yield (
+            f"cuda_graphs ({graphs.mode}) needs GPUs: the device is {conditions.device_type!r}, "
+            "which has no CUDA graphs. Use accelerator='gpu', or leave cuda_graphs out."
+        )
+    if not conditions.is_automatic:
+        yield (
+            f"cuda_graphs ({graphs.mode}) needs automatic optimization: the module uses manual "
+            "optimization, in which its own code runs backward passes and updates in every step. "
+            "Use automatic_optimization=True, or leave cuda_graphs out."
+        )
+    if conditions.schedule == "gpipe":
+        yield (
+            f"cuda_graphs ({graphs.mode}) cannot be used with schedule 'gpipe', which keeps all "
+            "microbatches of a step at once, so that each needs graphs and memory of its own. Use "
+            "schedule '1f1b', or 'interleaved' with vpp above 1."
+        )
+    if conditions.transport == "all_to_all" and (
+        graphs.mode == "full" or "experts" in graphs.scopes
+    ):
+        what = "mode full" if graphs.mode == "full" else "scope experts"
+        yield (
+            f"cuda_graphs with {what} needs messages of static size: expert_transport is "
+            "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
+            "Use expert_transport of one_sided or all_gather, or mode segments without scope "
+            "experts."
+        )
+    if conditions.overlap_tensor_parallel:
+        yield (
+            f"cuda_graphs ({graphs.mode}) cannot be used with overlap_tensor_parallel, whose "
+            "products run on streams and in shared memory that torch manages by itself. Leave one "
+            "of them out."
+        )
+    modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
+    if modes:
+        yield (
+            f"cuda_graphs ({graphs.mode}) cannot be used with torch.compile(mode={modes[0]!r}), "
+            "which captures CUDA graphs of its own, and a graph cannot capture another one. Use "
+            "mode 'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out."
+        )
+    yield from _reasons_of_memory(graphs, conditions.environment)
+
+
+def _reasons_of_memory(graphs: CudaGraphs, environment: Mapping[str, str]) -> Iterator[str]:
+    variable = next(
+        (name for name in _ALLOCATOR_VARIABLES if _expands(environment.get(name, ""))), None
+    )
+    register = environment.get("NCCL_GRAPH_REGISTER")
+    if variable is not None and register != "0":
+        yield (
+            f"cuda_graphs ({graphs.mode}) with expandable_segments needs NCCL_GRAPH_REGISTER=0: "
+            f"{variable} is {environment[variable]!r}, NCCL_GRAPH_REGISTER is "
+            f"{'not set' if register is None else repr(register)}. By default NCCL registers the "
+            "memory of captured messages, which is not safe with segments that grow. Set "
+            "NCCL_GRAPH_REGISTER=0, or leave expandable_segments out."
+        )
+
+
+def _expands(settings: str) -> bool:
+    """Return whether settings of torch's allocator have expandable segments."""
+    pairs = [pair.partition(":") for pair in settings.split(",")]
+    values = {name.strip(): value.strip().lower() for name, _, value in pairs}
+    return values.get("expandable_segments") in ("true", "1")

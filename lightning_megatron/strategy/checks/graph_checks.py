@@ -1,0 +1,109 @@
+"""Checks of CUDA graphs against a run: before any process exists, and of the built model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphConditions, check_cuda_graphs
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+
+
+def check_graphs(
+    options: StrategyOptions, device_type: str, module: nn.Module | None = None
+) -> None:
+    """Check that a run can capture CUDA graphs, if they are asked for.
+
+    Args:
+        options: Options of the strategy.
+        device_type: Type of the devices.
+        module: Module that is trained; None before it is known.
+
+    Raises:
+        UnsupportedError: If the run cannot; the message says why, and what to use.
+    """
+    settings = options.graphs
+    if settings is None:
+        return
+    check_cuda_graphs(
+        settings,
+        GraphConditions(
+            device_type=device_type,
+            schedule=options.schedule_name,
+            transport=options.expert_transport,
+            overlap_tensor_parallel=options.overlap_tensor_parallel,
+            is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
+            compile_modes=() if module is None else own_graph_modes(module),
+            environment=os.environ,
+        ),
+    )
+
+
+def own_graph_modes(module: nn.Module) -> tuple[str, ...]:
+    """Return the modes of compiled parts of a module that capture graphs by themselves.
+
+    Args:
+        module: Module to search.
+    """
+    return tuple("reduce-overhead" for part in module.modules() if _captures_itself(part))
+
+
+def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
+    """Check that the host reads no sizes inside experts that graphs are to capture.
+
+    The transport and the grouped products are chosen when the model is built.
+
+    Args:
+        settings: Settings of the graphs.
+        module: The sharded module.
+
+    Raises:
+        UnsupportedError: If the chosen transport or the chosen products read sizes.
+    """
+    for layer in module.modules():
+        if not isinstance(layer, MixtureOfExperts):
+            continue
+        choice = layer.transport_choice
+        if settings.captures("experts") and choice.transport != "all_to_all":
+            _check_products(layer)
+        if choice.transport == "all_to_all" and (
+            settings.mode == "full" or "experts" in settings.scopes
+        ):
+            what = "mode full" if settings.mode == "full" else "scope experts"
+            raise UnsupportedError(
+                f"cuda_graphs with {what} needs messages of static size: the transport of experts "
+                f"is {choice.transport} ({choice.reason}), for which the host reads in every layer "
+                "how many tokens each rank gets. Use expert_transport of one_sided or all_gather, "
+                "or mode segments without scope experts."
+            )
+
+
+def _check_products(layer: MixtureOfExperts) -> None:
+    """Refuse grouped products on a GPU whose sizes the host reads."""
+    for name in (layer.experts.first_name, "down"):
+        weights = layer.experts.weights(name)
+        sizes = (weights[0].shape[1], weights[0].shape[0])
+        device = weights[0].device
+        choice = choose_backend(device, weights[0].dtype, len(weights), *sizes)
+        if device.type == "cuda" and choice.backend == "loop":
+            raise UnsupportedError(
+                "cuda_graphs needs grouped products of experts that read sizes on the device: they "
+                f"run one by one ({choice.reason}). Use a half precision such as bf16-mixed, or "
+                "scopes without experts."
+            )
+
+
+def _captures_itself(part: nn.Module) -> bool:
+    """Return whether torch.compile captures CUDA graphs for a module."""
+    # Of the module that torch.compile returned, and of a module whose compile() was called.
+    context = getattr(part, "dynamo_ctx", None)
+    config = getattr(context, "compiler_config", None)
+    compiled: Any = part._compiled_call_impl
+    if compiled is not None:
+        config = compiled.get_compiler_config()
+    return config is not None and bool(config.get("triton.cudagraphs"))

@@ -1,0 +1,93 @@
+"""Graphs of a fit in the mode that the user chose, built from the parts of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import layered_modules
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.strategy.checks.graph_checks import check_static_experts
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.step.run_graphs import RunGraphs, StepCaptures
+from lightning_megatron.strategy.step.segment_captures import SegmentCaptures
+from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.step.whole_captures import WholeCaptures
+
+#: Maker of the backend that captures.
+MakeBackend = Callable[[ParallelMesh], CaptureBackend]
+
+
+def build_graphs(
+    settings: CudaGraphs,
+    module: LightningModule,
+    executor: PipelineExecutor,
+    state: TrainingState,
+    steps: TrainingSteps,
+    make_backend: MakeBackend | None,
+    is_final: Callable[[], bool],
+) -> RunGraphs | None:
+    """Return the graphs of a fit; None if nothing of the module can be captured, with a warning.
+
+    Args:
+        settings: Settings of the graphs.
+        module: The sharded module.
+        executor: Executor of the schedule.
+        state: Owner of the gradients.
+        steps: Training and evaluation steps of the run.
+        make_backend: Maker of the backend that captures; None means CUDA itself.
+        is_final: Returns whether the schedule of the steps is final; the same on all ranks.
+
+    Raises:
+        UnsupportedError: If the host reads sizes in experts that are to be captured.
+    """
+    mesh = executor.mesh
+    check_static_experts(settings, module)
+    reason = _reason_against(settings, module)
+    if reason is not None:
+        rank_zero_warn(
+            f"CUDA graphs ({settings.mode}): nothing is captured. {reason}", category=SpeedWarning
+        )
+        return None
+    backend = CudaBackend() if make_backend is None else make_backend(mesh)
+    models = layered_modules(module)
+    num_batches = module.trainer.accumulate_grad_batches
+    captures: StepCaptures
+    if settings.mode == "full":
+        captures = WholeCaptures(settings, steps, mesh, backend, models)
+        num_eager = 0
+        num_capturing = num_batches * (settings.warmup_steps + 1)
+    else:
+        captures = SegmentCaptures(settings, models[0], executor, state, backend)
+        num_eager = settings.warmup_steps
+        num_capturing = num_batches + 1
+    return RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final)
+
+
+def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
+    """Return why nothing of a module can be captured; None if something can."""
+    if settings.mode == "full":
+        hooks = modules_with_user_hooks(module)
+        name, hook = next(iter(hooks.items()), ("", ""))
+        if not hooks:
+            return None
+        return (
+            f"A hook on {name or 'the module'} ({hook}) would not run at a replay. Remove it, or "
+            "use mode segments, which runs this part eagerly."
+        )
+    models = layered_modules(module)
+    if len(models) == 1:
+        return None
+    return (
+        f"{type(module).__name__} has {len(models)} models with segments, and graphs serve exactly "
+        "one, such as lightning_megatron.GPT or a Hugging Face model of a known family. Use mode "
+        "full for other models."
+    )

@@ -1,0 +1,52 @@
+"""Note about parts of compiled blocks whose backward passes no schedule can split in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.layers.segments import is_compiled
+from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+
+
+def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: StrategyOptions) -> None:
+    """Name on global rank 0 what runs both halves as one, if the schedule splits backward passes.
+
+    Blocks may be compiled until the training starts, after the table of choices is shown. Other
+    linear layers of compiled blocks run between compiled graphs, and split their backward passes.
+
+    Args:
+        module: The sharded module.
+        mesh: The groups of this rank.
+        options: Options of the strategy.
+
+    Communication: one gather over the pipeline, if the schedule splits backward passes.
+    """
+    if mesh.pp.size == 1 or not options.may_split_backward:
+        return
+    own = list(dict.fromkeys(_whole_parts(module)))
+    names = [name for stage in all_gather_objects(own, mesh.pp_cpu) for name in stage]
+    if names:
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        rank_zero_info(
+            f"backward of {names[0]}{others}: both halves as one, because compiled experts and "
+            "fused weights compute the gradients of their inputs and weights at once, unless they "
+            "are recomputed"
+        )
+
+
+def _whole_parts(root: nn.Module) -> Iterator[str]:
+    """Yield the names of the experts and the fused weights in compiled modules of stages."""
+    for prefix, model in pipelined_modules(root):
+        for name, part in model.named_modules(prefix=prefix):
+            if is_compiled(part):
+                for inner, one in part.named_modules(prefix=name):
+                    if isinstance(one, (GroupedMLP, ParameterStack)):
+                        yield inner

@@ -1,0 +1,137 @@
+"""Graphs of the static pieces of a model during a fit, in mode ``segments`` of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.bucket_cuts import bucket_cuts
+from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, without_hooked
+from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.report import GraphReport, runs_of
+from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.layers.segments import SegmentList
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.loss_weights import new_weight
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+
+
+class SegmentCaptures:
+    """Graphs of the static pieces of one model.
+
+    Args:
+        settings: Settings of the graphs.
+        model: The model.
+        executor: Executor of the model's schedule.
+        state: Owner of the gradients.
+        backend: Backend that captures.
+    """
+
+    def __init__(
+        self,
+        settings: CudaGraphs,
+        model: LayeredModule,
+        executor: PipelineExecutor,
+        state: TrainingState,
+        backend: CaptureBackend,
+    ) -> None:
+        mesh = executor.mesh
+        self._model = model
+        self._executor = executor
+        mixtures = model.mixtures().values()
+        self.joins_other_data = settings.captures("experts") and any(
+            layer.transport_choice.transport not in ("none", "all_to_all") for layer in mixtures
+        )
+        tools = CaptureTools(
+            backend,
+            state.effect_observers,
+            mesh.random,
+            state.reducer.weight_gradients,
+        )
+        self._chunks = [without_hooked(model.segments(one)) for one in range(model.num_chunks)]
+        buckets = list(_shared_buckets(state))
+        self._segments = SegmentSettings(
+            settings.scopes,
+            tuple(cut for chunk in self._chunks for cut in bucket_cuts(chunk, buckets)),
+            must_be_called,
+            redraws=model.recompute != "none",
+            wait_for=state.main.gather.wait_for,
+        )
+        self._runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
+        model.runner = self
+        executor.actions = self._runner
+        executor.fixed_weight = new_weight(mesh.device)
+
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs that exist now."""
+        return self._runner.num_graphs
+
+    @property
+    def failure(self) -> str | None:
+        """Return what could not be captured, and why; None if nothing has failed."""
+        return self._runner.failure
+
+    @property
+    def eager(self) -> Mapping[tuple[str, str], int]:
+        """Return how often a reason made a captured part run eagerly, by part and reason."""
+        return self._runner.eager
+
+    def begin(self) -> None:
+        """Capture from the next step on what its microbatches need."""
+        self._runner.begin()
+
+    def permit(self, replays: bool) -> None:
+        """Permit or forbid captures and replays from the next step on."""
+        self._runner.permit(replays)
+        # All ranks have the same shapes in this step, as the ranks have agreed or promised.
+        self._model.compares_counts = not (replays and self.joins_other_data)
+
+    def end_step(self) -> None:
+        """Let the next forward pass compare the token counts of the ranks again."""
+        self._model.compares_counts = True
+
+    def run(
+        self, chunk: int, segments: SegmentList, values: tuple[Any, ...], is_last: bool
+    ) -> tuple[Any, ...]:
+        """Run a chunk, with the segments that have users' hooks eagerly; see ``ChunkRunner``."""
+        return self._runner.run(chunk, self._chunks[chunk], values, is_last)
+
+    def report(self) -> GraphReport:
+        """Return what is captured now."""
+        scopes = self._segments.scopes
+        reasons = [eager_reasons(one, scopes) for one in self._chunks]
+        return GraphReport(
+            "segments",
+            tuple(
+                part
+                for segments, eager in zip(self._chunks, reasons, strict=True)
+                for part in runs_of([one.name for one in segments], eager)
+            ),
+            self._runner.num_graphs,
+            {name: reason for one in reasons for name, reason in one.items()},
+        )
+
+    def release(self) -> None:
+        """Free all graphs, and capture no more until the next :meth:`begin`."""
+        self._runner.release()
+
+    def close(self) -> None:
+        """Free all graphs, and let the model run as before."""
+        self._runner.release()
+        self._model.runner = None
+        self._executor.actions = None
+        self._executor.fixed_weight = None
+
+
+def _shared_buckets(state: TrainingState) -> Iterator[Sequence[nn.Parameter]]:
+    """Yield the parameters of each bucket that several ranks reduce or gather."""
+    for buffer in state.main.buffers:
+        if state.mesh.copies(buffer.is_expert).size > 1:
+            for bucket in buffer.plan.buckets:
+                yield [buffer.members[placed.name] for placed in bucket.placed]

@@ -1,0 +1,158 @@
+"""Graphs of whole training steps during a fit, in mode ``full`` of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_megatron.errors import RankMismatchError, SpeedWarning
+from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, failure_of_any
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.strategy.step.training_steps import TrainingSteps
+
+
+class WorldAgreement:
+    """Agreement of all ranks on the graphs of whole steps, which hold collectives of all of them.
+
+    Args:
+        settings: Settings of the graphs.
+        mesh: The groups of this rank.
+        models: Models whose forward passes compare token counts, unless the ranks have done so.
+    """
+
+    def __init__(
+        self, settings: CudaGraphs, mesh: ParallelMesh, models: Sequence[LayeredModule]
+    ) -> None:
+        self._settings = settings
+        self._world = mesh.world_cpu
+        self._keys = KeyAgreement(mesh.world_cpu)
+        self._models = models
+        #: Whether this rank may capture and replay.
+        self.permits = True
+
+    def is_same(self, key: Hashable) -> bool:
+        """Return whether all ranks would do the same in this step, and none forbids it.
+
+        Raises:
+            RankMismatchError: If this rank forbids it, and equal shapes are promised.
+
+        Communication: one all-reduce on the CPU over the world, unless equal shapes are promised.
+        """
+        is_same = self._is_same(key)
+        self.compare_counts(not is_same)
+        return is_same
+
+    def compare_counts(self, compares: bool) -> None:
+        """Let forward passes compare the token counts of ranks that share experts, or not."""
+        for model in self._models:
+            model.compares_counts = compares
+
+    def _is_same(self, key: Hashable) -> bool:
+        if not self._settings.fixed_shapes:
+            return self._keys.agree([self.permits, key]) and self.permits
+        if not self.permits and self._world.size > 1:
+            raise RankMismatchError(
+                "with fixed_shapes=True all ranks must replay every step: trained parameters of "
+                "this rank have changed within an epoch, and the ranks no longer compare what they "
+                "do. Freeze and thaw at the start of an epoch, or use fixed_shapes=False."
+            )
+        return self.permits
+
+    def failure_of_any(self, failure: str | None) -> str | None:
+        """Return the warning that all ranks go on eagerly; None if no rank has failed.
+
+        Args:
+            failure: What this rank could not capture, and why.
+
+        Raises:
+            CaptureError: If a rank has failed and the user asked for an error.
+
+        Communication: one gather of objects on the CPU over the world.
+        """
+        found = failure_of_any(failure, self._world)
+        if found is None:
+            return None
+        return eager_warning(found, raises=self._settings.on_failure == "error")
+
+
+class WholeCaptures:
+    """Graphs of whole steps, which count their own eager steps.
+
+    Args:
+        settings: Settings of the graphs.
+        steps: Training and evaluation steps of the run.
+        mesh: The groups of this rank.
+        backend: Backend that captures.
+        models: Models of this package in the module.
+    """
+
+    def __init__(
+        self,
+        settings: CudaGraphs,
+        steps: TrainingSteps,
+        mesh: ParallelMesh,
+        backend: CaptureBackend,
+        models: Sequence[LayeredModule],
+    ) -> None:
+        self._agreement = WorldAgreement(settings, mesh, models)
+        if settings.fixed_shapes:
+            settings = replace(settings, on_new_shape="error")
+        self._graphs = steps.capture_whole(backend, settings, self._agreement, _warn)
+
+    @property
+    def joins_other_data(self) -> bool:
+        """Return False: the ranks compare what they do in another place, step by step."""
+        return False
+
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs that exist now."""
+        return self._graphs.num_graphs
+
+    @property
+    def failure(self) -> str | None:
+        """Return None: the ranks exchange failures at the capture itself."""
+        return None
+
+    @property
+    def eager(self) -> Mapping[tuple[str, str], int]:
+        """Return nothing: steps that run eagerly are named when they run."""
+        return {}
+
+    def begin(self) -> None:
+        """Do nothing, because each form of a step is captured after its own eager steps."""
+
+    def permit(self, replays: bool) -> None:
+        """Permit or forbid captures and replays from the next step on."""
+        self._agreement.permits = replays
+
+    def end_step(self) -> None:
+        """Let the next forward pass compare the token counts of the ranks again."""
+        self._agreement.compare_counts(True)
+
+    def report(self) -> GraphReport:
+        """Return what is captured now."""
+        number = self._graphs.num_graphs
+        if number:
+            return GraphReport("full", ("whole steps up to the optimizer",), number)
+        reason = "no step has been captured yet"
+        return GraphReport("full", (), 0, {"training_step": reason})
+
+    def release(self) -> None:
+        """Free all graphs; eager steps come before the next captures."""
+        self._graphs.release()
+
+    def close(self) -> None:
+        """Free all graphs, and run everything eagerly from now on."""
+        self._graphs.release()
+        self._graphs.is_off = True
+
+
+def _warn(sentence: str) -> None:
+    rank_zero_warn(sentence, category=SpeedWarning)

@@ -1,0 +1,269 @@
+"""Steps of a run that graphs capture as a whole, in mode ``full`` of CUDA graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.captured_index import CapturedIndex
+from lightning_megatron.graphs.step_graph import RanStep, Step, StepGraphs
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.step.step_values import BackwardPasses, RanMicrobatches
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = __name__.partition(".")[0]
+
+#: Function of the microbatches, the loss scale, the settings of the backward passes and the other
+#: arguments of the step.
+RunTraining = Callable[
+    [Sequence[Microbatch], float | torch.Tensor, BackwardPasses, tuple[Any, ...]], RanMicrobatches
+]
+#: Function of the microbatches and the other arguments of the step.
+RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], RanMicrobatches]
+
+
+class WholeSteps:
+    """Steps of a run as graphs, with all that the strategy does in Python around them.
+
+    What differs from an eager step: the gradients of the previous step are cleared before the
+    first forward pass, and updated parameters are complete before it.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+        state: Main parameters and gradients of the run.
+        graphs: Graphs of the steps.
+    """
+
+    def __init__(
+        self, module: LightningModule, mesh: ParallelMesh, state: TrainingState, graphs: StepGraphs
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._state = state
+        #: Graphs of the steps.
+        self.graphs = graphs
+        self._factor: torch.Tensor | None = None
+        self._reader: str | None = None
+        self._has_looked_for_reader = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether evaluation steps are captured."""
+        return self.graphs.evaluates
+
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        args: tuple[Any, ...],
+        passes: BackwardPasses,
+        run: RunTraining,
+        *,
+        step: int,
+        factor: float,
+        divisor: int,
+    ) -> RanStep[RanMicrobatches]:
+        """Run ``training_step`` and the backward passes, by a graph if there is one.
+
+        Args:
+            microbatches: Microbatches of the batch.
+            args: Further arguments of the step.
+            passes: Settings of the backward passes.
+            run: Function that runs the microbatches.
+            step: Index of the batch in the whole fit (batches).
+            factor: Loss scale.
+            divisor: Batches whose gradients are accumulated (batches).
+
+        Communication: that of the step and of :meth:`StepGraphs.run`.
+        """
+        if passes.inspector is not None or self._hook_in_backward() is not None:
+            return RanStep(run(microbatches, factor, passes, args))
+        passes.clear_gradients()
+        passes.hide_gradients()
+        passes = replace(passes, clear_gradients=_nothing)
+        gradients = self._state.gradients
+        sums = passes.observer is not None and gradients.may_sum_in_graphs
+        sums = sums and self._mesh.data.size > 1
+        in_graph = passes if sums else replace(passes, observer=None)
+        scale = self._static_factor(factor)
+        place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
+
+        def run_in_graph(given: Sequence[Microbatch]) -> RanMicrobatches:
+            ran = run(given, scale, in_graph, _unread(args))
+            if sums:
+                gradients.wait_for_sums()
+            return ran
+
+        ran = self.graphs.run(
+            Step(
+                "training_step",
+                place,
+                microbatches,
+                step,
+                run_eagerly=lambda: run(microbatches, factor, passes, args),
+                run=run_in_graph,
+                holds_sums=sums,
+                prepare=self._state.main.wait,
+                around=partial(refusing_kept_changes, self._module, "training_step"),
+                held=partial(attributes_of, self._module),
+            )
+        )
+        if ran.is_new:
+            self._name_numbers("training_step", ran.result)
+        return ran
+
+    def evaluate(
+        self,
+        key: tuple[Any, ...],
+        microbatches: Sequence[Microbatch],
+        args: tuple[Any, ...],
+        run: RunEvaluation,
+        *,
+        step: int,
+    ) -> RanStep[RanMicrobatches]:
+        """Run an evaluation step, by a graph if there is one.
+
+        Args:
+            key: Name of the step, and index of the dataloader if there are several.
+            microbatches: Microbatches of the batch.
+            args: Further arguments of the step.
+            run: Function that runs the microbatches.
+            step: Index of the batch (batches).
+
+        Communication: that of the step and of :meth:`StepGraphs.run`.
+        """
+        ran = self.graphs.run(
+            Step(
+                " ".join(map(str, key)),
+                (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._module.training),
+                microbatches,
+                step,
+                run_eagerly=lambda: run(microbatches, args),
+                run=lambda given: run(given, _unread(args)),
+                prepare=self._state.main.wait,
+                around=partial(refusing_kept_changes, self._module, key[0]),
+                held=partial(attributes_of, self._module),
+            )
+        )
+        if ran.is_new:
+            self._name_numbers(key[0], ran.result)
+        return ran
+
+    def _static_factor(self, factor: float) -> float | torch.Tensor:
+        """Return the loss scale as a tensor that all steps write, unless it is always 1."""
+        if factor == 1.0 and self._factor is None:
+            return factor
+        if self._factor is None:
+            self._factor = torch.ones((), dtype=torch.float64, device=self._mesh.device)
+        return self._factor.fill_(factor)
+
+    def _hook_in_backward(self) -> str | None:
+        """Return the hook that reads each microbatch's loss, which would not run at a replay."""
+        if not self._has_looked_for_reader:
+            self._has_looked_for_reader = True
+            self._reader = first_overridden(self._module.trainer, ("on_before_backward",))
+            if self._reader is not None:
+                self.graphs.say(
+                    f"training_step runs eagerly: {self._reader} runs inside of it, and would not "
+                    "run at a replay."
+                )
+        return self._reader
+
+    def _name_numbers(self, step: str, ran: RanMicrobatches) -> None:
+        """Name the log calls of numbers, whose values replays repeat."""
+        numbers = ran.recorder.numbers
+        if numbers and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0:
+            log.warning(
+                "CUDA graphs: %s logs numbers that are not tensors (%s). Replays log the numbers "
+                "of the capture. Log tensors if the numbers change.",
+                step,
+                ", ".join(sorted(numbers)),
+            )
+
+
+@contextmanager
+def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
+    """Refuse steps that change attributes of the module in Python, and undo the changes.
+
+    Args:
+        module: Module of the step.
+        step: Name of the step.
+
+    Raises:
+        UnsupportedError: At the end of the block, if an attribute has changed or a metric was
+            updated. Changes of tensors in place are allowed, because replays repeat them.
+    """
+    state = ModuleState(module)
+    metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+    updates = {name: metric._update_count for name, metric in metrics.items()}
+    try:
+        yield
+        changed = state.changes()
+        changed |= {
+            f"self.{name}": "metric"
+            for name, metric in metrics.items()
+            if metric._update_count != updates[name]
+        }
+    finally:
+        state.restore()
+    if changed:
+        name, kind = next(iter(changed.items()))
+        raise UnsupportedError(
+            f"a captured {step} must not change attributes of the module: it changes {name} "
+            f"({kind}){_more(changed)}. A replay runs no Python, so that they would keep the "
+            "values of the capture. Return such values from the step, log them as tensors, or "
+            "change them in hooks such as on_train_batch_end."
+        )
+
+
+def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return copies of all attribute dictionaries of a module, which keep what a graph reads.
+
+    A later step may replace, for example, a table of rotary embeddings by one of another length.
+    The graph still reads the old one.
+
+    Args:
+        module: Module whose steps are captured.
+    """
+    found = []
+    for part in module.modules():
+        for held in (vars(part), part._buffers):
+            found.append(dict(held))
+            found += [dict(vars(one)) for one in held.values() if _is_own_object(one)]
+    return found
+
+
+def _is_own_object(value: Any) -> bool:
+    is_module = isinstance(value, nn.Module | type)
+    is_own = type(value).__module__.partition(".")[0] == _PACKAGE
+    return is_own and not is_module and hasattr(value, "__dict__")
+
+
+def _unread(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a step with a batch index that it cannot read."""
+    if not args or type(args[0]) is not int:
+        return args
+    return (CapturedIndex(args[0]), *args[1:])
+
+
+def _more(changed: Mapping[str, str]) -> str:
+    return f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+
+
+def _nothing() -> None:
+    """Do nothing, where the gradients are cleared already."""

@@ -1,0 +1,41 @@
+"""Finished gradient sums as the gradients of main parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from torch import Tensor
+
+from lightning_megatron.training.main_parameters import MainParameters
+
+
+def assign_gradients(
+    main: MainParameters,
+    names: Collection[str],
+    dormant: Collection[str],
+    gradient_of: Callable[[str], Tensor],
+) -> None:
+    """Assign every main parameter its part of the finished gradient sums.
+
+    Args:
+        main: Main parameters of this rank.
+        names: Names of the parameters whose sums are finished.
+        dormant: Names of the parameters that have had no gradient on any rank.
+        gradient_of: Function from a name to the gradient sum of the whole local parameter.
+    """
+    slices = main.slices
+    has_frozen = not main.are_trainable(names)
+    for name in names:
+        one = slices.get(name)
+        has_none = name in dormant or (has_frozen and not main.is_trainable(name))
+        if main.exposed_gradients.is_on and not has_none:
+            main.exposed_gradients.expose(name, main.parameter(name), gradient_of(name))
+        if one is None:
+            continue
+        if has_none:
+            one.main.grad = None
+        elif one.gradient.dtype == one.main.dtype:
+            one.main.grad = one.gradient
+        else:
+            # The gradients were accumulated in bfloat16, the main parameter is float32.
+            one.main.grad = one.gradient.to(one.main.dtype)

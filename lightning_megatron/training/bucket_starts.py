@@ -1,0 +1,139 @@
+"""The moment in a step's last backward passes at which each bucket of gradients is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from lightning_megatron.training.gradient_bucket import GradientBucket
+
+
+class BucketStarts:
+    """Start of each bucket as soon as its last gradient has arrived.
+
+    Buckets start in an order that is the same on all ranks. A bucket whose gradients are complete
+    waits for those before it in its group.
+
+    Args:
+        start: Function that starts the reduction of a bucket, unless it has started already.
+    """
+
+    def __init__(self, start: Callable[[GradientBucket], None]) -> None:
+        self._start = start
+        #: All buckets, group by group. Within a group the order is that of the buffers.
+        self.buckets: list[GradientBucket] = []
+        #: Bucket of each parameter.
+        self.bucket_of: dict[str, GradientBucket] = {}
+        self._armed: set[int] = set()
+        self._seen: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        self._left: Mapping[str, int] | None = None
+
+    def add(self, buckets: Iterable[GradientBucket]) -> None:
+        """Add the buckets of a buffer, in its order."""
+        new = list(buckets)
+        self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
+        # Every rank starts the buckets in this order.
+        self.buckets = sorted([*self.buckets, *new], key=lambda bucket: bucket.group)
+
+    def begin_last_backward(self, chunk: int) -> None:
+        """Expect the last backward pass of a chunk before the optimizer step."""
+        self._armed.add(chunk)
+        self._left = None
+        for bucket in self._in_group(chunk):
+            bucket.missing = set(bucket.names)
+            self._seen.update(dict.fromkeys(bucket.names, 0))
+
+    def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
+        """Expect the last weight half of a chunk, and start the buckets that it adds nothing to.
+
+        Args:
+            chunk: Chunk whose other gradients are complete.
+            left: Number of gradients that the weight half will add for each parameter.
+        """
+        self._armed.add(chunk)
+        self._left = left
+        for bucket in self._in_group(chunk):
+            bucket.missing = left.keys() & set(bucket.names)
+            self._seen |= dict.fromkeys(bucket.names, 0)
+        self._start_group(chunk)
+
+    def start_all(self, chunk: int) -> None:
+        """Start all buckets of a chunk, whose gradients are complete."""
+        if chunk in self._armed:
+            self._armed.discard(chunk)
+            for bucket in self._in_group(chunk) if self._left is None else ():
+                self._expected |= {
+                    n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names
+                }
+        for bucket in self._in_group(chunk):
+            self._start(bucket)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Expect and count at the end of the block what was expected and counted before it."""
+        armed = set(self._armed)
+        seen = dict(self._seen)
+        expected = dict(self._expected)
+        left = self._left
+        try:
+            yield
+        finally:
+            self._armed = armed
+            self._seen = seen
+            self._expected = expected
+            self._left = left
+
+    def end(self) -> None:
+        """Expect no further gradients in this step."""
+        self._armed.clear()
+
+    def arrived(self, names: Sequence[str]) -> None:
+        """Count gradients that have arrived together, and start the buckets that are complete now.
+
+        Raises:
+            RuntimeError: If the bucket of one of them has started already.
+        """
+        # This runs in the backward pass, once for each gradient of each microbatch.
+        seen = self._seen
+        touched = set(map(self.bucket_of.__getitem__, names))
+        # A parameter that the model uses several times gets several gradients. Its bucket starts
+        # after as many as the first steps have counted, so one more comes too late.
+        if any(bucket.pending is not None for bucket in touched):
+            name = next(name for name in names if self.bucket_of[name].pending is not None)
+            raise RuntimeError(
+                "a parameter's gradient must be complete when its sum over the ranks starts: "
+                f"{name!r} received a second gradient afterwards, because the model uses it more "
+                "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
+            )
+        for name in names:
+            seen[name] = seen.get(name, 0) + 1
+        # Only the last backward pass of a step completes gradients; `_armed` has its chunks.
+        if self._armed:
+            self._start_complete_groups(names, touched)
+
+    def _in_group(self, group: int) -> Iterator[GradientBucket]:
+        return (bucket for bucket in self.buckets if bucket.group == group)
+
+    def _start_complete_groups(
+        self, names: Sequence[str], touched: Collection[GradientBucket]
+    ) -> None:
+        """Remove complete gradients from their buckets' missing sets, and start complete groups."""
+        seen = self._seen
+        # A weight half knows what it will add; of a backward pass the steps before have shown it.
+        expected = self._expected if self._left is None else self._left
+        # In the first step nothing is expected yet: `start_all` starts its buckets.
+        complete = [name for name in names if seen[name] == expected.get(name)]
+        for bucket in touched:
+            bucket.missing.difference_update(complete)
+        for group in sorted(
+            {bucket.group for bucket in touched if not bucket.missing} & self._armed
+        ):
+            self._start_group(group)
+
+    def _start_group(self, group: int) -> None:
+        """Start the complete buckets of a group, in order, up to the first incomplete one."""
+        for bucket in self._in_group(group):
+            if bucket.missing:
+                return
+            self._start(bucket)

@@ -1,0 +1,85 @@
+"""Gradients that a captured backward pass adds, noted once and repeated at every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.training.gradient_bucket import GradientBucket
+
+
+@dataclass(frozen=True)
+class RecordedGradients:
+    """Gradients that a recorded backward pass added.
+
+    Args:
+        groups: Names of the parameters whose gradients arrived together, in the order of arrival. A
+            parameter that the model uses twice occurs in two groups.
+        additions: Gradient slot of each name of the groups, in their order. As an argument of
+            ``WeightGradientQueue.put`` they announce a replay of a weight half.
+        slots: Gradient slots to which the pass added, each once.
+        sums: Buckets whose sums over the ranks the pass starts and waits for.
+        unused: Names of the parameters in these buckets that get zeros, as nothing else arrives.
+        is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
+            added to them.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    additions: tuple[GradientSlot, ...] = ()
+    slots: tuple[GradientSlot, ...] = ()
+    is_first: bool = True
+    sums: tuple[GradientBucket, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+class GradientRecorder:
+    """Collector of the notices of gradients that arrive while a recording is active.
+
+    Args:
+        slots: All slots that may get gradients, by the names of their parameters.
+        holds_sums: Whether sums over the ranks start during the recording, as a part of it.
+    """
+
+    def __init__(self, slots: Mapping[str, GradientSlot], holds_sums: bool = False) -> None:
+        #: Whether sums over the ranks start during the recording.
+        self.holds_sums = holds_sums
+        #: Buckets whose sums have started.
+        self.sums: list[GradientBucket] = []
+        #: Parameters of these buckets for which no gradient has arrived.
+        self.unused: list[str] = []
+        self._slots = slots
+        self._were_empty = {name: slot.is_empty for name, slot in slots.items()}
+        self._groups: list[tuple[str, ...]] = []
+
+    def note(self, names: Sequence[str]) -> None:
+        """Note gradients that have arrived together."""
+        self._groups.append(tuple(names))
+
+    @property
+    def recorded(self) -> RecordedGradients:
+        """Return what has been recorded.
+
+        Raises:
+            RuntimeError: If some of the slots were empty before and others were not.
+        """
+        names = [name for group in self._groups for name in group]
+        written = dict.fromkeys(names)
+        overwritten = [name for name in written if self._were_empty[name]]
+        if overwritten and len(overwritten) < len(written):
+            added = next(name for name in written if not self._were_empty[name])
+            raise RuntimeError(
+                "a recorded backward pass must overwrite all its gradient sums, or add to all of "
+                f"them: it overwrote {len(overwritten)} of {len(written)}, such as that of "
+                f"{overwritten[0]!r}, and added to others, such as that of {added!r}. A replay "
+                "would be right only where exactly these sums are empty. Give recording() the "
+                "state 'empty' or 'filled'."
+            )
+        return RecordedGradients(
+            tuple(self._groups),
+            tuple(self._slots[name] for name in names),
+            tuple(self._slots[name] for name in written),
+            len(overwritten) == len(written),
+            tuple(self.sums),
+            tuple(self.unused),
+        )

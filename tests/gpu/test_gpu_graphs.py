@@ -1,0 +1,170 @@
+"""CUDA graphs replay the bits of eager steps, and a failed capture leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.backend import collection_paused
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from tests.graphs.steps import SIZES, Step
+
+pytestmark = pytest.mark.gpu
+
+GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
+LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
+
+
+@pytest.fixture(autouse=True)
+def stream() -> Iterator[torch.cuda.Stream]:
+    """Run the test on a stream that can be captured."""
+    one = torch.cuda.Stream()
+    with torch.cuda.stream(one):
+        yield one
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["gpt2 with dropout", "llama"])
+def test_replays_of_a_gpt_have_the_loss_and_the_gradients_of_eager_steps(name: str) -> None:
+    mesh = ParallelMesh.single("cuda")
+    step = Step(GPT2 if name.startswith("gpt2") else LLAMA, mesh)
+    with collection_paused():
+        step.assert_replays_equal_eager(CudaBackend(), name)
+
+
+def test_a_capture_runs_nothing_and_replays_follow_their_inputs() -> None:
+    backend, x, sums = CudaBackend(), torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+    (sums * 1).add_(x)
+    graph, doubled = backend.capture(lambda: sums.add_(x) * 2, backend.make_pool())
+    assert not backend.is_capturing
+    assert sums.tolist() == [0.0] * 8
+    version = sums._version
+    for count in (1, 2):
+        graph.replay()
+        assert sums.tolist() == [count] * 8
+        assert doubled.tolist() == [2 * count] * 8
+    assert sums._version == version
+    graph.release()
+    with pytest.raises(RuntimeError, match="has been released"):
+        graph.replay()
+
+
+ERRORS: dict[str, Callable[[Tensor], object]] = {
+    "of Python": lambda x: {}["missing"],
+    "of CUDA": lambda x: x.sum().item(),
+    "of CUDA that the function catches": lambda x: _swallowed(x),
+}
+
+
+def _swallowed(x: Tensor) -> None:
+    try:
+        x.sum().item()
+    except RuntimeError:
+        return
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_eager_work_and_captures_follow_an_error_inside_a_capture(name: str) -> None:
+    device = torch.device("cuda")
+    backend, x = CudaBackend(), torch.ones(64, device=device)
+    pool, generators = backend.make_pool(), GeneratorPool(device, 1)
+    (generator,) = generators.generators
+
+    def drawn() -> Tensor:
+        with generators.drawing(generator):
+            return F.dropout(x, 0.5) + torch.rand(64, device=device)
+
+    def failing() -> Tensor:
+        result = drawn() + torch.rand(64, device=device)
+        ERRORS[name](result)
+        return result
+
+    drawn()
+    kept_graph, kept = backend.capture(lambda: x * 3, pool)
+    with pytest.raises((KeyError, RuntimeError)):
+        backend.capture(failing, pool, generators)
+    assert not backend.is_capturing
+    # Eager work: memory, random numbers of both generators, a synchronisation, pinned memory.
+    torch.manual_seed(3)
+    eager = torch.rand(64, device=device)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(64, device=device), eager)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.ones(4096, pin_memory=True).to(device, non_blocking=True).sum().item() == 4096
+    generator.manual_seed(5)
+    expected = drawn()
+    graph, found = backend.capture(drawn, pool, generators)
+    generator.manual_seed(5)
+    graph.replay()
+    assert torch.equal(found, expected)
+    kept_graph.replay()
+    assert kept.tolist() == [3.0] * 64
+
+
+def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() -> None:
+    device = torch.device("cuda")
+    backend, generators = CudaBackend(), GeneratorPool(device, 2)
+    x = torch.ones(1000, device=device)
+
+    def drawn() -> list[Tensor]:
+        found = []
+        for generator in generators.generators:
+            with generators.drawing(generator):
+                found += [F.dropout(x, 0.3), torch.randn(7, device=device), F.dropout(x, 0.3)]
+        return found
+
+    drawn()
+    graph, found = backend.capture(drawn, backend.make_pool(), generators)
+    for seeds in ((1, 2), (3, 4), (1, 2)):
+        for _ in range(2):
+            for generator, seed in zip(generators.generators, seeds, strict=True):
+                generator.manual_seed(seed)
+            outside = torch.cuda.get_rng_state()
+            graph.replay()
+            replayed = [one.clone() for one in found]
+            assert torch.equal(torch.cuda.get_rng_state(), outside)
+        for generator, seed in zip(generators.generators, seeds, strict=True):
+            generator.manual_seed(seed)
+        assert all(torch.equal(*pair) for pair in zip(replayed, drawn(), strict=True))
+
+
+def test_only_captures_of_the_same_pool_use_memory_that_is_given_up() -> None:
+    backend, x = CudaBackend(), torch.ones(1 << 22, device="cuda")
+    x * 2
+    pool, other = backend.make_pool(), backend.make_pool()
+    first, doubled = backend.capture(lambda: x * 2, pool)
+    second, apart = backend.capture(lambda: x * 3, other)
+    first.replay()
+    second.replay()
+    address = doubled.data_ptr()
+    given_up = pool.give_up(doubled)
+    assert given_up.data_ptr() == address
+    assert torch.equal(given_up, 2 * x)
+    del doubled
+    third, apart_too = backend.capture(lambda: x * 4, other)
+    fourth, again = backend.capture(lambda: x * 5, pool)
+    assert again.data_ptr() == address
+    assert address not in (apart.data_ptr(), apart_too.data_ptr())
+    third.replay()
+    assert torch.equal(given_up, 2 * x), "a pool of its own"
+    fourth.replay()
+    assert torch.equal(given_up, 5 * x), "the memory is that of the later capture"
+    assert torch.equal(apart, 3 * x)
+
+
+def test_the_default_stream_is_refused() -> None:
+    backend = CudaBackend()
+    with (
+        torch.cuda.stream(torch.cuda.default_stream()),
+        pytest.raises(UnsupportedError, match="another stream than the default one"),
+    ):
+        backend.capture(lambda: None, backend.make_pool())

@@ -1,0 +1,134 @@
+"""CUDA graphs draw, at every replay, the numbers of the same computation without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.groups.recorded_draws import RecordedDraws
+from lightning_megatron.layers.recompute import replayed
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Step:
+    """Forward and backward pass of two layers with dropout, the second one recomputed."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.streams = RandomStreams(9, tp=1, device=self.device)
+        self.x = torch.rand(4096, device=self.device).requires_grad_()
+        self.sums: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        x = self.dropped(3, self.x)
+        y = replayed(lambda t: self.dropped(4, t) * t, self.streams, 4, x)
+        self.sums = y.sum()
+        return y.detach()
+
+    def dropped(self, layer: int, x: Tensor) -> Tensor:
+        self.streams.seek(layer)
+        with self.streams.fork("replicated"):
+            x = F.dropout(x, 0.3)
+        with self.streams.fork("tensor"):
+            x = F.dropout(x, 0.1)
+        with self.streams.fork("replicated"):
+            return F.dropout(x, 0.2)
+
+    def backward(self) -> Tensor:
+        assert self.sums is not None, "the forward pass has run"
+        (gradient,) = torch.autograd.grad(self.sums, self.x)
+        return gradient
+
+    def begin(self, number: int) -> None:
+        self.streams.begin_microbatch(number, number + 1)
+        with torch.no_grad():
+            self.x.uniform_(generator=torch.Generator(self.device).manual_seed(number))
+
+
+def capture(
+    step: Step, function: Callable[[], Tensor], size: int, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Tensor, RecordedDraws]:
+    generators = GeneratorPool(step.device, size)
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators.generators:
+        graph.register_generator_state(generator)
+    with (
+        step.streams.recording(generators) as recorder,
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        result = function()
+    return graph, result, recorder.recorded
+
+
+def test_replays_drop_the_elements_of_eager_passes_recomputed_ones_too() -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step = Step()
+        step.begin(1)
+        # An ordinary run counts the streams of each pass.
+        counts = []
+        for function in (step.forward, step.backward):
+            pool = GeneratorPool(step.device)
+            with step.streams.recording(pool):
+                function()
+            counts.append(pool.num_taken)
+        assert counts == [4, 2]
+        shared = torch.cuda.graph_pool_handle()
+        forward, output, drawn = capture(step, step.forward, counts[0], shared)
+        backward, gradient, drawn_again = capture(step, step.backward, counts[1], shared)
+        before = torch.cuda.get_rng_state()
+        for number in (5, 6, 1):
+            step.begin(number)
+            position = step.streams.seed_generators(drawn)
+            forward.replay()
+            kept = output.clone()
+            # Another microbatch moves the streams before the backward pass.
+            step.streams.begin_microbatch(99, 99)
+            step.streams.seed_generators(drawn_again, position)
+            backward.replay()
+            found = (kept, gradient.clone())
+            step.begin(number)
+            expected = (step.forward(), step.backward())
+            assert all(map(torch.equal, found, expected)), number
+            assert 0.3 < float((expected[0] == 0).float().mean()) < 0.9
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def test_a_stream_goes_on_in_python_where_a_replay_has_ended() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step = Step()
+        ones = torch.ones(512, device=step.device)
+
+        def entered() -> Tensor:
+            step.streams.seek(3)
+            return dropped()
+
+        def dropped() -> Tensor:
+            with step.streams.fork("replicated"):
+                return F.dropout(ones, 0.5)
+
+        graphs = []
+        step.begin(1)
+        for function in (entered, dropped):
+            function()
+            graphs.append(capture(step, function, 1, torch.cuda.graph_pool_handle()))
+        step.begin(7)
+        found = []
+        for graph, result, drawn in graphs:
+            step.streams.seed_generators(drawn)
+            graph.replay()
+            found += [result.clone(), dropped()]
+        step.begin(7)
+        expected = [entered(), dropped(), dropped(), dropped()]
+        assert all(map(torch.equal, found, expected))

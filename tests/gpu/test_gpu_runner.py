@@ -1,0 +1,118 @@
+"""Graphs of segments compute the bits of eager steps on a GPU, wherever two eager trainings do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.graphs.trained import Case, Trained, train
+from tests.world import run_world
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "max_seq_length": 128,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_heads": 4,
+}
+GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.0)
+LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=256)
+EXPERTS = replace(
+    LLAMA,
+    experts=ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss=0.01),
+)
+STEPS = (2, 2) + (3,) * 18
+
+
+def trained(case: Case, layout: ParallelLayout | None, graphs: bool, **mesh: Any) -> Trained:
+    torch.cuda.set_device(torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    if layout is None:
+        made = ParallelMesh.single(device)
+    else:
+        made = ParallelMesh.create(layout, device=device, **mesh)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = train(case, made, graphs=graphs)
+        torch.cuda.synchronize()
+        if found.runner is not None:
+            assert found.runner.failure is None, found.runner.failure
+            assert found.runner.num_graphs > 0
+            assert not found.runner.eager
+            found.runner.release()
+    return found
+
+
+def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any) -> None:
+    expected = trained(case, layout, False, **mesh)
+    twin = trained(case, layout, False, **mesh)
+    found = trained(case, layout, True, **mesh)
+    for number, (one, other, again) in enumerate(
+        zip(found.losses, expected.losses, twin.losses, strict=True)
+    ):
+        where = f"{what}, loss {number}: {one} {other} {again}"
+        if torch.equal(other, again):
+            assert torch.equal(one, other), where
+        else:
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3, msg=where)
+    for name, one in found.parameters.items():
+        if torch.equal(expected.parameters[name], twin.parameters[name]):
+            assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
+    assert found.counts == expected.counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, EXPERTS], ids=["gpt2", "llama", "experts"])
+def test_graphs_on_one_gpu(config: GPTConfig, recompute: str) -> None:
+    case = Case(
+        config, "1f1b", STEPS, recompute, dtype=torch.bfloat16, length=lambda step, number: 128
+    )
+    check(case, what=f"{recompute}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["embedding", "attention", "mlp", "head"])
+def test_graphs_of_one_scope_on_one_gpu(scope: str) -> None:
+    case = Case(
+        LLAMA, "1f1b", STEPS[:8], scopes=(scope,), dtype=torch.bfloat16, length=lambda *_: 128
+    )
+    check(case, what=scope)
+
+
+def check_two_ranks(rank: int, size: int) -> None:
+    steps = (4,) * 8
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        shape: Any = "v" if schedule == "zb-v" else "loop"
+        layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
+        for config in (GPT2, EXPERTS):
+            case = Case(config, schedule, steps, dtype=torch.bfloat16, length=_length)
+            check(case, layout, f"{schedule} {config.experts is not None}")
+    gpt2 = Case(GPT2, microbatches=steps, dtype=torch.bfloat16, length=_length)
+    llama = Case(LLAMA, microbatches=steps, dtype=torch.bfloat16, length=_length)
+    check(gpt2, ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
+    check(llama, ParallelLayout(size), "dp2")
+    for transport in ("all_gather", "one_sided"):
+        case = Case(
+            EXPERTS,
+            microbatches=steps,
+            dtype=torch.bfloat16,
+            transport=transport,  # type: ignore[arg-type]
+            length=_length,
+        )
+        check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
+
+
+def _length(step: int, number: int) -> int:
+    return 128
+
+
+@pytest.mark.gpu2
+def test_graphs_on_two_gpus() -> None:
+    run_world(check_two_ranks, 2, backend="nccl")

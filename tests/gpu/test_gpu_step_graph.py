@@ -1,0 +1,118 @@
+"""On GPUs, too, graphs of whole steps train bit for bit as eager steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
+from tests.world import run_world
+
+pytestmark = pytest.mark.gpu
+
+FULL = CudaGraphs("full", warmup_steps=2)
+GPU: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-mixed", "deterministic": True}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Let later tests use operators that are not deterministic."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_a_stream(*args: Any, **options: Any) -> Shown:
+    """Fit on a stream that can be captured."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return fit(*args, backend=lambda mesh: CudaBackend(), **{**GPU, **options})
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "experts"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=["each", "third"])
+def test_replayed_steps_train_as_eager_ones(kind: str, options: dict[str, Any]) -> None:
+    first = on_a_stream(LM(kind), None, num_samples=80, **options)
+    eager = on_a_stream(LM(kind), None, num_samples=80, **options)
+    assert_equal(first, eager, "two eager runs agree")
+    graphs = on_a_stream(LM(kind), FULL, num_samples=80, **options)
+    assert_equal(graphs, eager, kind)
+    assert graphs.num_replays >= 16, graphs.said
+
+
+def test_a_scale_of_the_loss_changes_between_replays() -> None:
+    eager, graphs = (
+        on_a_stream(LM("llama"), settings, num_samples=80, precision="16-mixed")
+        for settings in (None, FULL)
+    )
+    assert_equal(graphs, eager)
+    assert graphs.num_replays == 18, graphs.said
+
+
+class Reading(LM):
+    """Wait for the device in the step."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"].item()
+        return output
+
+
+def test_a_step_that_waits_for_the_device_goes_on_eagerly() -> None:
+    eager, graphs = on_a_stream(Reading("gpt2"), None), on_a_stream(Reading("gpt2"), FULL)
+    assert_equal(graphs, eager)
+    assert graphs.num_replays == 0
+    assert "not permitted when stream is capturing" in graphs.said[0]
+
+
+def test_draws_from_the_generator_of_the_cpu_are_refused_inside_of_streams() -> None:
+    streams = RandomStreams(3, device="cuda")
+    backend = CudaBackend()
+    pool = GeneratorPool(torch.device("cuda"), 1)
+
+    def step() -> None:
+        with streams.recording(pool), streams.fork_default():
+            torch.rand(3)
+
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(UnsupportedError, match="CPU has"):
+        backend.capture(step, backend.make_pool(), pool)
+
+
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "dp2": ("gpt2", {}),
+        "pp2": ("gpt2", {"pp": 2}),
+        "pp2 vpp2": ("llama", {"pp": 2, "vpp": 2}),
+        "tp2": ("gpt2", {"tp": 2}),
+    },
+    4: {"pp2 dp2": ("gpt2", {"pp": 2}), "tp2 dp2": ("llama", {"tp": 2})},
+}
+
+
+def _world(rank: int, size: int) -> None:
+    for name, (kind, sizes) in CASES[size].items():
+        layout = ParallelLayout(size, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1))
+        found = []
+        for settings in (None, FULL):
+            strategy = MegatronStrategy(microbatch_size=2, **sizes)
+            module = LM(kind, num_layers=4)
+            data = (layout.coordinates(rank)["dp"], layout.dp)
+            options: dict[str, Any] = {"devices": size, "strategy": strategy, "data": data}
+            found.append(on_a_stream(module, settings, num_samples=80 * layout.dp, **options))
+        assert_equal(found[1], found[0], name)
+        assert found[1].num_replays >= 14, (name, found[1].said)
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_replayed_steps_of_several_ranks_train_as_eager_ones(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    run_world(_world, size, backend="nccl")

@@ -1,0 +1,84 @@
+"""Changes of what graphs read and write are found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.graphs.addresses import Addresses
+from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.training.parameter_gather import ParameterGather
+
+
+def net() -> nn.Module:
+    """Return a module with parameters, a buffer, and a gradient slot of one parameter."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    _slot(module)
+    return module
+
+
+def _slot(module: Any) -> None:
+    set_slot(module[0].weight, GradientSlot(torch.zeros(3, 2), lambda: None))
+
+
+def _move(module: Any) -> None:
+    module[0].weight.data = module[0].weight.data.clone()
+
+
+def _replace_buffer(module: Any) -> None:
+    module[1].running_mean = module[1].running_mean.double()
+
+
+def _add(module: Any) -> None:
+    module.extra = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_move, "0.weight has moved"),
+        (_slot, "0.weight has its gradients elsewhere"),
+        (lambda module: module[0].bias.requires_grad_(False), "0.bias is now frozen"),
+        (_replace_buffer, "1.running_mean is now [3] torch.float64, it was [3] torch.float32"),
+        (_add, "extra is new"),
+        (lambda module: module[1].eval(), "1 is now in evaluation mode"),
+    ],
+)
+def test_a_change_is_named(change: Callable[[Any], Any], words: str) -> None:
+    module = net()
+    before = Addresses.of(module)
+    change(module)
+    assert Addresses.of(module).change_from(before) == words
+
+
+def test_new_values_at_the_same_addresses_are_no_change() -> None:
+    module = net()
+    before = Addresses.of(module)
+    module.load_state_dict({name: one + 1 for name, one in net().state_dict().items()})
+    assert Addresses.of(module).change_from(before) is None
+
+
+def test_hooks_of_users_are_found_and_those_of_the_package_are_not() -> None:
+    module = net()
+    ParameterGather().wait_before([module], [])
+    assert modules_with_user_hooks(module) == {}
+
+    def see(module: nn.Module, args: Any) -> None: ...
+
+    def note(where: str, module: nn.Module, args: Any, output: Any) -> None: ...
+
+    module[0].register_forward_pre_hook(see)
+    module[1].register_forward_hook(partial(note, "here"))
+    assert {
+        name: hook.rpartition(".")[2] for name, hook in modules_with_user_hooks(module).items()
+    } == {
+        "0": "see",
+        "1": "note",
+    }
+    assert user_hook_of(module) is None

@@ -1,0 +1,36 @@
+"""A series of captures runs without collections of garbage."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from lightning_megatron.graphs.backend import collection_paused
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_is_collected_before_a_series_of_captures_and_not_inside(was_enabled: bool) -> None:
+    if not was_enabled:
+        gc.disable()
+    try:
+        with collection_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
+
+
+def test_objects_of_captures_are_excluded_where_others_are() -> None:
+    gc.unfreeze()
+    with collection_paused():
+        pass
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with collection_paused():
+            graphs = [[number] for number in range(100)]
+        assert gc.get_freeze_count() >= before + len(graphs)
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,294 @@
+"""Effects of captured passes, repeated around replays: counts, notices, sums and draws of eager
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.graphs.effects import EffectObservers, Effects, must_overwrite
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.recorded_draws import RecordedDraws
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.training import DistributedOptimizerConfig
+from lightning_megatron.training.gradient_bucket import GradientBucket
+from lightning_megatron.training.recorded_gradients import RecordedGradients
+from tests.training.runs import Run
+from tests.world import run_world
+
+CONFIG = GPTConfig.gpt2(
+    vocab_size=40,
+    max_seq_length=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    hidden_dropout=0.2,
+    attention_dropout=0.3,
+)
+NUM_STEPS = 3
+NUM_MICROBATCHES = 2
+LAYOUTS = ({"tp": 2}, {"dp": 2})
+RECOMPUTE = ("none", "selective", "full")
+#: Change of the effects before they are repeated.
+Change = Callable[[Effects], Effects]
+FORGOTTEN: dict[str, Change] = {
+    "gradients": lambda one: replace(one, gradients=RecordedGradients()),
+    "notices": lambda one: replace(one, gradients=replace(one.gradients, groups=())),
+    "collectives": lambda one: replace(one, collectives=()),
+    "draws": lambda one: replace(one, draws=RecordedDraws()),
+}
+
+
+class Training:
+    """Steps of a GPT on one rank, and everything that tells them from another training."""
+
+    def __init__(self, mesh: ParallelMesh, recompute: str) -> None:
+        self.mesh = mesh
+        self.model = GPT(CONFIG, mesh, seed=1)
+        self.model.recompute = recompute
+        named = dict(self.model.named_parameters())
+        self.run = Run(named, mesh, DistributedOptimizerConfig(bucket_size=300))
+        self.batch = torch.zeros(2, 2, 8, dtype=torch.long)
+        self.losses: list[float] = []
+        self.events: list[Any] = []
+        self.positions: list[Any] = []
+
+    def loss(self) -> Tensor:
+        return self.model(self.batch[0], self.batch[1]).mean()
+
+    def pass_of(self, step: int, number: int) -> tuple[Tensor, Any]:
+        """Run the forward pass of a microbatch."""
+        return self.loss(), None
+
+    def back(self, loss: Tensor, position: Any) -> None:
+        """Run the backward pass of a microbatch."""
+        loss.backward()
+
+    def microbatch(self, step: int, number: int) -> None:
+        mesh = self.mesh
+        seed = 100 * step + 10 * number + mesh.dp.rank
+        self.batch.copy_(
+            torch.randint(0, 40, self.batch.shape, generator=torch.Generator().manual_seed(seed))
+        )
+        mesh.random.begin_microbatch(step, number * mesh.dp.size + mesh.dp.rank)
+        loss, position = self.pass_of(step, number)
+        self.losses.append(loss.item())
+        self.positions.append(mesh.random.position)
+        # Another microbatch moves the streams before the backward pass.
+        mesh.random.begin_microbatch(step, 1000 + number)
+        if number == NUM_MICROBATCHES - 1:
+            self.run.reducer.begin_last_backward(0)
+        self.back(loss, position)
+        self.positions.append(mesh.random.position)
+
+    def train(self) -> dict[str, Any]:
+        """Run all steps, and return what they did."""
+        counts = dict(self.mesh.journal.counts)
+        with pytest.MonkeyPatch.context() as patch:
+            start = GradientBucket.start
+
+            def noted(bucket: GradientBucket, *args: Any) -> None:
+                self.events.append(bucket.names)
+                start(bucket, *args)
+
+            patch.setattr(GradientBucket, "start", noted)
+            for step in range(NUM_STEPS):
+                self.run.zero_grad()
+                for number in range(NUM_MICROBATCHES):
+                    self.microbatch(step, number)
+                self.events.append("the last backward pass has ended")
+                self.run.reducer.start_reduction(0)
+                self.run.finish()
+                self.run.step()
+        now = self.mesh.journal.counts
+        return {
+            "losses": self.losses,
+            "events": self.events,
+            "positions": self.positions,
+            "collectives": {axis: now[axis] - counts.get(axis, 0) for axis in now},
+            "parameters": [p.detach().clone() for p in self.model.parameters()],
+        }
+
+
+class ReplayedTraining(Training):
+    """The same steps, of which forward and backward passes are replays of a tape."""
+
+    def __init__(
+        self, mesh: ParallelMesh, recompute: str, change: Change = lambda effects: effects
+    ) -> None:
+        super().__init__(mesh, recompute)
+        self.observers = EffectObservers(mesh.random, mesh.journal, self.run.reducer)
+        self.backend = TapeBackend(mesh.launcher)
+        self.pool = self.backend.make_pool()
+        before = (dict(mesh.journal.counts), mesh.journal.last, mesh.random.position)
+        with mesh.random.kept_position():
+            self.forward = self.capture("all layers, forward", self.loss, "empty")
+            loss = self.forward[1]
+
+            def backward() -> None:
+                loss.backward(retain_graph=True)
+
+            self.first = self.capture("all layers, backward", backward, "empty")
+            self.later = self.capture("all layers, backward", backward, "filled")
+        assert before == (dict(mesh.journal.counts), mesh.journal.last, mesh.random.position)
+        assert all(slot.is_empty for slot in self.run.reducer._slots.values())
+        self.slots = self.first[2].gradients.slots
+        self.change = change
+
+    def capture(self, label: str, function: Callable[[], Any], state: Any) -> Any:
+        generators = GeneratorPool(torch.device("cpu"))
+        with self.observers.recording(label, generators, state) as recorder:
+            graph, result = self.backend.capture(function, self.pool, generators)
+        return graph, result, recorder.effects
+
+    def pass_of(self, step: int, number: int) -> tuple[Tensor, Any]:
+        graph, loss, effects = self.forward
+        with self.observers.repeat(self.change(effects)) as position:
+            graph.replay()
+        return loss, position
+
+    def back(self, loss: Tensor, position: Any) -> None:
+        graph, _, effects = self.first if must_overwrite(self.slots) else self.later
+        with self.observers.repeat(self.change(effects), position):
+            graph.replay()
+
+
+def world(rank: int, size: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    for sizes in LAYOUTS:
+        tp = sizes.get("tp", 1)
+        mesh = ParallelMesh.create(ParallelLayout(size, tp=tp), sequence_parallel=tp > 1)
+        for recompute in RECOMPUTE:
+            replayed = ReplayedTraining(mesh, recompute)
+            found[f"{sizes} {recompute}"] = (Training(mesh, recompute).train(), replayed.train())
+        labels = [one[2].label for one in (replayed.forward, replayed.first)]
+        # Data-parallel ranks start no collectives inside their passes.
+        forgotten = {
+            what: ReplayedTraining(mesh, "full", change).train()
+            for what, change in FORGOTTEN.items()
+            if tp > 1
+        }
+        found[str(sizes)] = {"labels": labels, "forgotten": forgotten}
+        mesh.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_world(world, 2)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Return what differs between two trainings."""
+    found = {key for key in one if key != "parameters" and one[key] != other[key]}
+    equal = map(torch.equal, one["parameters"], other["parameters"])
+    return found if all(equal) else found | {"parameters"}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_replays_with_repeated_effects_equal_eager_training(
+    results: list[dict[str, Any]], sizes: dict[str, int], recompute: str
+) -> None:
+    for found in results:
+        eager, replayed = found[f"{sizes} {recompute}"]
+        assert not differences(eager, replayed)
+        assert sum(eager["collectives"].values()) > 0
+        events = eager["events"]
+        ended = max(index for index, event in enumerate(events) if isinstance(event, str))
+        assert not isinstance(events[ended - 1], str), "sums start inside the last backward pass"
+
+
+@pytest.mark.parametrize(
+    ("what", "seen"),
+    [
+        ("gradients", "parameters"),
+        ("notices", "events"),
+        ("collectives", "collectives"),
+        ("draws", "losses"),
+    ],
+)
+def test_an_effect_that_is_not_repeated_is_noticed(
+    results: list[dict[str, Any]], what: str, seen: str
+) -> None:
+    sizes = LAYOUTS[0]
+    for found in results:
+        eager, _ = found[f"{sizes} full"]
+        assert seen in differences(eager, found[str(sizes)]["forgotten"][what])
+
+
+def test_labels_say_how_many_collectives_a_replay_has(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        forward, backward = found[str(LAYOUTS[0])]["labels"]
+        assert forward.startswith("replay of all layers, forward, ")
+        assert forward.endswith(" collectives")
+        assert int(forward.split()[-2]) > 4
+        assert backward.startswith("replay of all layers, backward, ")
+        assert found[str(LAYOUTS[1])]["labels"][0] == "replay of all layers, forward, 0 collectives"
+
+
+@pytest.fixture
+def training() -> ReplayedTraining:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return ReplayedTraining(ParallelMesh.single(), "full")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_wrong_one_of_two_backward_graphs_is_refused(
+    training: ReplayedTraining, is_first: bool
+) -> None:
+    _, position = training.pass_of(0, 0)
+    for slot in training.slots:
+        slot.is_empty = not is_first
+    effects = (training.first if is_first else training.later)[2]
+    match = "overwrites .* must be empty and are filled"
+    if not is_first:
+        match = "adds to .* must be filled and are empty"
+    with pytest.raises(RuntimeError, match=match), training.observers.repeat(effects, position):
+        pytest.fail("the replay must not run")
+
+
+def test_a_failed_replay_reports_no_gradients(training: ReplayedTraining) -> None:
+    _, position = training.pass_of(0, 0)
+    with (
+        pytest.raises(KeyError),
+        training.observers.repeat(training.first[2], position),
+    ):
+        raise KeyError
+    assert all(slot.is_empty for slot in training.slots)
+
+
+def test_passes_without_gradient_slots_have_the_other_effects() -> None:
+    mesh = ParallelMesh.single()
+    observers = EffectObservers(mesh.random, mesh.journal)
+    with observers.recording("evaluation", GeneratorPool(torch.device("cpu"))) as recorder:
+        mesh.journal.note("all_reduce", "tp", (0,))
+    effects = recorder.effects
+    assert effects.label == "replay of evaluation, 1 collective"
+    assert effects.gradients == RecordedGradients()
+    with observers.repeat(effects):
+        assert mesh.journal.counts == {"tp": 1}
+
+
+def test_a_mixed_state_gets_zeros_so_that_adding_is_right() -> None:
+    slots = [GradientSlot(torch.full((2,), 5.0), lambda: None) for _ in range(2)]
+    assert must_overwrite(slots)
+    slots[0].is_empty = False
+    assert not must_overwrite(slots)
+    assert [slot.gradient.tolist() for slot in slots] == [[5.0, 5.0], [0.0, 0.0]]
+    assert not must_overwrite(slots)

@@ -1,0 +1,224 @@
+"""Graphs of segments compute the bits of eager steps, under every schedule and in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.actions import Action, PipelineUnit
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import build_schedule
+from tests.graphs.trained import SIZES, Case, assert_equal_bits, batch_of, train
+from tests.world import run_world
+
+GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
+LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.01)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any) -> Any:
+    """Compare a training by graphs with an eager one, and return the runner of the graphs."""
+
+    def new_mesh() -> ParallelMesh:
+        if layout is None:
+            return ParallelMesh.single()
+        return ParallelMesh.create(layout, **mesh)
+
+    expected = train(case, new_mesh(), graphs=False)
+    found = train(case, new_mesh(), graphs=True)
+    assert found.runner is not None
+    assert found.runner.failure is None, found.runner.failure
+    assert found.runner.num_graphs > 0, what
+    assert_equal_bits(found, expected, what)
+    return found.runner
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "experts", "shared"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_graphs_in_one_process(kind: str, recompute: str) -> None:
+    configs = {
+        "gpt2": GPT2,
+        "llama": LLAMA,
+        "experts": replace(LLAMA, experts=EXPERTS),
+        "shared": replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8)),
+    }
+    runner = check(Case(configs[kind], recompute=recompute), what=kind)
+    # One piece: forward and backward, of the first microbatch and of the later ones.
+    assert runner.num_graphs == 4
+    assert not runner.eager
+
+
+SCOPES = ("embedding", "attention", "mlp", "head")
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_graphs_of_one_scope(scope: str) -> None:
+    check(Case(GPT2, scopes=(scope,)), what=scope)
+
+
+def test_microbatches_of_other_shapes_run_eagerly() -> None:
+    runner = check(
+        Case(GPT2, length=lambda step, number: 6 if (step, number) in ((3, 1), (4, 2)) else 8)
+    )
+    assert sum(runner.eager.values()) == 2
+
+
+def check_two_ranks(rank: int, size: int) -> list[int]:
+    torch.set_default_dtype(torch.float64)
+    steps = (4, 4, 4, 2, 5)
+    experts = replace(LLAMA, experts=EXPERTS)
+    shared = replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8))
+    found = []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        shape: Any = "v" if schedule == "zb-v" else "loop"
+        layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
+        for config in (GPT2, LLAMA, experts):
+            numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else steps
+            case = Case(config, schedule, numbers)
+            runner = check(case, layout, f"{schedule} {config.experts}")
+            found.append(runner.num_graphs)
+    check(Case(GPT2), ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
+    check(Case(GPT2, recompute="full"), ParallelLayout(size, tp=2), "tp2")
+    check(Case(LLAMA), ParallelLayout(size), "dp2")
+    for transport in ("all_gather", "all_to_all", "one_sided"):
+        for config in (experts, shared):
+            case = Case(config, transport=transport)  # type: ignore[arg-type]
+            check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
+    return found
+
+
+def test_graphs_on_two_ranks() -> None:
+    run_world(check_two_ranks, 2)
+
+
+class ReadsHost(torch.autograd.Function):
+    """Identity that reads the host in its forward or in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        if where == "forward":
+            x.sum().item()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if ctx.where == "backward":
+            gradients[0].sum().item()
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_cannot_be_captured_runs_eagerly(where: str) -> None:
+    def spoil(model: GPT) -> None:
+        mlp = model.layers["1"].mlp
+        run = mlp.forward
+        mlp.forward = lambda hidden: ReadsHost.apply(run(hidden), where)  # type: ignore[method-assign]
+
+    case = Case(LLAMA)
+    expected = train(case, ParallelMesh.single(), graphs=False, spoil=spoil)
+    found = train(case, ParallelMesh.single(), graphs=True, spoil=spoil)
+    assert found.runner is not None
+    assert found.runner.failure is not None
+    assert f"embedding to head, {where}" in found.runner.failure
+    assert "item" in found.runner.failure or "_local_scalar_dense" in found.runner.failure
+    assert_equal_bits(found, expected, where)
+
+
+def test_a_slot_holds_one_microbatch() -> None:
+    runner = check(Case(LLAMA))
+    slot = next(iter(runner._slots.values()))
+    slot.occupy(PipelineUnit(0, 3))
+    with pytest.raises(RuntimeError, match="holds microbatch 3 in chunk 0"):
+        slot.occupy(PipelineUnit(0, 4))
+
+
+def test_graphs_end_where_the_caller_cuts() -> None:
+    case = Case(LLAMA, cuts=("layers.0.mlp", "layers.2.mlp"))
+    assert check(case).num_graphs == 3 * 4
+
+
+def test_results_that_user_code_keeps_stay_as_they_are() -> None:
+    kept: dict[bool, list[Tensor]] = {True: [], False: []}
+    for graphs in (False, True):
+        keep = kept[graphs]
+
+        def keeping(model: GPT, keep: list[Tensor] = keep) -> None:
+            model.register_forward_hook(lambda *call: keep.append(call[2].detach()))
+
+        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=keeping)
+    for one, other in zip(kept[True], kept[False], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_backward_pass_needs_the_activations_of_its_own_forward_pass() -> None:
+    case = Case(LLAMA)
+    found = train(case, ParallelMesh.single(), graphs=True)
+    assert found.runner is not None
+    tokens, labels = batch_of(case, found.model.mesh, 9, 0).data
+
+    def forward() -> Tensor:
+        assert found.runner is not None
+        found.runner.begin_step(build_schedule("1f1b", 1, 2))
+        with found.runner.during(Action("F", 0, 0)):
+            return found.model(tokens, labels).mean()
+
+    stale, loss = forward(), forward()
+    with pytest.raises(RuntimeError, match="another microbatch had overwritten the activations"):
+        stale.backward()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_a_call_that_collects_the_states_of_layers_runs_eagerly() -> None:
+    case = Case(LLAMA)
+    found = train(case, ParallelMesh.single(), graphs=True)
+    assert found.runner is not None
+    tokens, labels = batch_of(case, found.model.mesh, 9, 0).data
+    found.runner.begin_step(build_schedule("1f1b", 1, 1))
+    found.model.hidden_states = states = []
+    with found.runner.during(Action("F", 0, 0)):
+        found.model(tokens, labels)
+    assert len(states) == SIZES["num_layers"] + 1
+
+
+@pytest.mark.parametrize("scope", ["all", "attention"])
+def test_every_pass_waits_for_the_parameters_before_it_reads_them(scope: str) -> None:
+    # Static and eager pieces, before the captures and after: none runs the hooks that would wait.
+    awaited: list[set[int]] = []
+
+    def beginning(model: GPT) -> None:
+        run = model._run_chunk
+
+        def run_chunk(*given: Any) -> Any:
+            awaited.append(set())
+            return run(*given)
+
+        model._run_chunk = run_chunk  # type: ignore[method-assign]
+
+    found = train(
+        Case(LLAMA, scopes=(scope,)),
+        ParallelMesh.single(),
+        graphs=True,
+        spoil=beginning,
+        wait_for=lambda parameters: awaited[-1].update(map(id, parameters)),
+    )
+    assert len(awaited) == 5 * 3
+    for one in awaited:
+        assert one == set(map(id, found.model.parameters()))

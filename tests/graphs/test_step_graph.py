@@ -1,0 +1,206 @@
+"""Graphs of whole steps train bit for bit as eager steps, or say why they cannot."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.errors import CaptureError
+from lightning_megatron.graphs.step_graph import OwnAgreement
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
+from tests.world import run_world
+
+FULL = CudaGraphs("full", warmup_steps=2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "experts"])
+def test_replayed_steps_train_as_eager_ones(kind: str) -> None:
+    eager, graphs = fit(LM(kind), None), fit(LM(kind), FULL)
+    assert_equal(graphs, eager, kind)
+    assert graphs.num_replays == 5, "two of seven steps warm up"
+
+
+def test_accumulated_batches_have_a_graph_for_the_first_and_one_for_the_later() -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "num_samples": 4 * 17}
+    eager, graphs = fit(LM("gpt2"), None, **options), fit(LM("gpt2"), FULL, **options)
+    assert_equal(graphs, eager)
+    assert graphs.num_graphs == 2
+    assert graphs.num_replays == 17 - 2 * FULL.warmup_steps
+
+
+def test_a_last_batch_of_another_form_runs_eagerly_and_is_named() -> None:
+    eager = fit(LM("gpt2"), None, num_samples=27)
+    graphs = fit(LM("gpt2"), FULL, num_samples=27)
+    assert_equal(graphs, eager)
+    assert graphs.num_replays == 4
+    assert graphs.said == [
+        "CUDA graphs: microbatch['tokens'] (1, 8), captured for (2, 8): run eagerly (said once for "
+        "each shape)."
+    ]
+
+
+def test_a_new_form_is_an_error_or_gets_a_graph_on_request() -> None:
+    with pytest.raises(UnsupportedError, match=r"training_step got 1 microbatches, captured for 2"):
+        fit(LM("gpt2"), CudaGraphs("full", on_new_shape="error"), num_samples=26)
+    settings = CudaGraphs("full", warmup_steps=1, on_new_shape="capture")
+    options: dict[str, Any] = {"num_samples": 10, "max_epochs": 3}
+    eager, graphs = fit(LM("gpt2"), None, **options), fit(LM("gpt2"), settings, **options)
+    assert_equal(graphs, eager)
+    assert graphs.num_graphs == 2
+    assert graphs.num_replays == 5 + 2
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_validation_between_replayed_steps_changes_nothing(evaluation: bool) -> None:
+    options: dict[str, Any] = {"val_check_interval": 2, "num_samples": 32}
+    settings = CudaGraphs("full", warmup_steps=2, evaluation=evaluation)
+    eager, graphs = fit(LM("gpt2"), None, **options), fit(LM("gpt2"), settings, **options)
+    assert_equal(graphs, eager)
+    # Four validations of three batches; the sanity check comes before the graphs.
+    assert graphs.num_replays == 6 + (10 if evaluation else 0)
+
+
+class Scaled(LM):
+    """Count tokens, on the host."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return {**super().training_step(batch, batch_idx), "num_tokens": batch["tokens"].numel()}
+
+
+def test_steps_that_count_tokens_train_as_eager_ones() -> None:
+    assert_equal(fit(Scaled("llama"), FULL), fit(Scaled("llama"), None))
+
+
+def _fit_in(
+    rank: int, size: int, case: tuple[str, dict[str, Any], dict[str, Any]], is_captured: bool
+) -> Shown:
+    kind, sizes, options = case
+    num_batches = 17 if options else 10
+    layout = ParallelLayout(size, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1))
+    module = LM(kind, num_layers=4 if "vpp" in sizes else 2)
+    return fit(
+        module,
+        FULL if is_captured else None,
+        devices=size,
+        strategy=MegatronStrategy(microbatch_size=2, zero=1, **sizes),
+        data=(layout.coordinates(rank)["dp"], layout.dp),
+        num_samples=4 * num_batches * layout.dp,
+        **options,
+    )
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dp2 zero 1": ("gpt2", {}, {}),
+    "dp2 zero 1, accumulation": ("llama", {}, {"accumulate_grad_batches": 3}),
+    "pp2": ("gpt2", {"pp": 2}, {}),
+    "pp2, experts": ("experts", {"pp": 2}, {}),
+    "pp2 vpp2": ("gpt2", {"pp": 2, "vpp": 2}, {}),
+    "tp2 with sequence parallelism": ("llama", {"tp": 2, "sequence_parallel": True}, {}),
+}
+
+
+def _two_ranks(rank: int, size: int) -> list[tuple[str, int, int]]:
+    found = []
+    for name, case in CASES.items():
+        graphs = _fit_in(rank, size, case, True)
+        eager = _fit_in(rank, size, case, False)
+        assert_equal(graphs, eager, name)
+        if name == "dp2 zero 1":
+            # Sums start in Python in four eager steps and in one capture, and not in replays.
+            assert 10 * graphs.num_sums == 5 * eager.num_sums, name
+        found.append((name, graphs.num_replays, len(graphs.said)))
+    return found
+
+
+def test_replayed_steps_of_two_ranks_train_as_eager_ones() -> None:
+    # The first two optimizer steps of dp2 and tp2 compare replicas, and run eagerly.
+    expected = [(name, 8 if "pp" in name else 6, 0) for name in CASES]
+    expected[1] = ("dp2 zero 1, accumulation", 7, 0)
+    assert run_world(_two_ranks, 2) == [expected, expected]
+
+
+class Reading(LM):
+    """Do something in the step that no replay can repeat."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("llama")
+        self.read: Callable[[Any, Tensor, int], Any] = READS[name][0]
+        self.seen: list[Tensor] = []
+        self.metric = MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.read(self, output["loss"], batch_idx)
+        return output
+
+
+READS: dict[str, tuple[Callable[[Any, Tensor, int], Any], str]] = {
+    "value": (lambda module, loss, index: loss.item(), r"aten._local_scalar_dense"),
+    "index": (lambda module, loss, index: index % 2, r"must not read the index of its batch"),
+    "text": (lambda module, loss, index: f"{index}", r"must not read the index of its batch"),
+    "python": (lambda module, loss, index: random.random(), r"Python's random has drawn"),
+    "numpy": (lambda module, loss, index: np.random.rand(), r"numpy.random has drawn"),
+    "list": (lambda module, loss, index: module.seen.append(loss), r"changes self.seen"),
+    "attribute": (lambda module, loss, index: setattr(module, "last", loss), r"changes self.last"),
+    "metric": (lambda module, loss, index: module.metric.update(loss), r"self.metric \(metric\)"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_that_no_replay_can_repeat_goes_on_eagerly_as_if_nothing_had_happened(
+    name: str,
+) -> None:
+    eager, graphs = fit(Reading(name), None), fit(Reading(name), FULL)
+    assert_equal(graphs, eager, name)
+    assert graphs.num_replays == 0
+    assert len(graphs.said) == 1
+    assert graphs.said[0].startswith("the whole training_step: UnsupportedError: ")
+    assert re.search(READS[name][1], graphs.said[0])
+
+
+class Refusing(OwnAgreement):
+    """A rank that learns of the failure of another one, or raises."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def failure_of_any(self, failure: str | None) -> str | None:
+        if self.error is not None:
+            raise self.error
+        return failure or "rank 1 could not capture"
+
+
+def test_a_rank_gives_up_its_graph_if_another_one_has_none() -> None:
+    graphs = fit(LM("llama"), FULL, agreement=Refusing(None))
+    assert_equal(graphs, fit(LM("llama"), None))
+    assert (graphs.num_replays, graphs.num_graphs) == (0, 0)
+    assert graphs.said == ["rank 1 could not capture"]
+    with pytest.raises(CaptureError, match="on every rank"):
+        fit(LM("llama"), FULL, agreement=Refusing(CaptureError("on every rank")))
+
+
+def test_a_hook_inside_of_the_step_keeps_it_eager() -> None:
+    class Hooked(LM):
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.hooks.append("before_backward")
+
+    modules = Hooked("llama"), Hooked("llama")
+    assert_equal(fit(modules[0], FULL), fit(modules[1], None))
+    assert modules[0].hooks == modules[1].hooks
+
+
+def test_hooks_around_the_step_run_in_every_step() -> None:
+    modules = LM("llama"), LM("llama")
+    fit(modules[0], FULL)
+    fit(modules[1], None)
+    assert modules[0].hooks == modules[1].hooks

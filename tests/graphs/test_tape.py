@@ -1,0 +1,311 @@
+"""A tape replays the bits of eager steps, and refuses or shows what a CUDA graph could not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.p2p import start_transfers
+from lightning_megatron.groups.pending import start_all_reduce
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.graphs.steps import SIZES, Step
+from tests.world import run_world
+
+GPT2 = GPTConfig.gpt2(**SIZES)
+LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def captured(function: Callable[[], Any], backend: TapeBackend | None = None) -> Any:
+    """Capture a function in a pool of its own."""
+    backend = backend or TapeBackend()
+    return backend.capture(function, backend.make_pool())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "dropout", "llama", "experts"])
+def test_replays_have_the_loss_and_the_gradients_of_eager_steps(kind: str) -> None:
+    dropout = replace(GPT2, hidden_dropout=0.2, attention_dropout=0.3)
+    configs = {
+        "gpt2": GPT2,
+        "dropout": dropout,
+        "llama": LLAMA,
+        "experts": replace(LLAMA, experts=EXPERTS),
+    }
+    mesh = ParallelMesh.single()
+    Step(configs[kind], mesh).assert_replays_equal_eager(TapeBackend(mesh.launcher), kind)
+
+
+def test_forward_and_backward_graphs_of_two_slots_may_be_interleaved() -> None:
+    mesh = ParallelMesh.single()
+    step = Step(replace(LLAMA, experts=EXPERTS), mesh)
+    backend, batches = TapeBackend(mesh.launcher), [step.batch.clone(), step.batch.clone()]
+    step.run.zero_grad()
+    graphs = []
+    # The first backward graph overwrites the sums of gradients, the second one adds to them.
+    for batch in batches:
+        pool = backend.make_pool()
+
+        def forward(batch: Tensor = batch) -> Tensor:
+            losses: Tensor = step.model(batch[0], batch[1])
+            return losses.mean()
+
+        forwards, loss = backend.capture(forward, pool)
+        backwards, _ = backend.capture(loss.backward, pool)
+        graphs.append((forwards, backwards, loss))
+    (forward_0, backward_0, loss_0), (forward_1, backward_1, loss_1) = graphs
+    for seed in (1, 3):
+        for number, batch in enumerate(batches):
+            batch.copy_(step.drawn(seed + number))
+        for graph in (forward_0, forward_1, backward_0, backward_1):
+            graph.replay()
+        sums = [one.gradients.clone() for one in step.run.main.buffers]
+        losses = [loss_0.item(), loss_1.item()]
+        first, *_ = step.result_of(seed, step)
+        step.batch.copy_(step.drawn(seed + 1))
+        assert losses == [first.item(), step().item()]
+        for found, buffer in zip(sums, step.run.main.buffers, strict=True):
+            in_use = buffer.gradients != 7.0  # `result_of` marks what no gradient is added to
+            assert torch.equal(found[in_use], buffer.gradients[in_use])
+
+
+def test_a_capture_leaves_gradients_statistics_and_generators_as_they_were() -> None:
+    mesh = ParallelMesh.single()
+    config = replace(
+        LLAMA, experts=replace(EXPERTS, expert_bias=True, scoring="sigmoid", aux_loss=0.01)
+    )
+    step = Step(config, mesh)
+    step()
+    old = [*step.model.buffers(), *(one.gradients for one in step.run.main.buffers)]
+    before = [one.clone() for one in old]
+    state = torch.get_rng_state()
+    graph, _ = captured(lambda: (step(), torch.rand(3)), TapeBackend(mesh.launcher))
+    assert all(torch.equal(*pair) for pair in zip(old, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    graph.replay()
+    assert not all(torch.equal(*pair) for pair in zip(old, before, strict=True))
+
+
+def test_a_replay_changes_no_counter_of_versions() -> None:
+    sums, x = torch.zeros(2), torch.ones(2)
+    graph, output = captured(lambda: sums.add_(x) * 2)
+    versions = sums._version, output._version
+    graph.replay()
+    assert (sums._version, output._version) == versions
+    assert torch.equal(sums, x)
+    assert torch.equal(output, 2 * x)
+
+
+def test_outputs_that_a_gpu_may_overwrite_are_nan_at_later_replays() -> None:
+    backend, x = TapeBackend(), torch.ones(2)
+    pool = backend.make_pool()
+    first, doubled = backend.capture(lambda: x * 2, pool)
+    first.replay()
+    kept, given_up = doubled, pool.give_up(doubled)
+    assert given_up.data_ptr() == kept.data_ptr()
+    pool.give_up(x)  # an input is not of the pool, and stays
+    second, tripled = backend.capture(lambda: (x * 3, torch.arange(2)), pool)
+    first.replay()
+    assert torch.equal(kept, 2 * x)
+    second.replay()
+    assert kept.isnan().all()
+    assert torch.equal(tripled[0], torch.full((2,), 3.0))
+    first.replay()
+    assert tripled[0].isnan().all(), "the first graph may use its memory"
+    assert (tripled[1] < 0).all()
+    assert torch.equal(x, torch.ones(2))
+
+
+READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "item": (lambda x: x[0].item(), "aten._local_scalar_dense"),
+    "bool": (lambda x: bool(x.sum() > 0), "aten._local_scalar_dense"),
+    "tolist": (lambda x: x.tolist(), "Tensor.tolist"),
+    "numpy": (lambda x: x.numpy(), "Tensor.numpy"),
+    "nonzero": (lambda x: x.nonzero(), "aten.nonzero"),
+    "mask": (lambda x: x[x > 0], "aten.index"),
+    "assignment by a mask": (lambda x: x.index_put_((x > 0,), x[0]), "aten.index_put_"),
+    "equal": (lambda x: torch.equal(x, x), "aten.equal"),
+    "repetitions": (lambda x: x.repeat_interleave(x.long()), "aten.repeat_interleave"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_of_values_on_the_host_is_refused_by_name(name: str) -> None:
+    read, operator = READS[name]
+    x, sums, backend = torch.ones(3), torch.zeros(3), TapeBackend()
+
+    class Reading(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor) -> Tensor:
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            read(x)
+            return grads[0]
+
+    def forward() -> None:
+        sums.add_(1)
+        read(x)
+
+    def backward() -> None:
+        sums.add_(1)
+        Reading.apply(x.clone().requires_grad_()).sum().backward()
+
+    for function in (forward, backward):
+        with pytest.raises(UnsupportedError, match=rf"on the host: it called {operator}"):
+            captured(function, backend)
+        assert not backend.is_capturing
+        assert torch.equal(sums, torch.zeros(3)), "what ran before the error is undone"
+    assert x.tolist() == [1, 1, 1]
+    assert x.numpy().sum() == 3
+    graph, _ = captured(lambda: sums.add_(1), backend)
+    graph.replay()
+    assert torch.equal(sums, torch.ones(3))
+
+
+def test_numbers_of_the_host_may_be_read_and_are_restored_at_each_replay() -> None:
+    def step() -> Tensor:
+        constant = torch.tensor([2.0, 3.0])
+        assert constant.tolist() == [2.0, 3.0]
+        constant.mul_(torch.tensor(0.5).item())
+        return constant
+
+    graph, constant = captured(step)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(constant, torch.tensor([1.0, 1.5]))
+
+
+def test_a_replay_draws_from_the_generators_of_the_capture() -> None:
+    generators = GeneratorPool(torch.device("cpu"), 2)
+    first, second = generators.generators
+
+    def step() -> Tensor:
+        with generators.drawing(first):
+            dropped = torch.nn.functional.dropout(torch.ones(50))
+        with generators.drawing(second):
+            drawn = torch.rand(50)
+        return torch.stack([dropped, drawn, torch.rand(50, generator=second)])
+
+    backend = TapeBackend()
+    graph, found = backend.capture(step, backend.make_pool(), generators)
+    for seed in (1, 2, 3):
+        first.manual_seed(seed)
+        second.manual_seed(10 * seed)
+        outside = torch.get_rng_state()
+        graph.replay()
+        assert torch.equal(torch.get_rng_state(), outside)
+        torch.manual_seed(seed)
+        dropped = torch.nn.functional.dropout(torch.ones(50))
+        torch.manual_seed(10 * seed)
+        assert torch.equal(found, torch.stack([dropped, torch.rand(50), torch.rand(50)]))
+
+
+def test_a_generator_that_the_capture_does_not_know_is_refused() -> None:
+    generator = torch.Generator()
+    with pytest.raises(UnsupportedError, match=r"aten.rand.generator draws from another one"):
+        captured(lambda: torch.rand(3, generator=generator))
+
+
+def test_replays_out_of_order_of_life_are_refused() -> None:
+    backend = TapeBackend()
+    with pytest.raises(RuntimeError, match="must not be nested"):
+        captured(lambda: captured(lambda: torch.ones(2), backend), backend)
+    graph, _ = captured(lambda: torch.ones(2), backend)
+    graph.release()
+    graph.release()
+    with pytest.raises(RuntimeError, match="has been released"):
+        graph.replay()
+
+
+def _replay_over_tp(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    layout = ParallelLayout(size, tp=size)
+    for is_sharded in (False, True):
+        mesh = ParallelMesh.create(layout, sequence_parallel=is_sharded)
+        backend = TapeBackend(mesh.launcher)
+        dropout = replace(GPT2, hidden_dropout=0.2, attention_dropout=0.3)
+        for name, config in {"gpt2 with dropout": dropout, "llama": LLAMA}.items():
+            what = f"{name}, tp2, sequence parallel {is_sharded}"
+            Step(config, mesh).assert_replays_equal_eager(backend, what)
+        mesh.destroy()
+
+
+def test_replays_over_tp_equal_eager_steps() -> None:
+    run_world(_replay_over_tp, 2)
+
+
+def _replay_over_ep(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
+    backend = TapeBackend(mesh.launcher)
+    config = replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8))
+    transports: tuple[Transport, ...] = ("all_gather", "one_sided")
+    for transport in transports:
+        step = Step(config, mesh, transport)
+        with pytest.raises(UnsupportedError, match=r"Tensor.tolist"):
+            step.captured(backend)
+        # The ranks compare their numbers of tokens outside of captures.
+        step.model._check_tokens = lambda num_tokens: None  # type: ignore[method-assign]
+        step.assert_replays_equal_eager(backend, f"experts over ep2 by {transport}")
+    step = Step(config, mesh, "all_to_all")
+    with pytest.raises(UnsupportedError, match=r"Tensor.tolist"):
+        step.captured(backend)
+    mesh.destroy()
+
+
+def test_replays_with_experts_over_ep_equal_eager_steps() -> None:
+    run_world(_replay_over_ep, 2)
+
+
+def _replay_collectives(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size))
+    backend, x = TapeBackend(mesh.launcher), torch.ones(2)
+    with pytest.raises(UnsupportedError, match="it left 1 in flight"):
+        captured(lambda: start_all_reduce(x, mesh.dp), backend)
+    with pytest.raises(UnsupportedError, match="it called c10d.allreduce_"):
+        captured(lambda: torch.distributed.all_reduce(x), backend)
+
+    def exchanged() -> tuple[Tensor, Tensor]:
+        received = torch.empty(2)
+        sent = x * 3
+        transfers = start_transfers([(sent, 1 - rank)], [(received, 1 - rank)], mesh.dp)
+        reduction = start_all_reduce(x, mesh.dp, "mean")
+        assert not transfers.is_done(), "a recording does not know"
+        square = sent.square()
+        transfers.wait()
+        reduction.wait()
+        return all_reduce_(square, mesh.dp), received
+
+    graph, (square, received) = captured(exchanged, backend)
+    assert torch.equal(x, torch.ones(2)), "captures have left it as it was"
+    for number in (1.0, 2.0):
+        x.fill_(number + rank)
+        graph.replay()
+        assert torch.equal(received, torch.full((2,), 3 * (number + 1 - rank)))
+        assert torch.equal(square, torch.full((2,), 9 * (number**2 + (number + 1) ** 2)))
+        assert torch.equal(x, torch.full((2,), number + 0.5))
+    mesh.destroy()
+
+
+def test_collectives_are_started_and_waited_for_again_and_others_are_refused() -> None:
+    run_world(_replay_collectives, 2)

@@ -1,0 +1,174 @@
+"""Training of a small GPT for a few steps, eagerly or by graphs of its segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.loss_weights import new_weight
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.experts import Transport
+from tests.training.runs import Run
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 77,
+    "max_seq_length": 12,
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Args:
+        config: Configuration of the model.
+        schedule: Name of the schedule.
+        microbatches: Number of microbatches of each step.
+        recompute: Activations that backward passes recompute.
+        scopes: Scopes that graphs capture.
+        cuts: Names of segments after which a graph ends.
+        transport: Transport of tokens to experts.
+        dtype: Dtype of the parameters.
+        length: Function from step and microbatch to the length of its sequences (tokens).
+    """
+
+    config: GPTConfig
+    schedule: str = "1f1b"
+    microbatches: Sequence[int] = (3, 3, 3, 3, 3)
+    recompute: Any = "none"
+    scopes: tuple[str, ...] = ("all",)
+    cuts: tuple[str, ...] = ()
+    transport: Transport = "auto"
+    dtype: torch.dtype = torch.float64
+    length: Callable[[int, int], int] = lambda step, number: 8
+
+
+@dataclass
+class Trained:
+    """Result of a training on one rank.
+
+    Args:
+        losses: Losses of all microbatches of all steps.
+        parameters: Parameters at the end, by name.
+        counts: Number of collectives of each axis.
+        runner: Runner of the graphs; None without graphs.
+        model: The model.
+    """
+
+    losses: list[Tensor]
+    parameters: dict[str, Tensor]
+    counts: dict[str, int]
+    runner: GraphRunner | None
+    model: GPT
+
+
+def train(
+    case: Case,
+    mesh: ParallelMesh,
+    *,
+    graphs: bool,
+    spoil: Callable[[GPT], None] | None = None,
+    wait_for: Callable[[Any], None] = lambda parameters: None,
+) -> Trained:
+    """Train, eagerly or by graphs that are captured after two steps.
+
+    Args:
+        case: What is trained.
+        mesh: The groups of this rank.
+        graphs: Whether graphs of segments are captured.
+        spoil: Function that changes the model first.
+        wait_for: Function that the runner calls before it reads parameters.
+    """
+    model = GPT(case.config, mesh, seed=7).to(case.dtype)
+    model.recompute = case.recompute
+    if spoil is not None:
+        spoil(model)
+    for part in model.modules():
+        if isinstance(part, MixtureOfExperts):
+            part.transport = case.transport
+    run = Run(dict(model.named_parameters()), mesh, make=lambda some: SGD(some, lr=0.1))
+    executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
+    runner = graph_runner(case, mesh, run, wait_for) if graphs else None
+    if runner is not None:
+        model.runner = executor.actions = runner
+        executor.fixed_weight = new_weight(mesh.device)
+    mixtures = list(model.mixtures().values())
+    losses: list[Tensor] = []
+    for step, number in enumerate(case.microbatches):
+        if runner is not None and step == 2:
+            runner.begin()
+        run.zero_grad()
+
+        def loss_of(result: Tensor, _: int, number: int = number) -> Tensor:
+            losses.append(result.detach().clone())
+            return result / number
+
+        executor.run(
+            lambda data: model(data[0], data[1]).mean(),
+            [batch_of(case, mesh, step, one) for one in range(number)],
+            backward=True,
+            loss_of=loss_of,
+            weight_of=lambda _, number=number: 1.0 / number,  # type: ignore[misc]
+            observer=run.reducer,
+            loss_weight=mixtures[0].loss_weight if mixtures else None,
+            weight_gradients=run.reducer.weight_gradients,
+            step=step,
+        )
+        run.finish()
+        run.step()
+    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    return Trained(losses, parameters, dict(mesh.journal.counts), runner, model)
+
+
+def graph_runner(
+    case: Case, mesh: ParallelMesh, run: Run, wait_for: Callable[[Any], None]
+) -> GraphRunner:
+    """Return a runner with the backend for the device."""
+    is_cpu = mesh.device.type == "cpu"
+    tools = CaptureTools(
+        TapeBackend(mesh.launcher) if is_cpu else CudaBackend(),
+        EffectObservers(mesh.random, mesh.journal, run.reducer),
+        mesh.random,
+        run.reducer.weight_gradients,
+    )
+    settings = SegmentSettings(
+        case.scopes, case.cuts, redraws=case.recompute != "none", wait_for=wait_for
+    )
+    return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
+
+
+def batch_of(case: Case, mesh: ParallelMesh, step: int, number: int) -> Microbatch:
+    """Draw tokens and labels of a microbatch of a data-parallel rank."""
+    place = (step * 100 + number) * mesh.dp.size + mesh.dp.rank
+    generator = torch.Generator().manual_seed(place)
+    shape = (2, 2, case.length(step, number))
+    drawn = torch.randint(0, SIZES["vocab_size"], shape, generator=generator)
+    drawn = drawn.to(mesh.device)
+    return Microbatch((drawn[0], drawn[1]), 2)
+
+
+def assert_equal_bits(found: Trained, expected: Trained, what: str) -> None:
+    """Assert that two trainings have the same losses, parameters and numbers of collectives."""
+    for number, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
+        assert torch.equal(one, other), f"{what}: loss {number}: {one} and {other}"
+    for name, one in found.parameters.items():
+        assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
+    assert found.counts == expected.counts, what

@@ -1,0 +1,281 @@
+"""Models run as lists of segments: split into pieces they compute the same, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.segments import split
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.segment_scopes import SegmentScope
+from tests.models.pieces import PieceRunner
+from tests.models.stages import run_pipeline
+from tests.world import run_world
+
+V, S = 40, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": V, "max_seq_length": S, "num_layers": 2, "hidden_size": 16, "num_heads": 4,
+    "hidden_dropout": 0.3, "attention_dropout": 0.3,
+}  # fmt: skip
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.3, z_loss=0.01)
+SHARED = ExpertsConfig(
+    num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, capacity_factor=0.8
+)
+DENSE = {
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "gpt2 parallel": GPTConfig.gpt2(**SIZES, parallel_residual=True),
+    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
+    "llama post": GPTConfig.llama(**SIZES, norm_position="post"),
+}
+MIXED = {
+    "experts": GPTConfig.llama(**SIZES, experts=EXPERTS),
+    "experts post": GPTConfig.llama(**SIZES, experts=EXPERTS, norm_position="post"),
+    "shared expert": GPTConfig.llama(**SIZES, experts=SHARED),
+}
+CONFIGS = DENSE | MIXED
+#: Every scope alone, all of them, and the two that belong together.
+SCOPES = [("all",), *((scope,) for scope in get_args(SegmentScope)), ("router", "preprocess")]
+
+
+def tokens_of(number: int, mesh: ParallelMesh) -> Tensor:
+    generator = torch.Generator().manual_seed(number + 10 * mesh.dp.rank)
+    return torch.randint(0, V, (2, S), generator=generator)
+
+
+def gpt_of(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, transport: str) -> GPT:
+    model = GPT(config, mesh, seed=1)
+    model.recompute = recompute
+    for mixture in model.mixtures().values():
+        mixture.transport = transport  # type: ignore[assignment]
+    return model
+
+
+def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
+    """Run two microbatches forward, then both backward, and return losses and gradients."""
+    losses = []
+    for number in range(2):
+        mesh.random.begin_microbatch(5, number)
+        tokens = tokens_of(number, mesh)
+        if isinstance(model, GPT):
+            losses.append(model(tokens, tokens, label_smoothing=0.1).mean())
+        else:
+            valid = torch.arange(S) < torch.tensor([[S], [5]])
+            result = model(EncoderInput(tokens, valid=valid), tokens)
+            found = result.pooled if result.losses is None else result.losses
+            losses.append(found.mean())
+    found: dict[str, Tensor | None] = {}
+    for number, loss in enumerate(losses):
+        # One by one, because a tied weight gets two gradients, which pieces do not add up first.
+        model.zero_grad()
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
+        for name, parameter in model.named_parameters():
+            found[f"{name} {number}"] = parameter.grad
+    return found
+
+
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+    assert found.keys() == expected.keys(), what
+    for name, value in expected.items():
+        same = value is None if found[name] is None else torch.equal(found[name], value)
+        assert same, f"{what}: {name}"
+
+
+def check_scopes(
+    config: GPTConfig,
+    mesh: ParallelMesh,
+    recompute: Recompute,
+    scopes: Any,
+    transport: str = "auto",
+) -> list[int]:
+    """Compare a model in pieces with the whole one; return the number of pieces by scope."""
+    expected = train(gpt_of(config, mesh, recompute, transport), mesh)
+    found = []
+    for scope in scopes:
+        model = gpt_of(config, mesh, recompute, transport)
+        runner = PieceRunner(model, scopes=scope)
+        what = f"{config} {mesh.layout} {transport} {recompute} {scope}"
+        assert_same_bits(train(model, mesh), expected, what)
+        found.append(len(runner.pieces))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pieces_of_every_scope_compute_the_same_bits(name: str) -> None:
+    numbers = check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), "none", SCOPES)
+    assert numbers[0] == 1
+    # The eager rest lies between, before and after the static runs.
+    assert len(set(numbers)) > 2
+
+
+@pytest.mark.parametrize("recompute", ["selective", "experts", "full"])
+@pytest.mark.parametrize("name", ["gpt2", "shared expert"])
+def test_pieces_compute_the_same_bits_with_recomputation(name: str, recompute: Recompute) -> None:
+    scopes = [("all",), ("attention",), ("mlp", "router", "head")]
+    check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), recompute, scopes)
+
+
+@pytest.mark.parametrize("head", ["masked_lm", "pooler"])
+def test_an_encoder_in_pieces_computes_the_same_bits(head: Any) -> None:
+    config = EncoderConfig(
+        vocab_size=V, num_positions=S, num_layers=2, hidden_size=16, num_heads=4,
+        ffn_hidden_size=24, hidden_dropout=0.3, attention_dropout=0.3, head=head,
+    )  # fmt: skip
+    mesh = ParallelMesh.single(seed=4)
+    expected = train(Encoder(config, mesh, seed=1), mesh)
+    for scopes in SCOPES[:4]:
+        model = Encoder(config, mesh, seed=1)
+        PieceRunner(model, scopes=scopes)
+        assert_same_bits(train(model, mesh), expected, f"{head} {scopes}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_segments_read_all_parameters_and_cuts_end_runs(name: str) -> None:
+    model = GPT(CONFIGS[name], seed=1)
+    opened = model.segments().opened()
+    assert set(opened.parameters) == set(model.parameters())
+    PieceRunner(model, cuts=["embedding", "layers.0.attention"])
+    runner = PieceRunner(model, cuts=["embedding", "layers.0.attention"])
+    model(tokens_of(0, model.mesh))
+    ends = [piece.segments[-1].name for piece in runner.pieces]
+    assert ends == ["embedding", "layers.0.attention", "head"]
+    assert all(piece.is_static for piece in runner.pieces)
+
+
+def test_masks_and_rotary_tables_come_from_outside() -> None:
+    config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
+    model = GPT(config, seed=1)
+    assert model.segments().inputs == (
+        "tokens", "positions", "vectors", "rotary", "mask", "mask.4",
+        "labels", "label_smoothing", "ignore_index",
+    )  # fmt: skip
+    mesh = model.mesh
+    valid = torch.arange(S) < torch.tensor([[S], [5]])
+    span = AttentionSpan(valid, positions=torch.arange(S).repeat(2, 1))
+    twin = GPT(config, mesh, seed=1)
+    runner = PieceRunner(twin, scopes=("attention",))
+    tokens = tokens_of(0, mesh)
+    assert torch.equal(twin.eval()(tokens, span=span), model.eval()(tokens, span=span))
+    assert [piece.is_static for piece in runner.pieces] == [False, True, False, True, False]
+
+
+def test_full_recomputation_is_one_segment_of_all_scopes_of_its_block() -> None:
+    model = GPT(CONFIGS["shared expert"], seed=1)
+    model.recompute = "full"
+    found = {segment.name: segment for segment in model.segments().opened()}
+    assert list(found) == ["embedding", "layers.0.block", "layers.1.block", "head"]
+    assert found["layers.1.block"].scopes == (
+        "attention", "router", "preprocess", "experts", "combine",
+    )  # fmt: skip
+
+
+def test_a_layer_without_segments_is_eager() -> None:
+    class Doubled(nn.Module):
+        def forward(self, hidden: Tensor, *_: object) -> Tensor:
+            return hidden * 2
+
+    model = GPT(CONFIGS["gpt2"], seed=1)
+    model.layers["1"] = Doubled()
+    runner = PieceRunner(model)
+    model(tokens_of(0, model.mesh))
+    names = [[segment.name for segment in piece] for piece in runner.pieces]
+    assert names == [["embedding", "layers.0.attention", "layers.0.mlp"], ["layers.1"], ["head"]]
+    assert [piece.is_static for piece in runner.pieces] == [True, False, True]
+
+
+def test_compiled_blocks_share_one_graph_and_stay_whole() -> None:
+    torch.compiler.reset()
+    model = GPT(
+        GPTConfig.llama(**SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), seed=1
+    )
+    counter = CompileCounter()
+    for block in model.layers.values():
+        block.compile(backend=counter)
+    model(tokens_of(0, model.mesh)).sum().backward()
+    assert counter.frame_count == 1
+    opened = model.segments().opened()
+    assert [segment.name for segment in opened] == ["embedding", "layers.0", "layers.1", "head"]
+    assert opened.is_static
+    assert opened.segments[1].scopes == ("attention", "mlp")
+
+
+def _check_ranks(rank: int, size: int) -> list[Any]:
+    torch.set_default_dtype(torch.float64)
+    few = [("all",), ("router", "preprocess"), ("attention", "combine")]
+    found = []
+    for options, sequence_parallel in (({"tp": 2}, True), ({"ep": 2}, False)):
+        mesh = ParallelMesh.create(
+            ParallelLayout(size, **options), seed=4, sequence_parallel=sequence_parallel
+        )
+        for name, config in CONFIGS.items():
+            if name in (DENSE if mesh.ep.size > 1 else {"gpt2 parallel", "experts post"}):
+                continue
+            transports = (
+                ("all_gather", "all_to_all", "one_sided") if mesh.ep.size > 1 else ("auto",)
+            )
+            for transport in transports:
+                numbers = check_scopes(config, mesh, "none", few, transport)
+                model = gpt_of(config, mesh, "none", transport)
+                eager = [
+                    [segment.name.removeprefix("layers.1.mlp.") for segment in piece]
+                    for piece in split(model.segments())
+                    if not piece.is_static
+                ]
+                found.append((name, transport, numbers[0], eager))
+        mesh.destroy()
+    return found
+
+
+def test_pieces_of_parallel_ranks_compute_the_same_bits() -> None:
+    for found in run_world(_check_ranks, 2):
+        assert len(found) == len(CONFIGS) - 2 + 3 * len(MIXED)
+        for name, transport, number, eager in found:
+            assert number == (5 if transport == "all_to_all" else 1), (name, transport)
+            # Only the exchanges, the experts and what runs beside an exchange are eager.
+            beside = ["shared"] if name == "shared expert" else []
+            last = ["send", *beside, "receive", "experts", "send_back"]
+            assert eager[1:] == ([last] if transport == "all_to_all" else []), (name, transport)
+
+
+def _check_stages(rank: int, size: int) -> list[list[str]]:
+    torch.set_default_dtype(torch.float64)
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2), seed=4)
+    config = GPTConfig.gpt2(**SIZES | {"num_layers": 3})
+    tokens = tokens_of(0, mesh)
+    grad = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3))
+    results = []
+    for options in (None, {"scopes": ("attention",)}):
+        model = GPT(config, mesh, seed=1)
+        if options is not None:
+            PieceRunner(model, **options)
+        mesh.random.begin_microbatch(5, 0)
+        losses = run_pipeline(model, tokens, tokens, grad)
+        results.append({"losses": losses} | {n: p.grad for n, p in model.named_parameters()})
+    assert_same_bits(results[1], results[0], f"stage {rank}")
+    return [list(model.segments().inputs), [one.name for one in model.segments()]]
+
+
+def test_a_stage_begins_with_what_it_receives() -> None:
+    first, second = run_world(_check_stages, 2)
+    assert first[0] == ["tokens", "positions", "vectors", "rotary", "mask"]
+    assert second[0][:3] == ["hidden", "rotary", "mask"]
+    assert [*first[1], *second[1]] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]

@@ -1,0 +1,267 @@
+"""Settings of CUDA graphs are checked before any process exists, and messages name the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any, get_args
+
+import pytest
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan import CudaGraphs
+from lightning_megatron.plan.cuda_graphs import GraphConditions, GraphScope, check_cuda_graphs
+
+FINE = GraphConditions(
+    device_type="cuda",
+    schedule="interleaved",
+    transport="one_sided",
+    overlap_tensor_parallel=False,
+    is_automatic=True,
+    compile_modes=(),
+    environment={},
+)
+
+
+def test_a_mode_a_mapping_and_settings_mean_the_same() -> None:
+    wanted = CudaGraphs("segments")
+    assert CudaGraphs.of("segments") == CudaGraphs.of({"mode": "segments"}) == wanted
+    assert CudaGraphs.of(wanted) is wanted
+    assert CudaGraphs.of(None) is None
+    found = CudaGraphs.of({"mode": "segments", "scopes": ["attention", "mlp"], "warmup_steps": 5})
+    assert found == CudaGraphs("segments", ("attention", "mlp"), 5)
+    assert wanted == CudaGraphs(
+        mode="segments",
+        scopes=("all",),
+        warmup_steps=3,
+        evaluation=False,
+        on_new_shape="eager",
+        on_failure="eager",
+        fixed_shapes=False,
+        optimizer=False,
+        check=False,
+    )
+
+
+def test_settings_are_frozen() -> None:
+    graphs: Any = CudaGraphs("full")
+    with pytest.raises(FrozenInstanceError):
+        graphs.mode = "segments"
+    assert hash(graphs) == hash(CudaGraphs("full"))
+
+
+def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
+    scopes = get_args(GraphScope)
+    assert all(CudaGraphs("segments").captures(scope) for scope in scopes)
+    some = CudaGraphs("segments", ("router", "preprocess"))
+    assert [scope for scope in scopes if some.captures(scope)] == ["router", "preprocess"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "partial",
+            "cuda_graphs must be segments, full, CudaGraphs or a mapping of its settings or None: "
+            "it is 'partial'.",
+        ),
+        (
+            True,
+            "cuda_graphs must be segments, full, CudaGraphs or a mapping of its settings or None: "
+            "it is True, of type bool.",
+        ),
+        (
+            {"mode": "segment"},
+            "cuda_graphs.mode must be segments or full: it is 'segment'.",
+        ),
+        ({}, "cuda_graphs must have mode: it has nothing."),
+        (
+            {"mode": "full", "warmup": 3},
+            "cuda_graphs has no setting 'warmup'. Its settings are mode, scopes, warmup_steps, "
+            "evaluation, on_new_shape, on_failure, fixed_shapes, optimizer, check.",
+        ),
+        (
+            {"mode": "segments", "scopes": ["attention", "moe"]},
+            "cuda_graphs.scopes[1] must be embedding, attention, mlp, router, preprocess, experts, "
+            "combine, head or all: it is 'moe'.",
+        ),
+        (
+            {"mode": "segments", "scopes": "all"},
+            "cuda_graphs.scopes must be a list with embedding, attention, mlp, router, preprocess, "
+            "experts, combine, head or all for each element: it is 'all', of type str.",
+        ),
+        (
+            {"mode": "segments", "warmup_steps": -1},
+            "cuda_graphs.warmup_steps must be a whole number of at least 1: it is -1.",
+        ),
+        (
+            {"mode": "segments", "warmup_steps": 0},
+            "cuda_graphs.warmup_steps must be a whole number of at least 1: it is 0.",
+        ),
+        (
+            {"mode": "full", "on_new_shape": "recapture"},
+            "cuda_graphs.on_new_shape must be eager, error or capture: it is 'recapture'.",
+        ),
+        (
+            {"mode": "full", "on_failure": "capture"},
+            "cuda_graphs.on_failure must be eager or error: it is 'capture'.",
+        ),
+        (
+            {"mode": "full", "optimizer": "yes"},
+            "cuda_graphs.optimizer must be True or False: it is 'yes', of type str.",
+        ),
+        (
+            {"mode": "segments", "scopes": []},
+            "cuda_graphs.scopes must name at least one part of the model: it is empty, and nothing "
+            "would be captured. Use all, or leave cuda_graphs out.",
+        ),
+        (
+            {"mode": "segments", "scopes": ["mlp", "mlp"]},
+            "cuda_graphs.scopes must name each part once: it is mlp, mlp. Name each once.",
+        ),
+        (
+            {"mode": "segments", "scopes": ["all", "mlp"]},
+            "cuda_graphs.scopes must be all or parts of it: it is all, mlp, and all includes the "
+            "others. Use all alone, or leave it out.",
+        ),
+        (
+            {"mode": "full", "scopes": ["attention"]},
+            "cuda_graphs.scopes must be all with mode full: it is attention. A graph of a whole "
+            "step has no eager parts. Use mode segments, or leave scopes out.",
+        ),
+        (
+            {"mode": "segments", "scopes": ["attention", "preprocess"]},
+            "cuda_graphs.scopes must have router where it has preprocess: it is attention, "
+            "preprocess. Tokens are sorted by the router's choices in one piece with it. Use "
+            "router and preprocess, or neither.",
+        ),
+        (
+            {"mode": "full", "fixed_shapes": True, "on_new_shape": "capture"},
+            "cuda_graphs.on_new_shape must not be capture with fixed_shapes: fixed_shapes promises "
+            "that no other shape comes, and ranks do not compare theirs. Use on_new_shape of "
+            "error, or leave fixed_shapes out.",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(ParallelPlanError) as error:
+        CudaGraphs.of(value)
+    assert str(error.value) == message
+
+
+SEGMENTS = CudaGraphs("segments")
+FULL = CudaGraphs("full")
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "changes", "message"),
+    [
+        (
+            SEGMENTS,
+            {"device_type": "cpu"},
+            "cuda_graphs (segments) needs GPUs: the device is 'cpu', which has no CUDA graphs. Use "
+            "accelerator='gpu', or leave cuda_graphs out.",
+        ),
+        (
+            FULL,
+            {"is_automatic": False},
+            "cuda_graphs (full) needs automatic optimization: the module uses manual optimization, "
+            "in which its own code runs backward passes and updates in every step. Use "
+            "automatic_optimization=True, or leave cuda_graphs out.",
+        ),
+        (
+            SEGMENTS,
+            {"schedule": "gpipe"},
+            "cuda_graphs (segments) cannot be used with schedule 'gpipe', which keeps all "
+            "microbatches of a step at once, so that each needs graphs and memory of its own. Use "
+            "schedule '1f1b', or 'interleaved' with vpp above 1.",
+        ),
+        (
+            CudaGraphs("segments", ("router", "experts")),
+            {"transport": "all_to_all"},
+            "cuda_graphs with scope experts needs messages of static size: expert_transport is "
+            "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
+            "Use expert_transport of one_sided or all_gather, or mode segments without scope "
+            "experts.",
+        ),
+        (
+            FULL,
+            {"transport": "all_to_all"},
+            "cuda_graphs with mode full needs messages of static size: expert_transport is "
+            "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
+            "Use expert_transport of one_sided or all_gather, or mode segments without scope "
+            "experts.",
+        ),
+        (
+            SEGMENTS,
+            {"overlap_tensor_parallel": True},
+            "cuda_graphs (segments) cannot be used with overlap_tensor_parallel, whose products "
+            "run on streams and in shared memory that torch manages by itself. Leave one of them "
+            "out.",
+        ),
+        (
+            FULL,
+            {"compile_modes": ("default", "reduce-overhead")},
+            "cuda_graphs (full) cannot be used with torch.compile(mode='reduce-overhead'), which "
+            "captures CUDA graphs of its own, and a graph cannot capture another one. Use mode "
+            "'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out.",
+        ),
+        (
+            SEGMENTS,
+            {"environment": {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}},
+            "cuda_graphs (segments) with expandable_segments needs NCCL_GRAPH_REGISTER=0: "
+            "PYTORCH_CUDA_ALLOC_CONF is 'expandable_segments:True', NCCL_GRAPH_REGISTER is not "
+            "set. By default NCCL registers the memory of captured messages, which is not safe "
+            "with segments that grow. Set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out.",
+        ),
+        (
+            FULL,
+            {
+                "environment": {
+                    "PYTORCH_ALLOC_CONF": f"max_split_size_mb:64, {EXPANDABLE}",
+                    "NCCL_GRAPH_REGISTER": "1",
+                }
+            },
+            "cuda_graphs (full) with expandable_segments needs NCCL_GRAPH_REGISTER=0: "
+            "PYTORCH_ALLOC_CONF is 'max_split_size_mb:64, expandable_segments:True', "
+            "NCCL_GRAPH_REGISTER is '1'. By default NCCL registers the memory of captured "
+            "messages, which is not safe with segments that grow. Set NCCL_GRAPH_REGISTER=0, or "
+            "leave expandable_segments out.",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_captured_are_refused(
+    graphs: CudaGraphs, changes: dict[str, Any], message: str
+) -> None:
+    check_cuda_graphs(graphs, FINE)
+    with pytest.raises(UnsupportedError) as error:
+        check_cuda_graphs(graphs, replace(FINE, **changes))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("graphs", "changes"),
+    [
+        (SEGMENTS, {"transport": "all_to_all"}),
+        (CudaGraphs("segments", ("attention", "combine")), {"transport": "all_to_all"}),
+        (FULL, {"transport": "auto"}),
+        (FULL, {"transport": "none"}),
+        (FULL, {"compile_modes": ("default", "max-autotune-no-cudagraphs")}),
+        (FULL, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}),
+        (
+            FULL,
+            {"environment": {"PYTORCH_ALLOC_CONF": EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}},
+        ),
+    ],
+)
+def test_other_runs_are_accepted(graphs: CudaGraphs, changes: dict[str, Any]) -> None:
+    conditions = replace(FINE, **changes)
+    check_cuda_graphs(graphs, conditions)
+    # The same run is refused on a CPU, so the check has looked at it.
+    with pytest.raises(UnsupportedError, match="needs GPUs"):
+        check_cuda_graphs(graphs, replace(conditions, device_type="cpu"))
+
+
+def test_max_autotune_is_refused_because_it_captures_graphs_too() -> None:
+    with pytest.raises(UnsupportedError, match="mode='max-autotune'"):
+        check_cuda_graphs(SEGMENTS, replace(FINE, compile_modes=("max-autotune",)))

@@ -1,0 +1,135 @@
+"""Fits of a small GPT, eagerly or by graphs of the backend for the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from lightning_megatron import CudaGraphs, MegatronStrategy
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
+from tests.oracles import full_weights
+from tests.strategy.tiny import TinyLM, loader
+
+#: Graphs are captured in the third step.
+SEGMENTS = CudaGraphs("segments", warmup_steps=2)
+FULL = CudaGraphs("full", warmup_steps=2)
+
+
+@dataclass
+class Fit:
+    """What a fit computed on this rank.
+
+    Args:
+        mode: Mode of the graphs; empty without graphs.
+        losses: Losses of all steps.
+        logged: Last values of all logged metrics.
+        weights: Full weights at the end.
+        num_graphs: Number of graphs after each step.
+        counts: Number of collectives of each axis over the device's groups.
+    """
+
+    mode: str = ""
+    losses: list[float] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    num_graphs: list[int] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def differences_from(self, other: Fit) -> list[str]:
+        """Return what is not the same bit for bit."""
+        found = [name for name in ("losses", "logged", "counts") if _differ(self, other, name)]
+        assert self.weights.keys() == other.weights.keys(), "both fits train the same model"
+        return found + [
+            name for name, one in self.weights.items() if not torch.equal(one, other.weights[name])
+        ]
+
+
+def _differ(one: Fit, other: Fit, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
+
+
+class Watch(Callback):
+    """Note losses, graphs and final weights."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.fit.losses.append(float(outputs["loss"]))
+        self.fit.num_graphs.append(num_graphs_of(trainer))
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy = strategy_of(trainer)
+        strategy.run.state.main.wait()
+        self.fit.weights = full_weights(module, strategy.mesh)
+        self.fit.logged = {name: float(one) for name, one in trainer.callback_metrics.items()}
+        counts = strategy.mesh.journal.counts
+        self.fit.counts = {
+            axis: number for axis, number in counts.items() if not axis.endswith("_cpu")
+        }
+
+
+def strategy_of(trainer: Trainer) -> MegatronStrategy:
+    """Return the trainer's strategy."""
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    return trainer.strategy
+
+
+def graphs_of(trainer: Trainer) -> RunGraphs | None:
+    """Return the graphs of the run."""
+    return strategy_of(trainer).run.graphs
+
+
+def num_graphs_of(trainer: Trainer) -> int:
+    """Return the number of graphs that exist now."""
+    graphs = graphs_of(trainer)
+    return 0 if graphs is None else graphs.num_graphs
+
+
+def fit(
+    graphs: CudaGraphs | None,
+    devices: int = 1,
+    layout: dict[str, Any] | None = None,
+    *,
+    model: dict[str, Any] | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    module: TinyLM | None = None,
+    ckpt_path: str | Path | None = None,
+    num_samples: int = 24,
+    **options: Any,
+) -> Fit:
+    """Train a few steps with validation in between."""
+    seed_everything(3, verbose=False)
+    found = Fit("" if graphs is None else graphs.mode)
+    strategy = MegatronStrategy(
+        **{"microbatch_size": 2, "check_microbatches": False, **(layout or {})},
+        cuda_graphs=graphs,
+    )
+    if graphs is not None and options.get("accelerator") != "gpu":
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": strategy,
+        "precision": "64-true",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [Watch(found), *callbacks],
+        "max_steps": 5,
+        "val_check_interval": 2,
+        "limit_val_batches": 1,
+        "log_every_n_steps": 2,
+    }
+    module = module or TinyLM(**(model or {}))
+    Trainer(**{**settings, **options}).fit(
+        module, loader(num_samples), loader(8, seed=5), ckpt_path=ckpt_path, weights_only=False
+    )
+    return found

@@ -1,0 +1,287 @@
+"""Fits by CUDA graphs equal eager fits bit for bit, and what cannot be captured is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lightning_megatron import CudaGraphs, MegatronStrategy, UnsupportedError
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.plan.experts import ExpertsConfig
+from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit, graphs_of, strategy_of
+from tests.strategy.tiny import TinyLM
+from tests.world import run_world
+
+EXPERTS = {
+    "experts": ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.01),
+    "mlp_bias": False,
+}
+
+
+def assert_same(found: Fit, expected: Fit, what: str = "") -> None:
+    """Assert that a fit by graphs captured some and computed the bits of the eager one."""
+    assert found.differences_from(expected) == [], what
+    assert expected.num_graphs == [0] * len(expected.losses)
+    assert found.num_graphs[:2] == [0, 0], what
+    # In mode full each batch of an accumulation has its own eager steps and graphs, and the first
+    # two steps of several ranks compare replicas eagerly.
+    first = 2 if found.mode == "segments" else 5
+    assert len(found.losses) > first, what
+    assert all(found.num_graphs[first:]), (what, found.num_graphs)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dropout": {"model": {"hidden_dropout": 0.1}},
+    "accumulation": {"accumulate_grad_batches": 3, "num_samples": 64},
+    "last microbatch is smaller": {"num_samples": 19},
+    "experts": {"model": EXPERTS},
+    "recompute": {"model": {"hidden_dropout": 0.1}, "layout": {"recompute": "selective"}},
+    "clipping": {"gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore::lightning_megatron.errors.SpeedWarning")
+def test_a_fit_by_graphs_equals_an_eager_fit(case: str) -> None:
+    expected = fit(None, max_steps=6, **CASES[case])
+    for settings in (SEGMENTS, FULL):
+        found = fit(settings, max_steps=6, **CASES[case])
+        assert_same(found, expected, f"{case}, {settings.mode}")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CudaGraphs("segments", ("attention",), warmup_steps=2, fixed_shapes=True, check=True),
+        CudaGraphs("segments", ("mlp", "head", "embedding"), warmup_steps=2),
+        CudaGraphs("full", warmup_steps=2, evaluation=True, check=True),
+        CudaGraphs("full", warmup_steps=2, fixed_shapes=True),
+    ],
+    ids=str,
+)
+def test_every_setting_keeps_the_bits(settings: CudaGraphs) -> None:
+    assert_same(fit(settings, max_steps=6), fit(None, max_steps=6))
+
+
+def test_a_users_hook_keeps_whole_steps_eager() -> None:
+    with pytest.warns(SpeedWarning, match="hook on net.layers.1.mlp .*would not run at a replay"):
+        found = fit(FULL, module=Hooked())
+    assert found.num_graphs == [0] * 5
+
+
+WORLD_CASES: dict[str, dict[str, Any]] = {
+    "tp2": {"layout": {"tp": 2}, "model": {"hidden_dropout": 0.1}},
+    "dp2": {"layout": {"bucket_size": 2000}},
+    "dp2, clipping": {"layout": {"zero": 0}, "gradient_clip_val": 0.1},
+    "pp2": {"layout": {"pp": 2, "microbatch_size": 1}, "model": {"hidden_dropout": 0.1}},
+    "pp2 vpp2": {
+        "layout": {"pp": 2, "vpp": 2, "microbatch_size": 1},
+        "model": {"num_layers": 4},
+    },
+    "zb-h1": {"layout": {"pp": 2, "schedule": "zb-h1", "microbatch_size": 1}},
+    "ep2": {"layout": {"ep": 2, "expert_transport": "all_gather"}, "model": EXPERTS},
+}
+
+
+def _on_two_ranks(rank: int, size: int) -> dict[str, list[Fit]]:
+    return {
+        name: [fit(settings, size, max_steps=7, **case) for settings in (None, SEGMENTS, FULL)]
+        for name, case in WORLD_CASES.items()
+    }
+
+
+def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:
+    for rank, found in enumerate(run_world(_on_two_ranks, 2)):
+        for name, (eager, *by_graphs) in found.items():
+            for one, mode in zip(by_graphs, ("segments", "full"), strict=True):
+                assert_same(one, eager, f"{name}, {mode}, rank {rank}")
+
+
+class SaveAndLoad(Callback):
+    """Save a checkpoint after the third step, and load it again after the fourth."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "saved.ckpt")
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step == 4:
+            strategy = strategy_of(trainer)
+            strategy.finish_saves()
+            strategy.load_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_load_in_between_keeps_the_graphs_and_the_bits(tmp_path: Path, is_async: bool) -> None:
+    layout = {"async_save": is_async}
+    found = fit(SEGMENTS, layout=layout, callbacks=(SaveAndLoad(tmp_path / "a"),))
+    expected = fit(None, layout=layout, callbacks=(SaveAndLoad(tmp_path / "b"),))
+    assert_same(found, expected)
+    assert found.losses[3] != found.losses[4]
+
+
+def test_a_resumed_fit_by_graphs_equals_an_eager_one(tmp_path: Path) -> None:
+    fit(SEGMENTS, callbacks=(SaveAndLoad(tmp_path),), max_steps=3)
+    path = tmp_path / "saved.ckpt"
+    assert_same(fit(SEGMENTS, ckpt_path=path, max_steps=8), fit(None, ckpt_path=path, max_steps=8))
+
+
+class Thaw(Callback):
+    """Train a frozen layer from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        layer = module.get_submodule("net.layers.1")
+        for parameter in layer.parameters():
+            parameter.requires_grad_(trainer.current_epoch > 0)
+
+
+def test_a_thawed_layer_is_captured_again() -> None:
+    options: dict[str, Any] = {"max_steps": 9, "num_samples": 16, "callbacks": (Thaw(),)}
+    options["val_check_interval"] = 1.0
+    found = fit(SEGMENTS, **options)
+    expected = fit(None, **options)
+    assert found.differences_from(expected) == []
+    # Four steps an epoch; one eager step follows the change.
+    assert [bool(number) for number in found.num_graphs] == [False] * 2 + [True] * 2 + [
+        False,
+        *[True] * 4,
+    ]
+
+
+class Hooked(TinyLM):
+    """Have a user's hook on a block."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.net is not None
+        self.calls = 0
+        self.net.layers["1"].mlp.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def test_a_module_with_a_users_hook_stays_eager_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    by_graphs, eager = Hooked(), Hooked()
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        found = fit(SEGMENTS, module=by_graphs)
+    assert_same(found, fit(None, module=eager))
+    assert by_graphs.calls == eager.calls > 0
+    lines = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
+    assert len(lines) == 1
+    assert "Eager: layers.1.mlp: hook" in lines[0]
+
+
+def test_new_shapes_run_eagerly_and_are_named_once() -> None:
+    with pytest.warns(SpeedWarning, match="run eagerly .said once") as caught:
+        fit(SEGMENTS, num_samples=19, max_epochs=2, max_steps=-1)
+    assert len([one for one in caught if "said once" in str(one.message)]) >= 1
+    settings = CudaGraphs("segments", warmup_steps=2, on_new_shape="error")
+    with pytest.raises(UnsupportedError, match="on_new_shape='error'"):
+        fit(settings, num_samples=19)
+
+
+class Fails(Callback):
+    """Let every capture fail."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        graphs = graphs_of(trainer)
+        assert graphs is not None
+
+        def capture(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        strategy_of(trainer).run.graphs._captures._runner._tools.backend.capture = capture
+
+
+def test_a_failed_capture_leaves_the_fit_eager() -> None:
+    with pytest.warns(SpeedWarning, match="CUDA graphs are off: rank 0 .*RuntimeError: no memory"):
+        found = fit(SEGMENTS, callbacks=(Fails(),))
+    expected = fit(None)
+    assert found.differences_from(expected) == []
+    assert found.num_graphs == [0] * 5
+
+
+class Plain(TinyLM):
+    """Have no model with segments."""
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))  # type: ignore[assignment]
+
+    def forward(self, batch: Any) -> Any:
+        logits = self.net(batch["tokens"])  # type: ignore[misc]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_a_model_without_segments_is_named() -> None:
+    with pytest.warns(SpeedWarning, match="nothing is captured. Plain has 0 models with segments"):
+        found = fit(SEGMENTS, module=Plain())
+    assert found.num_graphs == [0] * 5
+
+
+# ---- refused before any process exists
+
+
+def trainer(graphs: Any, is_gpu: bool = True, **options: Any) -> Trainer:
+    strategy = MegatronStrategy(cuda_graphs=graphs, **options)
+    if is_gpu:
+        strategy._make_backend = lambda mesh: pytest.fail("nothing must be captured")
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "options", "words"),
+    [
+        ("segments", {"is_gpu": False}, "needs GPUs: the device is 'cpu'"),
+        ("segments", {"pp": 2, "schedule": "gpipe"}, "cannot be used with schedule 'gpipe'"),
+        (
+            {"mode": "segments", "scopes": ["experts"]},
+            {"ep": 2, "expert_transport": "all_to_all"},
+            "needs messages of static size",
+        ),
+        ("segments", {"tp": 2, "overlap_tensor_parallel": True}, "overlap_tensor_parallel"),
+    ],
+)
+def test_a_run_that_cannot_be_captured_is_refused(
+    graphs: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        trainer(graphs, **options)
+
+
+class ByHand(TinyLM):
+    """Use manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_manual_optimization_and_own_graphs_of_compiled_modules_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="needs automatic optimization"):
+        trainer("segments").fit(ByHand(), [])
+    module = TinyLM()
+    module.extra = nn.Linear(2, 2)
+    module.extra.compile(mode="reduce-overhead")
+    with pytest.raises(UnsupportedError, match="mode='reduce-overhead'"):
+        trainer("segments").fit(module, [])
+
+
+def test_expandable_segments_need_a_setting_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(UnsupportedError, match="needs NCCL_GRAPH_REGISTER=0"):
+        trainer("segments")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    assert strategy_of(trainer("segments")).options.graphs == CudaGraphs("segments")
+
+
+def test_without_graphs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert strategy_of(trainer(None, is_gpu=False)).options.graphs is None
