@@ -15,7 +15,13 @@ _POLL_SECONDS = 0.02
 
 
 def open_store(
-    address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool
+    address: str,
+    port: int,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    of_agent: bool,
+    listener: int | None = None,
 ) -> dist.Store:
     """Return the store that all ranks of the job share.
 
@@ -28,6 +34,8 @@ def open_store(
         size: Number of ranks in the job.
         timeout: Time to wait for the other ranks.
         of_agent: Whether torchrun runs the store.
+        listener: File descriptor of a socket of rank 0 that listens on the port, which the store
+            owns from then on; None lets the store open one.
 
     Raises:
         RankMismatchError: If the other ranks do not connect to torchrun's store in time.
@@ -38,7 +46,9 @@ def open_store(
         return default_store()
     if of_agent:
         return join_agent_store(address, port, rank, size, timeout)
-    return dist.TCPStore(address, port, size, rank == 0, timeout, multi_tenant=True)
+    return dist.TCPStore(
+        address, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listener
+    )
 
 
 def default_store() -> dist.Store:

@@ -19,6 +19,7 @@ from lightning_megatron.strategy.private.processes import (
 )
 from lightning_megatron.strategy.process.children import Children
 from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_mark
 
 
@@ -31,6 +32,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: Number of processes on this node (processes).
         num_nodes: Number of nodes of the job (nodes).
         watch: Function that returns the failure watch of this rank.
+        port: Port of the job's store, held before other processes start.
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
     """
@@ -41,10 +43,12 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         watch: Callable[[], FailureWatch],
+        port: HeldPort,
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch = watch
+        self._port = port
         self._check = check
         self._children: Children | None = None
 
@@ -70,6 +74,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         if not environment.creates_processes_externally:
             if self.num_processes > 1:
                 check_has_file(sys.argv[0])
+            if self.num_processes * self.num_nodes > 1 and environment.node_rank() == 0:
+                self._port.hold(environment)
             self._call_children_scripts()
             first = environment.node_rank() * self.num_processes + 1
             self._children = Children(self.procs, first, lambda code: self._watch().end(code))

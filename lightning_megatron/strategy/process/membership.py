@@ -15,6 +15,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import HangWatch
+from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.rendezvous import join_processes
 
 
@@ -27,10 +28,12 @@ class Membership:
     Args:
         options: Options of the strategy.
         watch: Watch for ranks that fail.
+        port: Port of the job's store, held if this process starts the others.
     """
 
-    def __init__(self, options: StrategyOptions, watch: FailureWatch) -> None:
+    def __init__(self, options: StrategyOptions, watch: FailureWatch, port: HeldPort) -> None:
         self.watch = watch
+        self._port = port
         self._options = options
         self._hang_watch: HangWatch | None = None
 
@@ -69,6 +72,7 @@ class Membership:
                 options.process_group_backend,
                 timeout,
                 configuration,
+                self._port.hand_over(),
             )
         mesh = ParallelMesh.create(
             layout,

@@ -23,6 +23,7 @@ from lightning_megatron.strategy.private.processes import utils_rank_zero_only
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import activity_of
+from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.membership import Membership
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
@@ -43,7 +44,7 @@ class RankStrategy(MeshCommunication, ABC):
         self.options = options
         #: Number of nodes of the job; the Trainer sets it.
         self.num_nodes = 1
-        self._membership = Membership(options, FailureWatch(0))
+        self._membership = Membership(options, FailureWatch(0), HeldPort())
 
     # ---- ranks
 
@@ -121,12 +122,14 @@ class RankStrategy(MeshCommunication, ABC):
         check_backend(self.options.process_group_backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
         watch = FailureWatch(self.global_rank, self.num_processes)
-        self._membership = Membership(self.options, watch)
+        port = HeldPort()
+        self._membership = Membership(self.options, watch, port)
         self._launcher = MegatronLauncher(
             self.cluster_environment,
             self.num_processes,
             self.num_nodes,
             lambda: watch,
+            port,
             self.check_run,
         )
 

@@ -46,6 +46,7 @@ def join_processes(
     backend: str | None,
     timeout: timedelta | None,
     configuration: Mapping[str, str | int],
+    listener: int | None = None,
 ) -> None:
     """Compare the configurations of all ranks and create their process group if none exists.
 
@@ -57,6 +58,7 @@ def join_processes(
         backend: ``nccl`` or ``gloo``; None means the default of the device.
         timeout: Timeout of collectives; None means torch's default.
         configuration: Settings that must be equal on all ranks, by name.
+        listener: File descriptor of a socket that listens on the store's port; None without one.
 
     Raises:
         RankMismatchError: On every rank, if configurations differ or ranks do not join in time.
@@ -71,7 +73,7 @@ def join_processes(
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     of_agent = os.environ.get(AGENT_STORE) == "True"
     store = open_store(
-        environment.main_address, environment.main_port, rank, size, patience, of_agent
+        environment.main_address, environment.main_port, rank, size, patience, of_agent, listener
     )
     # Ranks with different configurations might create groups with different backends and hang, so
     # that the comparison comes first.

@@ -1,0 +1,67 @@
+"""Port of a job's store, which the first process holds from the moment at which it is chosen."""
+
+from __future__ import annotations
+
+import socket
+
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_megatron.errors import UnsupportedError
+
+
+class HeldPort:
+    """Listening socket on the port that the other ranks are told to connect to.
+
+    The ranks start seconds before rank 0 opens its store. Without a socket on the port, another
+    process of this machine could take the port in between, and the job would end with "address
+    already in use".
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def hold(self, environment: ClusterEnvironment) -> None:
+        """Listen on the port of the job's store. Ranks that connect early wait for the store.
+
+        Args:
+            environment: Cluster environment, which chooses the port.
+
+        Raises:
+            UnsupportedError: If the port cannot be used, for example because another process has
+                it.
+        """
+        # The port of an earlier launch that failed may be the same.
+        self.release()
+        port = environment.main_port
+        try:
+            self._socket = _listen(port)
+        except OSError as error:
+            raise UnsupportedError(
+                f"the ranks must meet at a free port of this machine: port {port} cannot be used "
+                f"({error.strerror}). Set the environment variable MASTER_PORT to a free port, or "
+                "unset it and a free one is taken."
+            ) from error
+
+    def hand_over(self) -> int | None:
+        """Return the file descriptor of the socket, whose new owner closes it; None without one."""
+        if self._socket is None:
+            return None
+        descriptor = self._socket.detach()
+        self._socket = None
+        return descriptor
+
+    def release(self) -> None:
+        """Close the socket, if one is held."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on a port of all addresses of this machine."""
+    address = ("", port)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(address, backlog=socket.SOMAXCONN)
+    return socket.create_server(
+        address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+    )
