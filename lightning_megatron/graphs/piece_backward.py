@@ -52,10 +52,11 @@ class PieceBackward:
         for leaf, gradient in zip(self._leaves, found[len(self._wanted) :], strict=True):
             if gradient is not None:
                 _add(leaf, gradient)
-        # A gradient that passes unchanged lies in memory that other passes fill.
-        filled = {one.data_ptr() for one in self.gradients.tensors}
+        # A gradient that passes unchanged, or as a view of a part, lies in memory that other passes
+        # fill.
+        filled = {_memory_of(one) for one in self.gradients.tensors}
         return [
-            one.clone() if one is not None and one.data_ptr() in filled else one
+            one.clone() if one is not None and _memory_of(one) in filled else one
             for one in found[: len(self._wanted)]
         ]
 
@@ -63,6 +64,10 @@ class PieceBackward:
         """Return the gradient of each input; None for those without one."""
         rest = iter(found)
         return [next(rest) if one.requires_grad else None for one in self._inputs]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:

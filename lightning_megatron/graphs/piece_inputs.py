@@ -43,8 +43,12 @@ class PieceInputs:
                 return f"{_shown(given)}, captured for {_shown(static)}"
             if given.requires_grad != static.requires_grad:
                 return f"{_shown(given)} with requires_grad={given.requires_grad}"
-            if not self._is_copied[position] and given.data_ptr() != self._addresses[position]:
+            if self._is_copied[position]:
+                continue
+            if given.data_ptr() != self._addresses[position]:
                 return f"{_shown(given)} at another address than at the capture"
+            if given.stride() != static.stride():
+                return f"{_shown(given)} with other strides than at the capture"
         return None
 
     def give_up(
