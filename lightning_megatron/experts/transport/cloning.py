@@ -1,0 +1,163 @@
+"""Clones of busy experts, planned on the device: :mod:`lightning_megatron.plan.cloning` in tensors.
+
+All sizes follow from shapes, and nothing is copied from the device to the host. All numbers are
+int64, so that all ranks compute the same plan from the same counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.transport.permute import RowMap
+from lightning_megatron.plan.cloning import NO_EXPERT, ExpertPlaces
+from lightning_megatron.shapes import Int
+
+
+@dataclass(frozen=True)
+class PlacedClones:
+    """Clones of one layer and microbatch, and the selections that go to them, on the device.
+
+    Equal to :class:`~lightning_megatron.plan.cloning.ClonePlan`. All tensors are int64.
+
+    Args:
+        layout: The homes and places.
+        owners: Expert that is cloned in every place; -1 means none.
+        amounts: Number of selections that go to every place (selections).
+        off: Number of selections that every rank sends to every place (selections).
+        rows: Number of rows that every rank computes, homes and clones (rows).
+    """
+
+    layout: ExpertPlaces
+    owners: Int[Tensor, "places"]
+    amounts: Int[Tensor, "places"]
+    off: Int[Tensor, "ranks places"]
+    rows: Int[Tensor, "ranks"]
+
+
+def place_clones(
+    counts: Int[Tensor, "ranks experts"], places: int, min_rows: int = 0
+) -> PlacedClones:
+    """Return the clones that even out the rows of ranks.
+
+    Equal to :func:`~lightning_megatron.plan.cloning.plan_clones`.
+
+    Args:
+        counts: Number of selections of every expert by the tokens of every rank (selections).
+        places: Number of places on every rank (places).
+        min_rows: Smallest number of selections for which a clone is made (selections).
+
+    Raises:
+        ParallelPlanError: If the sizes do not fit together.
+    """
+    counts = counts.long()
+    num_ranks, num_experts = counts.shape
+    layout = ExpertPlaces(num_ranks, num_experts, places)
+    by_rank = counts.sum(0).unflatten(0, (num_ranks, layout.homes))
+    load = by_rank.sum(1)
+    mean = load.sum() // num_ranks
+    room = (mean - load).clamp(min=0)
+    owners, amounts = _assign(_surplus(by_rank, mean), room, layout)
+    is_kept = amounts >= max(min_rows, 1)
+    owners = owners.where(is_kept, NO_EXPERT)
+    amounts = amounts.where(is_kept, 0)
+    # A place without an owner moves nothing, so that rank 0 may stand for the owner's.
+    homes = owners.clamp(min=0) // layout.homes
+    arrived = amounts.unflatten(0, (num_ranks, places)).sum(1)
+    rows = (load + arrived).index_add(0, homes, -amounts)
+    return PlacedClones(layout, owners, amounts, _divide(counts, owners, amounts), rows)
+
+
+def to_physical(
+    experts: Int[Tensor, "tokens top_k"], row_map: RowMap, clones: PlacedClones, rank: int
+) -> Int[Tensor, "tokens top_k"]:
+    """Return the physical expert of each selection of this rank's tokens.
+
+    Equal to :func:`~lightning_megatron.plan.cloning.physical_experts`. Selections of no expert (-1)
+    stay so.
+
+    Args:
+        experts: Experts selected for each token.
+        row_map: Map of these selections to rows sorted by expert, for all experts of the layer.
+        clones: The clones, planned from the counts of this map among others.
+        rank: Number of this rank over ep.
+    """
+    layout = clones.layout
+    starts = torch.cat([row_map.ends.new_zeros(1), row_map.ends])
+    numbers = row_map.rows - starts[experts.clamp(min=0)]
+    # Every place takes an interval of its owner's numbers. Sorted by owner, the ends of all
+    # intervals ascend with the owner as leading digit, and the first end beyond a selection is that
+    # of its place.
+    base = experts.numel() + 1
+    owners, places = clones.owners.sort(stable=True)
+    off = clones.off[rank][places]
+    until = off.cumsum(0)
+    first = torch.searchsorted(owners, owners)
+    ends = owners * base + until - (until - off)[first]
+    keys = experts * base + numbers
+    found = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
+    is_moved = (owners[found] == experts) & (keys < ends[found]) & (experts != NO_EXPERT)
+    place = places[found]
+    size = layout.homes + layout.places
+    moved = place // layout.places * size + layout.homes + place % layout.places
+    home = experts // layout.homes * size + experts % layout.homes
+    return torch.where(is_moved, moved, home).where(experts != NO_EXPERT, NO_EXPERT)
+
+
+def _surplus(
+    by_rank: Int[Tensor, "ranks homes"], mean: Int[Tensor, ""]
+) -> Int[Tensor, "ranks*homes"]:
+    """Return how many selections of every expert are to leave its rank, light experts last."""
+    totals, order = by_rank.sort(dim=1, stable=True)
+    over = (totals.cumsum(1) - mean).clamp(min=0)
+    leaving = over.diff(dim=1, prepend=torch.zeros_like(over[:, :1]))
+    return torch.empty_like(leaving).scatter_(1, order, leaving).flatten()
+
+
+def _assign(
+    surplus: Int[Tensor, "experts"], room: Int[Tensor, "ranks"], layout: ExpertPlaces
+) -> tuple[Int[Tensor, "places"], Int[Tensor, "places"]]:
+    """Return the expert and the number of selections of every place, largest first."""
+    free = torch.full_like(room, layout.places)
+    owners = surplus.new_full((layout.num_places,), NO_EXPERT)
+    amounts = torch.zeros_like(owners)
+    for _ in range(layout.num_places):
+        # Of equals argmax returns the first. As tensors of one element both serve as indices
+        # without the host reading them.
+        rank = room.where(free > 0, -1).argmax(0, keepdim=True)
+        expert = surplus.argmax(0, keepdim=True)
+        amount = torch.minimum(room[rank], surplus[expert])
+        place = (rank + 1) * layout.places - free[rank]
+        owners = owners.index_copy(0, place, expert)
+        amounts = amounts.index_copy(0, place, amount)
+        surplus = surplus.index_add(0, expert, -amount)
+        room = room.index_add(0, rank, -amount)
+        free = free.index_add(0, rank, torch.full_like(rank, -1))
+    return owners, amounts
+
+
+def _divide(
+    counts: Int[Tensor, "ranks experts"],
+    owners: Int[Tensor, "places"],
+    amounts: Int[Tensor, "places"],
+) -> Int[Tensor, "ranks places"]:
+    """Return how many selections every rank sends to every place.
+
+    Each rank sends an equal part, and the ranks in order what is then missing.
+    """
+    # A place without an owner moves nothing, so that expert 0 may stand for it.
+    expert = owners.clamp(min=0)
+    own = counts[:, expert]
+    first = own * amounts // own.sum(0).clamp(min=1)
+    left = (counts.index_add(1, expert, -first))[:, expert]
+    missing = amounts - first.sum(0)
+    # The places of one owner lie on a line in their order, and so does what ranks have left.
+    is_before = (owners == owners.unsqueeze(1)).tril()
+    place_end = torch.where(is_before, missing, 0).sum(1)
+    rank_end = left.cumsum(0)
+    overlap = torch.minimum(rank_end, place_end) - torch.maximum(
+        rank_end - left, place_end - missing
+    )
+    return first + overlap.clamp(min=0)
