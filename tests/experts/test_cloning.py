@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, SpeedWarning
+from lightning_megatron.experts.transport import cloning
 from lightning_megatron.experts.transport.cloning import PlacedClones, place_clones, to_physical
 from lightning_megatron.experts.transport.permute import sort_by_expert
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.plan.cloning import (
     ClonePlan,
     assign_one_shot,
@@ -73,6 +77,23 @@ def test_an_expert_in_several_places_fills_them_in_order() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"places \(3\) must be at most 2"):
         place_clones(torch.zeros(2, 4, dtype=torch.int64), 3)
+
+
+def test_more_experts_or_places_than_the_kernels_take_are_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_kernels.warn_of_slow_path.cache_clear()
+    kernels = SimpleNamespace(MAX_PLACED_EXPERTS=7)
+    monkeypatch.setattr(cloning, "fused_kernels", lambda tensor: kernels)
+    counts = torch.tensor([[9, 0, 0, 0], [5, 1, 0, 2]])
+    with pytest.warns(SpeedWarning, match="4 experts in 8 places .* at most 7 of both"):
+        clones = place_clones(counts.repeat(2, 1), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert as_plan(place_clones(counts.repeat(2, 1), 2)) == as_plan(clones)
+    assert as_plan(clones) == plan_clones(counts.repeat(2, 1).tolist(), 2)
+    with pytest.raises(AttributeError, match="assign_clones"):
+        place_clones(counts, 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

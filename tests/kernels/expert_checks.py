@@ -21,6 +21,7 @@ from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
+from tests.kernels.clone_checks import CloneSizes, check_clones
 from tests.kernels.peer_checks import check_peer_rows
 
 
@@ -33,6 +34,7 @@ class ExpertSizes:
         inner: Rows, inner features, rows past the last end.
         routers: Sequences, their length, and what the configuration of the experts says.
         peers: Ranks, tokens of each, experts, choices, size of a token.
+        clones: Sizes of the plans of clones.
         ways: How tokens choose.
         logits: What routers are given.
     """
@@ -41,6 +43,7 @@ class ExpertSizes:
     inner: tuple[tuple[int, int, int], ...]
     routers: tuple[tuple[int, int, dict[str, object]], ...]
     peers: tuple[tuple[int, int, int, int, int], ...]
+    clones: CloneSizes
     ways: tuple[str, ...] = (
         "random",
         "all to the same",
@@ -70,6 +73,7 @@ SMALL = ExpertSizes(
     inner=((5, 37, 3), (1, 1, 0), (20, 64, 0), (0, 8, 4), (3, 200, 2)),
     routers=tuple((2, 9, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]), (3, 1, ROUTERS[3])),
     peers=((2, 7, 4, 2, 37), (3, 5, 9, 3, 64), (1, 3, 4, 2, 8), (4, 1, 4, 1, 1)),
+    clones=CloneSizes(plans=1000, routings=150, layers=((3, 6, 2, 50, 2),)),
 )
 # For the interpreter: every branch of every kernel, few programs.
 FEW = ExpertSizes(
@@ -77,6 +81,7 @@ FEW = ExpertSizes(
     inner=((5, 37, 3), (20, 64, 0), (0, 8, 4)),
     routers=tuple((2, 4, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]),),
     peers=((2, 5, 4, 2, 21), (3, 4, 9, 3, 32), (4, 1, 4, 1, 1)),
+    clones=CloneSizes(plans=16, routings=6, layers=((3, 6, 2, 50, 2),)),
     ways=("random", "some nowhere"),
     logits=("ties",),
 )
@@ -97,6 +102,10 @@ REAL = ExpertSizes(
         ),
     ),
     peers=((2, 4096, 128, 8, 2048), (8, 1000, 256, 8, 7168), (4, 4096, 8, 2, 4096), (3, 1001, 12, 3, 1001)),
+    clones=CloneSizes(
+        plans=0, routings=0,
+        layers=((4, 128, 1, 4096, 8), (4, 128, 2, 4096, 8), (8, 256, 4, 777, 8), (2, 8, 1, 4096, 2), (32, 512, 16, 100, 4)),
+    ),
 )  # fmt: skip
 
 
@@ -450,7 +459,7 @@ def check_split(draw: Draw, sizes: ExpertSizes) -> None:
 
 
 #: Checks of scores and numbers, which have no half type.
-ONLY_FLOAT32 = {"sort", "router", "losses"}
+ONLY_FLOAT32 = {"sort", "router", "losses", "clones"}
 CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "sort": check_sort,
     "permute": check_permute,
@@ -460,4 +469,5 @@ CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "losses": check_losses,
     "split": check_split,
     "peer rows": lambda draw, sizes: check_peer_rows(draw, sizes.peers),
+    "clones": lambda draw, sizes: check_clones(draw, sizes.clones),
 }

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_megatron.kernels.triton import (
+    clone_plan,
     expert_sort,
     peer_rows,
     route,
@@ -30,6 +31,7 @@ from tests.kernels.program import report_checks
 expert_sort._BLOCK, expert_sort._EXPERTS, expert_sort._ROWS = 32, 2, 2
 route_settings._TILE = 64
 route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
+clone_plan._BLOCK = 32
 token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16
 peer_rows._PROGRAMS = 3
 weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3

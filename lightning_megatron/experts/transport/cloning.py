@@ -7,11 +7,13 @@ int64, so that all ranks compute the same plan from the same counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.experts.transport.permute import RowMap
+from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.plan.cloning import NO_EXPERT, ExpertPlaces
 from lightning_megatron.shapes import Int
 
@@ -52,12 +54,22 @@ def place_clones(
     Raises:
         ParallelPlanError: If the sizes do not fit together.
     """
-    counts = counts.long()
     num_ranks, num_experts = counts.shape
     layout = ExpertPlaces(num_ranks, num_experts, places)
-    by_rank = counts.sum(0).unflatten(0, (num_ranks, layout.homes))
+    kernels = _kernels(counts, layout)
+    if kernels is None:
+        return place_by_torch(counts, layout, min_rows)
+    return PlacedClones(layout, *kernels.assign_clones(counts, places, min_rows))
+
+
+def place_by_torch(
+    counts: Int[Tensor, "ranks experts"], layout: ExpertPlaces, min_rows: int
+) -> PlacedClones:
+    """Plan clones with operators of torch, as :func:`place_clones` does."""
+    counts = counts.long()
+    by_rank = counts.sum(0).unflatten(0, (layout.num_ranks, layout.homes))
     load = by_rank.sum(1)
-    mean = load.sum() // num_ranks
+    mean = load.sum() // layout.num_ranks
     room = (mean - load).clamp(min=0)
     owners, amounts = _assign(_surplus(by_rank, mean), room, layout)
     is_kept = amounts >= max(min_rows, 1)
@@ -65,7 +77,7 @@ def place_clones(
     amounts = amounts.where(is_kept, 0)
     # A place without an owner moves nothing, so that rank 0 may stand for the owner's.
     homes = owners.clamp(min=0) // layout.homes
-    arrived = amounts.unflatten(0, (num_ranks, places)).sum(1)
+    arrived = amounts.unflatten(0, (layout.num_ranks, layout.places)).sum(1)
     rows = (load + arrived).index_add(0, homes, -amounts)
     return PlacedClones(layout, owners, amounts, _divide(counts, owners, amounts), rows)
 
@@ -84,6 +96,19 @@ def to_physical(
         clones: The clones, planned from the counts of this map among others.
         rank: Number of this rank over ep.
     """
+    layout = clones.layout
+    kernels = _kernels(experts, layout)
+    if kernels is None:
+        return physical_by_torch(experts, row_map, clones, rank)
+    moved = clones.owners, clones.off[rank]
+    sizes = layout.homes, layout.places
+    return kernels.physical_experts(experts, row_map.rows, row_map.ends, *moved, *sizes)
+
+
+def physical_by_torch(
+    experts: Int[Tensor, "tokens top_k"], row_map: RowMap, clones: PlacedClones, rank: int
+) -> Int[Tensor, "tokens top_k"]:
+    """Compute physical experts with operators of torch, as :func:`to_physical` does."""
     layout = clones.layout
     starts = torch.cat([row_map.ends.new_zeros(1), row_map.ends])
     numbers = row_map.rows - starts[experts.clamp(min=0)]
@@ -104,6 +129,22 @@ def to_physical(
     moved = place // layout.places * size + layout.homes + place % layout.places
     home = experts // layout.homes * size + experts % layout.homes
     return torch.where(is_moved, moved, home).where(experts != NO_EXPERT, NO_EXPERT)
+
+
+def _kernels(tensor: Int[Tensor, "..."], layout: ExpertPlaces) -> ModuleType | None:
+    """Return the fused kernels if they support a tensor and as many experts and places."""
+    kernels = fused_kernels(tensor)
+    if kernels is None:
+        return None
+    most: int = kernels.MAX_PLACED_EXPERTS
+    if max(layout.num_experts, layout.num_places) <= most:
+        return kernels
+    warn_of_slow_path(
+        f"clones of {layout.num_experts} experts in {layout.num_places} places are planned by "
+        f"operators of torch, because the fused kernels plan at most {most} of both. Fewer places "
+        "on a rank make the plan faster."
+    )
+    return None
 
 
 def _surplus(

@@ -6,6 +6,11 @@ results. ``lightning_megatron.layers`` lists the names of the dimensions.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel
+from lightning_megatron.kernels.triton.clone_plan import (
+    MAX_PLACED_EXPERTS,
+    assign_clones,
+    physical_experts,
+)
 from lightning_megatron.kernels.triton.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_statistics,
@@ -27,11 +32,13 @@ from lightning_megatron.kernels.triton.weighted_swiglu import apply_weighted_swi
 __all__ = [
     "AdamKernel",
     "MAX_NORM_WIDTH",
+    "MAX_PLACED_EXPERTS",
     "MAX_SORTED_EXPERTS",
     "RouteSettings",
     "add_norm",
     "add_routing",
     "add_buffer_rows",
+    "assign_clones",
     "attach_losses",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
@@ -40,6 +47,7 @@ __all__ = [
     "apply_swiglu",
     "apply_weighted_swiglu",
     "permute_tokens",
+    "physical_experts",
     "put_sums",
     "put_tokens",
     "route_tokens",
