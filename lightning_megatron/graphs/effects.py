@@ -15,6 +15,7 @@ from lightning_megatron.groups.stream_position import StreamPosition
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.layers.slot_states import fill_empty, mark_filled, state_of
 from lightning_megatron.training.gradients import GradientReducer
+from lightning_megatron.training.parameter_gather import ParameterGather, RecordedGather
 from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
 
 
@@ -28,12 +29,14 @@ class Effects:
         gradients: Gradients that the computation adds.
         collectives: Collectives that it starts.
         draws: Random streams that it draws from.
+        gathers: Whether it gathers the updated parameters of other ranks.
     """
 
     label: str
     gradients: RecordedGradients
     collectives: tuple[RecordedCall, ...]
     draws: RecordedDraws
+    gathers: bool = False
 
 
 class EffectRecorder:
@@ -44,6 +47,7 @@ class EffectRecorder:
         gradients: Recorder of the gradients; None without any.
         collectives: Collectives so far.
         draws: Recorder of the random draws.
+        gather: What is recorded of updated parameters; None if none are gathered.
     """
 
     def __init__(
@@ -52,11 +56,13 @@ class EffectRecorder:
         gradients: GradientRecorder | None,
         collectives: list[RecordedCall],
         draws: DrawRecorder,
+        gather: RecordedGather | None = None,
     ) -> None:
         self._label = label
         self._gradients = gradients
         self._collectives = collectives
         self._draws = draws
+        self._gather = gather
 
     @property
     def effects(self) -> Effects:
@@ -73,6 +79,7 @@ class EffectRecorder:
             gradients,
             tuple(self._collectives),
             self._draws.recorded,
+            self._gather is not None and self._gather.gathers,
         )
 
 
@@ -87,19 +94,26 @@ class EffectObservers:
     * Collectives: they are counted again, so that a report of a hang compares true counts.
     * Random draws: each stream has a generator of its own, which is seeded by the position of the
       replay.
+    * Updated parameters: those of other ranks that the computation has gathered are complete.
 
     Args:
         random: Random streams.
         journal: Counter of collectives.
         reducer: Owner of the gradient slots; None if the computations add no gradients.
+        gather: Owner of the gathers of updated parameters; None if they are always complete.
     """
 
     def __init__(
-        self, random: RandomStreams, journal: Journal, reducer: GradientReducer | None = None
+        self,
+        random: RandomStreams,
+        journal: Journal,
+        reducer: GradientReducer | None = None,
+        gather: ParameterGather | None = None,
     ) -> None:
         self._random = random
         self._journal = journal
         self._reducer = reducer
+        self._gather = gather
 
     @contextmanager
     def recording(
@@ -111,10 +125,10 @@ class EffectObservers:
     ) -> Iterator[EffectRecorder]:
         """Record the effects of the computation inside the block, which have no other effect.
 
-        Gradient slots, counts of collectives and torch's default generators are as before when the
-        block ends. Random streams move as they do without a recording, so that the captures of a
-        chunk can follow one another. ``RandomStreams.kept_position`` around all of them brings the
-        streams back.
+        Gradient slots, gathers of parameters, counts of collectives and torch's default generators
+        are as before when the block ends. Random streams move as they do without a recording, so
+        that the captures of a chunk can follow one another. ``RandomStreams.kept_position`` around
+        all of them brings the streams back.
 
         Args:
             label: Description of the computation, such as ``layers 3..4, backward``.
@@ -123,8 +137,8 @@ class EffectObservers:
                 its slots ``empty`` overwrites them, and one that finds them ``filled`` adds to
                 them. None leaves the states that they have.
 
-            holds_sums: Whether the computation also sums gradients over the ranks, which it must
-                wait for.
+            holds_sums: Whether the computation also sums gradients over the ranks; it must end with
+                ``GradientReducer.sum_up``.
 
         Returns:
             Object whose ``effects`` is the result when the block has ended.
@@ -136,9 +150,12 @@ class EffectObservers:
             gradients = None
             if self._reducer is not None:
                 gradients = stack.enter_context(self._reducer.recording(state, holds_sums))
+            gather = None
+            if self._gather is not None:
+                gather = stack.enter_context(self._gather.recording())
             collectives = stack.enter_context(self._journal.recording())
             draws = stack.enter_context(self._random.recording(generators))
-            yield EffectRecorder(label, gradients, collectives, draws)
+            yield EffectRecorder(label, gradients, collectives, draws, gather)
 
     @contextmanager
     def repeat(
@@ -160,7 +177,8 @@ class EffectObservers:
         Raises:
             RuntimeError: If the computation overwrites gradient sums that are not empty, or adds to
                 sums that are. :func:`must_overwrite` tells which of the two is right. Also if
-                activations are recomputed and no position is given.
+                activations are recomputed and no position is given, or if parameters of other ranks
+                are out of date and the computation does not gather them.
 
         Communication: that of ``GradientReducer.arrived``, after the replay.
         """
@@ -169,6 +187,8 @@ class EffectObservers:
         self._journal.repeat(effects.collectives, effects.label)
         yield self._random.seed_generators(effects.draws, position)
         mark_filled(gradients.slots)
+        if effects.gathers and self._gather is not None:
+            self._gather.mark_gathered()
         if self._reducer is not None:
             for names in gradients.groups:
                 self._reducer.arrived(names)
@@ -184,6 +204,14 @@ class EffectObservers:
                 f"a replay must find its gradient sums as its capture did: the {effects.label}, "
                 f"{verb} {len(slots)} sums, which must be {expected} and are {state}. Gradients "
                 "would be lost or wrong. Choose the graph by must_overwrite()."
+            )
+        if self._gather is not None and self._gather.is_deferred != effects.gathers:
+            does = "gathers" if effects.gathers else "does not gather"
+            are = "complete" if effects.gathers else "out of date"
+            raise RuntimeError(
+                f"a replay must find updated parameters as its capture did: the {effects.label}, "
+                f"{does} them, and those of other ranks are {are}. It would compute with old "
+                "values, or gather alone. Choose the graph by ParameterGather.is_deferred."
             )
 
 

@@ -23,7 +23,7 @@ from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, rea
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.stream_position import StreamPosition
-from lightning_megatron.layers.slot_states import fill_empty, state_of
+from lightning_megatron.layers.slot_states import fill_empty
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
@@ -47,8 +47,9 @@ class Step(Generic[T]):
         run_eagerly: Function that runs the step.
         run: Function that runs the step on other microbatches of the same form, with no effects
             but those that ``EffectObservers`` record, and writes to tensors.
-        holds_sums: Whether ``run`` also sums gradients over the ranks and waits for them. Such
-            steps have graphs of their own, but eager steps of either kind count.
+        holds_sums: Whether ``run`` also sums gradients over the ranks.
+        gathers: Whether ``run`` also gathers updated parameters. Steps with and without sums, and
+            with and without gathers, have graphs of their own, but eager steps of all kinds count.
         prepare: Function called before a capture and before each replay, such as one that waits
             for parameters which ``run`` would wait for.
         around: Function that returns a context for the capture. It raises ``UnsupportedError`` at
@@ -63,6 +64,7 @@ class Step(Generic[T]):
     run_eagerly: Callable[[], T]
     run: Callable[[Sequence[Microbatch]], T]
     holds_sums: bool = False
+    gathers: bool = False
     prepare: Callable[[], None] = lambda: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     held: Callable[[], Any] = tuple
@@ -137,9 +139,10 @@ class StepGraph(Generic[T]):
 
     @property
     def fits(self) -> bool:
-        """Return whether the gradient sums are empty, if the step overwrites them."""
+        """Return whether the gradient sums are empty that the step overwrites or fills."""
         gradients = self.effects.gradients
-        return not gradients.is_first or state_of(gradients.slots) == "empty"
+        overwritten = gradients.slots if gradients.is_first else ()
+        return all(slot.is_empty for slot in (*overwritten, *gradients.unused.values()))
 
     def replay(self, step: Step[T], observers: EffectObservers) -> T:
         """Run the captured step on the microbatches of another one.
@@ -225,7 +228,7 @@ class StepGraphs:
             return RanStep(step.run_eagerly())
         form = BatchForm.of(step.microbatches)
         kind = (step.name, step.place, form)
-        key = (*kind, step.holds_sums)
+        key = (*kind, step.holds_sums, step.gathers)
         action = self._action(step, form, kind, key)
         if not self._agreement.is_same((action, key)):
             return RanStep(step.run_eagerly())
@@ -236,11 +239,7 @@ class StepGraphs:
         step.prepare()
         if action == "capture" and not self._captures(step, kind, key):
             return RanStep(step.run_eagerly())
-        graph = self._graphs[key]
-        if not graph.fits:
-            self.say(f"{step.name} finds gradients that were not cleared: run eagerly.")
-            return RanStep(step.run_eagerly())
-        result = graph.replay(step, self._observers)
+        result = self._graphs[key].replay(step, self._observers)
         return RanStep(result, self._numbers[key], action == "capture")
 
     def release(self) -> None:
@@ -262,7 +261,10 @@ class StepGraphs:
     ) -> Literal["run eagerly", "warm up", "capture", "replay"]:
         """Return what this rank would do with a step."""
         if key in self._graphs:
-            return "replay"
+            if self._graphs[key].fits:
+                return "replay"
+            self.say(f"{step.name} finds gradients that were not cleared: run eagerly.")
+            return "run eagerly"
         reason = reason_against(step.microbatches, self._device)
         if reason is not None:
             self.say(f"{step.name} runs eagerly: {reason}.")

@@ -299,7 +299,7 @@ class MegatronStrategy(TrainerAnswers):
     @override
     def on_train_end(self) -> None:
         self._synchronise_buffers()
-        self.run.state.checks.check_values(at_end=True)
+        self.run.end_training()
         self._checkpoints.wait()
 
     # ---- evaluation

@@ -146,7 +146,10 @@ class Run:
     def _step_runner(self, kept: AttributeSync) -> StepRunner:
         trials = None
         if self._options.check_microbatches:
-            trials = MicrobatchTrials(self.module, self.mesh), FeatureTrials(self.module, self.mesh)
+            trials = (
+                MicrobatchTrials(self.module, self.mesh, self.state.main.wait),
+                FeatureTrials(self.module, self.mesh),
+            )
         rule = self._options.microbatches(self.mesh.layout)
         if self._options.schedule == "auto" and self.is_fit and self.mesh.pp.size > 1:
             name = self._options.schedule_name
@@ -283,6 +286,17 @@ class Run:
         self.mixtures.warn_of_evaluation()
         note_compiled_blocks(self.module, self.mesh, self._options)
         self.state.begin_fit()
+
+    def end_training(self) -> None:
+        """Complete all parameters, and check the values of the last steps.
+
+        Raises:
+            NonFiniteError: If a value is not finite.
+
+        Communication: that of :meth:`MainParameters.wait` and of :meth:`StepChecks.check_values`.
+        """
+        self.state.main.wait()
+        self.state.checks.check_values(at_end=True)
 
     def exclude_garbage(self) -> None:
         """Exclude the objects that exist now from garbage collection until the end of the run."""

@@ -23,6 +23,8 @@ class GradientBucket:
         missing: Names of parameters whose gradients are incomplete while the last backward pass
             runs.
         pending: Reduction over the data-parallel ranks, once it has started.
+        is_summed: Whether the gradients are sums over all axes already, not only over the
+            data-parallel ranks.
     """
 
     buffer: FlatBuffer
@@ -30,6 +32,7 @@ class GradientBucket:
     names: tuple[str, ...]
     missing: set[str]
     pending: Pending | None = None
+    is_summed: bool = False
 
     @classmethod
     def of(cls, buffer: FlatBuffer, index: int) -> GradientBucket:

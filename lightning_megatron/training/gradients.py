@@ -20,7 +20,6 @@ from typing import Literal
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
 from lightning_megatron.layers.slot_states import kept_states
@@ -35,6 +34,7 @@ from lightning_megatron.training.gradient_bucket import GradientBucket
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_sums import PartialSums, sum_slices_
 from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
+from lightning_megatron.training.tied_gradients import add_ties_
 from lightning_megatron.training.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
@@ -151,15 +151,7 @@ class GradientReducer:
             if names
             else []
         )
-        late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
-        self._fill(late)
-        self._partial.add(late, self._gradient_of)
-        self._add_ties(buckets, alone=False)
-        for bucket in buckets:
-            self._start(bucket)
-        for bucket in buckets:
-            bucket.wait()
-        self._add_ties(buckets, alone=True)
+        self._sum_up([bucket for bucket in buckets if not bucket.is_summed])
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
         dormant = self._unused.find_dormant(finished)
@@ -260,8 +252,8 @@ class GradientReducer:
         Args:
             state: State that all slots have at the start of the block; None leaves the states that
                 they have. A pass that finds its slots empty overwrites them.
-            holds_sums: Whether sums over the ranks may start inside the block. It must wait for
-                them by :meth:`wait`; :meth:`mark_summed` repeats the effect.
+            holds_sums: Whether sums over the ranks may start inside the block. It must end with
+                :meth:`sum_up`; :meth:`mark_summed` repeats the effect.
 
         Returns:
             Object whose ``recorded`` is the result when the block has ended.
@@ -284,6 +276,7 @@ class GradientReducer:
                 self._recorder = None
                 for bucket in recorder.sums:
                     bucket.pending = None
+                    bucket.is_summed = False
 
     def _notice(self, names: list[str]) -> None:
         if self._recorder is None:
@@ -293,18 +286,31 @@ class GradientReducer:
             if self._recorder.holds_sums:
                 self._starts.arrived(names)
 
-    def wait(self) -> None:
-        """Wait for the sums over the ranks that have started."""
-        for bucket in self._starts.buckets:
-            bucket.wait()
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Return whether ranks add gradients of others to their own; the same on all ranks."""
+        mesh = self._main.mesh
+        return mesh.data.size > 1 or mesh.tp.size > 1 or bool(self._main.ties)
+
+    def sum_up(self) -> None:
+        """Sum all gradients over the ranks now, so that :meth:`finish` need not.
+
+        Sums over tp of parameters that were found to be used on parts of the features stay with
+        :meth:`finish`, because later steps may find more of them.
+
+        Communication: that of :meth:`finish` on the device's groups.
+        """
+        self._starts.end()
+        self._sum_up(self._starts.buckets)
 
     def mark_summed(self, recorded: RecordedGradients) -> None:
         """Record that a replay has summed the gradients of some buckets over the ranks."""
-        for name in recorded.unused:
-            self._slots[name].is_empty = False
-            self._unused.note(name)
+        for name, slot in recorded.unused.items():
+            slot.is_empty = False
+            self._note_unused(name)
         for bucket in recorded.sums:
             bucket.pending = Pending()
+            bucket.is_summed = True
 
     def arrived(self, names: Sequence[str]) -> None:
         """Act on gradients that have arrived together, and start the buckets that are complete now.
@@ -325,6 +331,20 @@ class GradientReducer:
             for name in names:
                 self._unused.discard_without_zero_grad(name, self._finished)
         self._starts.arrived(names)
+
+    def _sum_up(self, buckets: Collection[GradientBucket]) -> None:
+        """Sum the gradients of some buckets over all axes."""
+        late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
+        self._fill(late)
+        self._partial.add(late, self._gradient_of)
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=False)
+        for bucket in buckets:
+            self._start(bucket)
+        for bucket in buckets:
+            bucket.wait()
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=True)
+        for bucket in buckets:
+            bucket.is_summed = True
 
     def _start(self, bucket: GradientBucket) -> None:
         if bucket.pending is not None:
@@ -349,29 +369,13 @@ class GradientReducer:
                 slot.gradient.zero_()
                 slot.is_empty = False
                 if self._recorder is not None:
-                    self._recorder.unused.append(name)
-                elif self._main.is_trainable(name):
-                    self._unused.note(name)
+                    self._recorder.unused[name] = slot
+                else:
+                    self._note_unused(name)
 
-    def _add_ties(self, buckets: Collection[GradientBucket], *, alone: bool) -> None:
-        """Add the gradients of tied embeddings and of their copies on another stage.
-
-        A tied gradient in a bucket of its own has the same layout on both stages, so that each rank
-        adds its part after the reduction over the data axis. Otherwise the whole gradients are
-        added before that reduction.
-        """
-        mesh = self._main.mesh
-        for name in (name for pair in self._main.ties or () for name in pair):
-            bucket = self._starts.bucket_of.get(name)
-            if (
-                bucket is None
-                or bucket not in buckets
-                or (name in self._main.planner.ties_alone) != alone
-            ):
-                continue
-            self._fill([name])
-            own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
-            all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
+    def _note_unused(self, name: str) -> None:
+        if self._main.is_trainable(name):
+            self._unused.note(name)
 
     def _add_parts(self, names: Collection[str]) -> None:
         """Add, over tp, gradients that were found to be partial during training.
@@ -388,6 +392,7 @@ class GradientReducer:
     def _reset(self, buckets: Iterable[GradientBucket]) -> None:
         for bucket in buckets:
             bucket.pending = None
+            bucket.is_summed = False
             bucket.missing = set()
             for name in bucket.names:
                 self._slots[name].clear()

@@ -244,7 +244,8 @@ class MainParameters:
         Args:
             wait: Whether all parameters are complete on return. Otherwise each module given to
                 :meth:`ParameterGather.wait_before` waits for its own before its forward pass, and
-                :meth:`wait` waits for all.
+                :meth:`wait` waits for all; with :attr:`ParameterGather.defers` the first of them
+                starts the gathers.
             stored: Whether this rank's part of the model's parameters already equals the rounded
                 main parameters.
 
@@ -258,7 +259,10 @@ class MainParameters:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all gathered parameters are complete."""
+        """Wait until all gathered parameters are complete.
+
+        Communication: deferred gathers, as described for :attr:`ParameterGather.defers`.
+        """
         self.gather.wait()
 
     def continue_from(self, previous: MainParameters) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +19,32 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 _BucketKey = tuple[int, int]
 
 
+@dataclass
+class RecordedGather:
+    """What a recorded computation does with the parameters of other ranks.
+
+    Args:
+        gathers: Whether it starts the all-gathers that were left to the first reader, and waits for
+            all of them.
+    """
+
+    gathers: bool = False
+
+
 class ParameterGather:
-    """Pending all-gathers of parameter buckets, in the order of the forward pass."""
+    """Pending all-gathers of parameter buckets, in the order of the forward pass.
+
+    With :attr:`defers` the parts of other ranks stay out of date until someone reads parameters:
+    :meth:`begin`, :meth:`wait` and :meth:`wait_for` start all of them at once. A CUDA graph of the
+    next step can then contain them.
+    """
 
     def __init__(self) -> None:
+        #: Whether :meth:`start` leaves the all-gathers to the first reader of parameters. All ranks
+        #: must have the same value, and must read at the same place of their programs.
+        self.defers = False
+        self._deferred: tuple[tuple[FlatBuffer, ...], ParallelMesh] | None = None
+        self._recorded: RecordedGather | None = None
         self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
         # Buckets whose parameters are all awaited by the modules that read them.
@@ -28,12 +52,38 @@ class ParameterGather:
         # Buckets of each parameter, by its identity.
         self._buckets_of: Mapping[int, list[_BucketKey]] = {}
 
-    def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
-        """Start one all-gather for every bucket that is partitioned over ranks.
+    @property
+    def is_deferred(self) -> bool:
+        """Return whether all-gathers are left to the first reader, and none has come yet."""
+        return self._deferred is not None
 
-        Buckets with a parameter that no module waits for are complete on return.
+    def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
+        """Start one all-gather for every bucket that is partitioned over ranks, or defer them all.
+
+        Buckets with a parameter that no module waits for are complete as soon as the all-gathers
+        have started.
+
+        Communication: one all-gather over the data axis, or over that of experts, for each bucket;
+        with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`.
         """
         self.wait()
+        divided = tuple(buffers)
+        if any(buffer.plan.num_parts > 1 for buffer in divided):
+            self._deferred = divided, mesh
+        if not self.defers:
+            self.begin()
+
+    def begin(self) -> None:
+        """Start the all-gathers that were left to the first reader, if there are any.
+
+        Communication: that of :meth:`start`.
+        """
+        if self._deferred is None:
+            return
+        buffers, mesh = self._deferred
+        self._deferred = None
+        if self._recorded is not None:
+            self._recorded.gathers = True
         for index, buffer in enumerate(buffers):
             if buffer.plan.num_parts == 1:
                 continue
@@ -48,8 +98,46 @@ class ParameterGather:
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
     def wait(self) -> None:
-        """Wait for all buckets."""
+        """Wait for all buckets.
+
+        Communication: that of :meth:`begin`.
+        """
+        self.begin()
+        self.wait_for_started()
+
+    def wait_for_started(self) -> None:
+        """Wait for the buckets whose all-gathers have started, and leave deferred ones deferred."""
         self._complete(tuple(self._pending))
+
+    @contextmanager
+    def recording(self) -> Iterator[RecordedGather]:
+        """Record the block's all-gathers; afterwards they are pending or deferred as before.
+
+        A capture starts nothing on the device. The code that replays it calls
+        :meth:`mark_gathered` if the recorded computation gathers.
+
+        Returns:
+            Object that is complete when the block has ended.
+
+        Raises:
+            RuntimeError: If a recording is active already.
+        """
+        if self._recorded is not None:
+            raise RuntimeError(
+                "recordings of gathered parameters must not be nested: a gather would belong to "
+                "two captured computations. End the first recording before the next one starts."
+            )
+        before = self._deferred, dict(self._pending)
+        recorded = self._recorded = RecordedGather()
+        try:
+            yield recorded
+        finally:
+            self._recorded = None
+            self._deferred, self._pending = before
+
+    def mark_gathered(self) -> None:
+        """Record that a replay has gathered the deferred buckets and waited for them."""
+        self._deferred = None
 
     def wait_for(self, parameters: Iterable[Shaped[Tensor, "..."]]) -> None:
         """Wait for the buckets of some parameters, before they are read.
@@ -60,7 +148,10 @@ class ParameterGather:
         Args:
             parameters: Parameters of the buffers that :meth:`wait_before` got last. Parameters of
                 no buffer, such as frozen ones, are complete already.
+
+        Communication: that of :meth:`begin`.
         """
+        self.begin()
         # In all microbatches but the first nothing is pending.
         if not self._pending:
             return
@@ -93,8 +184,13 @@ class ParameterGather:
         self._awaited |= {bucket for held_in in buckets_of.values() for bucket in held_in} - unread
 
     def release(self) -> None:
-        """Remove the hooks from the modules."""
-        self.wait()
+        """Remove the hooks from the modules.
+
+        Deferred all-gathers are given up: other ranks may have failed. A run that ends well has
+        waited for all parameters before.
+        """
+        self._deferred = None
+        self.wait_for_started()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

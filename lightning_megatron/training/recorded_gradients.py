@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.training.gradient_bucket import GradientBucket
@@ -19,8 +19,9 @@ class RecordedGradients:
         additions: Gradient slot of each name of the groups, in their order. As an argument of
             ``WeightGradientQueue.put`` they announce a replay of a weight half.
         slots: Gradient slots to which the pass added, each once.
-        sums: Buckets whose sums over the ranks the pass starts and waits for.
-        unused: Names of the parameters in these buckets that get zeros, as nothing else arrives.
+        sums: Buckets that the pass sums over the ranks.
+        unused: Slots in these buckets that get zeros, as nothing else arrives, by the names of
+            their parameters.
         is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
             added to them.
     """
@@ -30,7 +31,7 @@ class RecordedGradients:
     slots: tuple[GradientSlot, ...] = ()
     is_first: bool = True
     sums: tuple[GradientBucket, ...] = ()
-    unused: tuple[str, ...] = ()
+    unused: Mapping[str, GradientSlot] = field(default_factory=dict)
 
 
 class GradientRecorder:
@@ -46,8 +47,8 @@ class GradientRecorder:
         self.holds_sums = holds_sums
         #: Buckets whose sums have started.
         self.sums: list[GradientBucket] = []
-        #: Parameters of these buckets for which no gradient has arrived.
-        self.unused: list[str] = []
+        #: Slots in these buckets for which no gradient has arrived.
+        self.unused: dict[str, GradientSlot] = {}
         self._slots = slots
         self._were_empty = {name: slot.is_empty for name, slot in slots.items()}
         self._groups: list[tuple[str, ...]] = []
@@ -81,5 +82,5 @@ class GradientRecorder:
             tuple(self._slots[name] for name in written),
             len(overwritten) == len(written),
             tuple(self.sums),
-            tuple(self.unused),
+            dict(self.unused),
         )

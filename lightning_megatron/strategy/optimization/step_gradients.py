@@ -68,12 +68,15 @@ class StepGradients:
 
     @property
     def may_sum_in_graphs(self) -> bool:
-        """Return whether nothing reads this rank's own gradients before their sums in this step."""
-        return self.observer is not None and self._reducer.before_reduction is None
+        """Return whether there are sums over the ranks in this step, and nothing reads this rank's
+        own gradients before them.
+        """
+        is_read = self.observer is None or self._reducer.before_reduction is not None
+        return not is_read and self._reducer.sums_over_ranks
 
-    def wait_for_sums(self) -> None:
-        """Wait for the sums over the ranks that have started."""
-        self._reducer.wait()
+    def sum_up(self) -> None:
+        """Sum all gradients over the ranks now, which :meth:`end_batch` would do otherwise."""
+        self._reducer.sum_up()
 
     @property
     def weight_gradients(self) -> WeightGradientQueue:

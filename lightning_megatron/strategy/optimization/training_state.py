@@ -133,7 +133,8 @@ class TrainingState:
     @property
     def effect_observers(self) -> EffectObservers:
         """Return what a captured step changes in Python: sums, counts and random streams."""
-        return EffectObservers(self.mesh.random, self.mesh.journal, self._reducer)
+        mesh = self.mesh
+        return EffectObservers(mesh.random, mesh.journal, self._reducer, self.main.gather)
 
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""

@@ -190,6 +190,8 @@ class StepRunner:
             return RanMicrobatches(outputs, own, losses)
 
         if self.whole_steps is None or passes is None or self._is_choosing:
+            if self.whole_steps is not None:
+                self.whole_steps.begin_gather()
             with nullcontext() if passes is not None else torch.no_grad():
                 return RanStep(run(microbatches, factor, passes, args))
         return self.whole_steps.train(

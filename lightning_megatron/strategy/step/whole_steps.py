@@ -40,8 +40,13 @@ RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], RanMicrobatche
 class WholeSteps:
     """Steps of a run as graphs, with all that the strategy does in Python around them.
 
-    What differs from an eager step: the gradients of the previous step are cleared before the
-    first forward pass, and updated parameters are complete before it.
+    A graph gathers updated parameters at its head, where layers wait for their own, and sums
+    gradients over the ranks before the optimizer steps. Parameters are therefore gathered when they
+    are read first, and no longer right after an update: by the next training step, or by whatever
+    reads them before it.
+
+    What differs from an eager step: the gradients of the previous step are cleared before the first
+    forward pass.
 
     Args:
         module: The user's module.
@@ -61,11 +66,19 @@ class WholeSteps:
         self._factor: torch.Tensor | None = None
         self._reader: str | None = None
         self._has_looked_for_reader = False
+        state.main.gather.defers = True
 
     @property
     def evaluates(self) -> bool:
         """Return whether evaluation steps are captured."""
         return self.graphs.evaluates
+
+    def begin_gather(self) -> None:
+        """Start the gathers of updated parameters for a step that runs outside of :meth:`train`.
+
+        Communication: that of :meth:`ParameterGather.begin`.
+        """
+        self._state.main.gather.begin()
 
     def train(
         self,
@@ -91,22 +104,30 @@ class WholeSteps:
 
         Communication: that of the step and of :meth:`StepGraphs.run`.
         """
+        gather = self._state.main.gather
+        gather.defers = not self.graphs.is_off
         if passes.inspector is not None or self._hook_in_backward() is not None:
+            gather.begin()
             return RanStep(run(microbatches, factor, passes, args))
         passes.clear_gradients()
         passes.hide_gradients()
         passes = replace(passes, clear_gradients=_nothing)
         gradients = self._state.gradients
         sums = passes.observer is not None and gradients.may_sum_in_graphs
-        sums = sums and self._mesh.data.size > 1
         in_graph = passes if sums else replace(passes, observer=None)
         scale = self._static_factor(factor)
         place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
 
+        def run_eagerly() -> RanMicrobatches:
+            gather.begin()
+            return run(microbatches, factor, passes, args)
+
         def run_in_graph(given: Sequence[Microbatch]) -> RanMicrobatches:
+            gather.begin()
             ran = run(given, scale, in_graph, _unread(args))
+            gather.wait()
             if sums:
-                gradients.wait_for_sums()
+                gradients.sum_up()
             return ran
 
         ran = self.graphs.run(
@@ -115,10 +136,11 @@ class WholeSteps:
                 place,
                 microbatches,
                 step,
-                run_eagerly=lambda: run(microbatches, factor, passes, args),
+                run_eagerly=run_eagerly,
                 run=run_in_graph,
                 holds_sums=sums,
-                prepare=self._state.main.wait,
+                gathers=gather.is_deferred,
+                prepare=gather.wait_for_started,
                 around=partial(refusing_kept_changes, self._module, "training_step"),
                 held=partial(attributes_of, self._module),
             )

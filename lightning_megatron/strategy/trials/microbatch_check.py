@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -55,18 +55,21 @@ class MicrobatchTrials:
     Args:
         module: User's module.
         mesh: Process groups of this rank.
+        wait: Function that waits until all parameters are complete.
     """
 
-    def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
+    def __init__(
+        self, module: LightningModule, mesh: ParallelMesh, wait: Callable[[], None]
+    ) -> None:
         self._module = module
         self._mesh = mesh
+        self._wait = wait
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
         self._finished: set[tuple[Any, ...]] = set()
         self._uneven = UnevenMasks(mesh)
-        self._models = layered_modules(module)
-        layers = [part for model in self._models for part in model.modules()]
+        layers = [part for model in layered_modules(module) for part in model.modules()]
         # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
         self._drops = any(
             getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers
@@ -104,9 +107,8 @@ class MicrobatchTrials:
             self._finished.add(key)
             return
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
-        for model in self._models:
-            # Weights that still arrive from other ranks would look like weights that a step writes.
-            model.wait_for_parameters()
+        # Weights that still arrive from other ranks would look like weights that a step writes.
+        self._wait()
         with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
