@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.graphs import test_whole_updates as updates
 from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
 from tests.world import run_world
 
@@ -116,3 +118,25 @@ def test_replayed_steps_of_several_ranks_train_as_eager_ones(size: int) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
     run_world(_world, size, backend="nccl")
+
+
+def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], set[str], int]]:
+    found = {}
+    for name, (layout, options) in updates.CASES.items():
+        first, second, graphs = (
+            updates.fit_reading(folder / name / place, is_captured, layout, **GPU, **options)
+            for place, is_captured in (("first", False), ("second", False), ("graphs", True))
+        )
+        repeated = updates.differences(second, first)
+        replays = graphs[1].replays
+        found[name] = repeated, updates.differences(graphs, first), replays["gathers"]
+    return found
+
+
+def test_graphs_of_two_ranks_gather_and_sum_as_eager_steps_do(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    for found in run_world(_reading, 2, tmp_path, backend="nccl"):
+        for name, (repeated, by_graphs, num_gathers) in found.items():
+            assert by_graphs <= repeated, name
+            assert bool(num_gathers) == name.startswith("dp2"), name
