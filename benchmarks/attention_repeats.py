@@ -1,0 +1,66 @@
+"""Repeats of attention's backward pass, alone and beside other work of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.models.config import GPTConfig
+
+
+def attention_repeats(
+    config: GPTConfig, device: torch.device, repeats: int = 40
+) -> tuple[int, int | None]:
+    """Count the repeats of attention's backward pass that have other bits than the first one.
+
+    Args:
+        config: Model whose heads and length the attention has.
+        device: Device that computes.
+        repeats: Number of repeats.
+
+    Returns:
+        How many differ alone, and while matrix products of another stream take multiprocessors;
+        None on a CPU, which has no streams.
+    """
+    generator = torch.Generator(device).manual_seed(3)
+
+    def drawn(heads: int) -> Tensor:
+        shape = (config.max_seq_length, 1, heads, config.head_size)
+        found = torch.randn(shape, device=device, generator=generator)
+        return found.bfloat16().requires_grad_()
+
+    query, key, value = (
+        drawn(heads) for heads in (config.num_heads, config.kv_heads, config.kv_heads)
+    )
+    outer = drawn(config.num_heads).detach().flatten(2)
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = attend(query, key, value, causal=True)
+        return torch.autograd.grad(output, (query, key, value), outer)
+
+    first = gradients()
+
+    def count(beside: Callable[[], None]) -> int:
+        differing = 0
+        for _ in range(repeats):
+            beside()
+            pairs = zip(gradients(), first, strict=True)
+            differing += not all(torch.equal(*pair) for pair in pairs)
+        return differing
+
+    alone = count(lambda: None)
+    if device.type != "cuda":
+        return alone, None
+    factor = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+
+    def multiply() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(8):
+                torch.mm(factor, factor)
+
+    stream.wait_stream(torch.cuda.current_stream())
+    return alone, count(multiply)

@@ -1,0 +1,165 @@
+"""Settings of the trainings that ``benchmarks.graph_drift`` compares, and what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from benchmarks.train_shapes import Layout
+from lightning_megatron.graphs.cuda import CudaGraph
+from lightning_megatron.graphs.tape import TapeGraph
+from lightning_megatron.groups.launcher import CollectiveLauncher, Work
+from lightning_megatron.layers import attention_core
+from lightning_megatron.layers.attention_core import CoreChoice
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.strategy.step import segment_captures
+
+#: Name of the training without graphs.
+EAGER = "eager"
+_SEGMENTS: Mapping[str, Any] = {"mode": "segments", "on_failure": "error"}
+_FULL: Mapping[str, Any] = {"mode": "full", "on_failure": "error"}
+_SCOPES_OF_EXPERTS = (("experts",), ("router", "preprocess"), ("combine",))
+
+
+def _wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def synchronised(after: bool = False) -> Iterator[None]:
+    """Let the host wait for the device before each replay inside the block.
+
+    Args:
+        after: Whether it waits after each replay, too.
+    """
+
+    def waiting(replay: Callable[[Any], None]) -> Callable[[Any], None]:
+        def replay_apart(graph: Any) -> None:
+            _wait_for_device()
+            replay(graph)
+            if after:
+                _wait_for_device()
+
+        return replay_apart
+
+    with (
+        patch.object(CudaGraph, "replay", waiting(CudaGraph.replay)),
+        patch.object(TapeGraph, "replay", waiting(TapeGraph.replay)),
+    ):
+        yield
+
+
+@contextmanager
+def serial() -> Iterator[None]:
+    """Let each replay and each collective outside of graphs run while nothing else does."""
+    start = CollectiveLauncher.start
+
+    def start_and_wait(
+        launcher: CollectiveLauncher, collective: Callable[[], Work], *written: Tensor
+    ) -> Work:
+        work = start(launcher, collective, *written)
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if launcher.recorder is None and not is_captured:
+            work.wait()
+            _wait_for_device()
+        return work
+
+    with synchronised(after=True), patch.object(CollectiveLauncher, "start", start_and_wait):
+        yield
+
+
+def without_cuts() -> AbstractContextManager[Any]:
+    """Let no graph end where a bucket of gradients is complete."""
+    return patch.object(segment_captures, "bucket_cuts", lambda segments, buckets: ())
+
+
+def math_attention() -> AbstractContextManager[Any]:
+    """Let attention run as matrix products and a softmax, whose sums have one order."""
+    choice = CoreChoice((SDPBackend.MATH,), True, "sums in one order")
+    return patch.object(attention_core, "choose_core", lambda *given: choice)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training.
+
+    Args:
+        name: Name of the setting.
+        graphs: Value of ``cuda_graphs``; None without graphs.
+        options: Further arguments of the strategy.
+        around: Function that returns a context for the training.
+        has_own_twin: Whether the eager training that it must equal has its options and context,
+            too, because they change the bits.
+        twin: Name of an earlier setting that it must equal in place of the eager training.
+    """
+
+    name: str
+    graphs: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    has_own_twin: bool = False
+    twin: str = EAGER
+
+
+def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
+    """Return all settings for a model and a layout, the most telling ones first."""
+    found = [
+        Setting(EAGER),
+        Setting("segments", _SEGMENTS),
+        Setting("eager again"),
+        Setting("segments again", _SEGMENTS, twin="segments"),
+    ]
+    if layout.data_ranks > 1:
+        found += [
+            Setting("no overlap", _SEGMENTS, {"overlap_gradients": False}),
+            Setting("no cuts", _SEGMENTS, around=without_cuts),
+        ]
+    found += [
+        Setting("synchronised", _SEGMENTS, around=synchronised),
+        Setting("serial", _SEGMENTS, around=serial),
+        Setting("math attention", _SEGMENTS, around=math_attention, has_own_twin=True),
+        Setting("full", _FULL),
+    ]
+    if layout.data_ranks > 1:
+        found += [
+            Setting("one bucket", _SEGMENTS, {"bucket_size": 10**12}, has_own_twin=True),
+            Setting("gathered at once", _SEGMENTS, {"overlap_parameters": False}),
+        ]
+    if layout.ep > 1:
+        transport = {"expert_transport": "all_gather"}
+        found.append(Setting("all-gather", _SEGMENTS, transport, has_own_twin=True))
+    of_layers = (("mlp",),) if config.experts is None else _SCOPES_OF_EXPERTS
+    for scopes in (("attention",), *of_layers, ("head",), ("embedding",)):
+        graphs = {**_SEGMENTS, "scopes": list(scopes)}
+        found.append(Setting(f"only {' and '.join(scopes)}", graphs))
+    return found
+
+
+def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list[Setting]:
+    """Return the settings with these names and those that they must equal; all without names.
+
+    Args:
+        settings: Settings, each after its twin.
+        names: Names of some of them.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    known = {one.name: one for one in settings}
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        raise ValueError(
+            f"settings must be among those of the model and layout: {', '.join(unknown)} are not. "
+            f"Use {', '.join(known)}."
+        )
+    wanted = set(names or known)
+    wanted |= {EAGER, *(known[name].twin for name in wanted)}
+    return [one for one in settings if one.name in wanted]

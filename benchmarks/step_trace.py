@@ -1,0 +1,195 @@
+"""Digests of every step of a training, and the first step and tensors in which two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.training.flat_buffer import MainSlice
+
+#: Types of integers that have the bits of a number, by the number's size (bytes).
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Odd number with well mixed bits: the golden ratio times 2^63.
+_MIX = -7046029254386353131
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank computed in each step.
+
+    Shapes: digests and magnitudes ``(steps, parameters)``.
+
+    Args:
+        losses: Losses of the steps.
+        names: Parameters of which this rank trains a part, in the order of the backward pass.
+        gradients: Digests of the gradients' bits, after their sums over the ranks.
+        magnitudes: Sums of the gradients' absolute values.
+        updated: Digests of the main parameters' bits after the update.
+    """
+
+    losses: list[float]
+    names: tuple[str, ...]
+    gradients: Tensor
+    magnitudes: Tensor
+    updated: Tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First difference between two trainings.
+
+    Args:
+        step: Number of the step, from 1 on.
+        stage: ``loss``, ``gradients`` or ``parameters``, in the order in which a step computes
+            them.
+        rank: First rank with a difference.
+        names: Tensors that differ, in the order of the backward pass; none for a loss.
+        num_tensors: Number of tensors that the rank has.
+        gaps: Relative difference for each name: that of the sums of absolute values. For a loss the
+            only number is the difference of the losses.
+    """
+
+    step: int
+    stage: str
+    rank: int
+    names: tuple[str, ...]
+    num_tensors: int
+    gaps: tuple[float, ...]
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, {self.stage} of rank {self.rank}"
+        if not self.names:
+            return f"{where} ({self.gaps[0]:+.1e})"
+        both = zip(self.names, self.gaps, strict=True)
+        shown = [f"{name} ({gap:.1e})" for name, gap in both][:_MOST_NAMES]
+        more = ", ..." if len(self.names) > _MOST_NAMES else ""
+        return f"{where}: {len(self.names)} of {self.num_tensors}: {', '.join(shown)}{more}"
+
+
+def first_difference(one: Sequence[Trace], other: Sequence[Trace]) -> Difference | None:
+    """Return the first difference between two trainings of all ranks; None if all bits are equal.
+
+    Args:
+        one: Traces of the first training by rank.
+        other: Traces of the second training by rank, of equal layout and number of steps.
+    """
+    for step in range(len(one[0].losses)):
+        for stage in ("loss", "gradients", "parameters"):
+            for rank, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+                assert mine.names == theirs.names, "both train the same parts of parameters"
+                found = _difference(mine, theirs, step, stage)
+                if found is not None:
+                    names, gaps = found
+                    return Difference(step + 1, stage, rank, names, len(mine.names), gaps)
+    return None
+
+
+def largest_gap(one: Sequence[Trace], other: Sequence[Trace]) -> float:
+    """Return the largest absolute difference between losses of the same step."""
+    losses = zip(one[0].losses, other[0].losses, strict=True)
+    return max(abs(mine - theirs) for mine, theirs in losses)
+
+
+def _difference(
+    one: Trace, other: Trace, step: int, stage: str
+) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
+    if stage == "loss":
+        gap = other.losses[step] - one.losses[step]
+        # A loss that is no number differs from all others.
+        return None if gap == 0 else ((), (gap,))
+    before, after = (
+        (one.gradients, other.gradients) if stage == "gradients" else (one.updated, other.updated)
+    )
+    places = (before[step] != after[step]).nonzero().flatten()
+    if not len(places):
+        return None
+    sums, gaps = one.magnitudes[step], (other.magnitudes - one.magnitudes)[step].abs()
+    relative = (gaps / sums.clamp(min=torch.finfo(sums.dtype).tiny))[places]
+    return tuple(one.names[place] for place in places), tuple(relative.tolist())
+
+
+class Tracer(Callback):
+    """Callback that records the trace of a training, and gathers those of all ranks at its end.
+
+    Args:
+        waits: Whether the host waits for the device after each step.
+    """
+
+    #: Nothing reads ``parameter.grad``; the digests are those of the sums in the flat buffers.
+    reads_gradients = False
+
+    def __init__(self, waits: bool = True) -> None:
+        #: Traces of all ranks, once the training has ended.
+        self.traces: list[Trace] = []
+        #: Number of graphs of this rank at the end.
+        self.num_graphs = 0
+        #: Transports of tokens to experts.
+        self.transports: tuple[str, ...] = ()
+        self._waits = waits
+        self._losses: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._magnitudes: list[Tensor] = []
+        self._updated: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        """Digest the gradients."""
+        slices = [one for _, one in _own_slices(trainer)]
+        self._gradients.append(torch.stack([_digest(one.gradient) for one in slices]))
+        sums = [one.gradient.abs().sum(dtype=torch.float64) for one in slices]
+        self._magnitudes.append(torch.stack(sums))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        """Digest the updated parameters, and note the loss."""
+        self._losses.append(outputs["loss"].detach().double())
+        updated = [_digest(one.main.detach()) for _, one in _own_slices(trainer)]
+        self._updated.append(torch.stack(updated))
+        if self._waits and updated[0].is_cuda:
+            torch.cuda.synchronize()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the traces of all ranks."""
+        strategy = _strategy_of(trainer)
+        trace = Trace(
+            torch.stack(self._losses).tolist(),
+            tuple(name for name, _ in _own_slices(trainer)),
+            *(
+                torch.stack(digests).cpu()
+                for digests in (self._gradients, self._magnitudes, self._updated)
+            ),
+        )
+        self.traces = all_gather_objects(trace, strategy.mesh.world_cpu)
+        graphs = strategy.run.graphs
+        self.num_graphs = 0 if graphs is None else graphs.num_graphs
+        mixtures = [one for one in pl_module.modules() if isinstance(one, MixtureOfExperts)]
+        found = (one.transport_choice.transport for one in mixtures)
+        self.transports = tuple(dict.fromkeys(found))
+
+
+def _strategy_of(trainer: Trainer) -> MegatronStrategy:
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    return trainer.strategy
+
+
+def _own_slices(trainer: Trainer) -> list[tuple[str, MainSlice]]:
+    """List this rank's parts of parameters in the order of the backward pass."""
+    main = _strategy_of(trainer).run.state.main
+    return [(name, main.slices[name]) for name in reversed(main.names) if name in main.slices]
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a number on the device that depends on the bits of all elements."""
+    bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
+    bits = bits.to(torch.int64, copy=True).mul_(_MIX)
+    # A plain sum would miss two changes of opposite sign.
+    return bits.bitwise_xor_(bits >> 29).mul_(_MIX).sum()
