@@ -13,12 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.measure import Measure
 from lightning_megatron.graphs.captured_piece import CaptureTools
-from lightning_megatron.graphs.cuda import CudaBackend, CudaGraph
+from lightning_megatron.graphs.cuda import CudaBackend, CudaGraph, private_pools
 from lightning_megatron.graphs.piece_inputs import PieceInputs
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.static_inputs import StaticInputs
-
-_SHARED_POOL = (0, 0)
 
 
 class CaptureTimes:
@@ -114,13 +112,9 @@ def _pools(trainer: Trainer) -> dict[str, int]:
     """Return number and size of the private pools of graphs in torch's allocator."""
     if trainer.strategy.root_device.type != "cuda":
         return {"pools": 0, "pool_bytes": 0, "reserved_bytes": 0}
-    sizes: dict[tuple[int, int], int] = {}
-    for segment in torch.cuda.memory_snapshot():
-        pool = tuple(segment.get("segment_pool_id", _SHARED_POOL))
-        sizes[pool] = sizes.get(pool, 0) + segment["total_size"]
-    private = [size for pool, size in sizes.items() if pool != _SHARED_POOL]
+    private = private_pools(trainer.strategy.root_device)
     return {
         "pools": len(private),
-        "pool_bytes": sum(private),
+        "pool_bytes": sum(private.values()),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }

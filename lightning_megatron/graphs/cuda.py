@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # Data loaders and the watchdog of NCCL call CUDA from other threads during a capture.
 _ERROR_MODE = "thread_local"
+#: Identity of the pool that serves everything but graphs.
+_SHARED_POOL = (0, 0)
 
 
 class CudaPool:
@@ -117,6 +119,20 @@ class CudaBackend:
             _clean_up(graph, pool, registered)
             raise
         return CudaGraph(graph), result
+
+
+def private_pools(device: torch.device) -> dict[tuple[int, int], int]:
+    """Return the memory that torch's allocator keeps for graphs, by pool (bytes).
+
+    Args:
+        device: The GPU.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        first, second = segment.get("segment_pool_id", _SHARED_POOL)
+        if segment["device"] == device.index and (first, second) != _SHARED_POOL:
+            sizes[first, second] = sizes.get((first, second), 0) + segment["total_size"]
+    return sizes
 
 
 def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.network_activations import MicrobatchShape, dense_costs, mixture_costs
+from lightning_megatron.plan.network_activations import (
+    MicrobatchShape,
+    NetworkCosts,
+    dense_costs,
+    mixture_costs,
+)
 
 #: Part of a block that the backward pass computes again. ``none`` keeps all activations.
 #: ``selective`` recomputes the attention core, ``experts`` the activations inside of experts.
@@ -37,6 +42,15 @@ class ActivationCosts:
             inputs of its matrix products, and the gradients of their outputs.
         head_waiting: The same of the head.
         weight_half: Temporary buffers of the weight half.
+        captured_attention: The same as ``layer_backward``, for attention alone in a captured
+            backward pass, which frees nothing of ``kept`` before its end.
+        captured_network: The same for the MLP or the mixture of experts.
+        network: Part of ``kept`` that belongs to the MLP or the mixture of experts, with its norm;
+            0 if whole blocks are recomputed.
+        experts: Part of ``network`` that experts make between the transports of tokens.
+        returned: Outputs of experts before their weighted sum, as an eager transport gives them.
+        has_experts: Whether the block has experts instead of an MLP.
+        static_transport: Whether the sizes of the tokens' transport are known in advance.
     """
 
     boundary: int
@@ -54,6 +68,13 @@ class ActivationCosts:
     waiting: int
     head_waiting: int
     weight_half: int
+    captured_attention: int = 0
+    captured_network: int = 0
+    network: int = 0
+    experts: int = 0
+    returned: int = 0
+    has_experts: bool = False
+    static_transport: bool = True
 
 
 def activation_costs(
@@ -76,24 +97,16 @@ def activation_costs(
             "experts" or "full" (whole blocks).
         has_experts: Whether the block has experts instead of an MLP.
     """
+    network = dense_costs(model, model.ffn_hidden_size, table, batch)
     if has_experts:
         network = mixture_costs(model, table, batch, recomputes=recompute in ("experts", "full"))
-    else:
-        network = dense_costs(model, model.ffn_hidden_size, table, batch)
     query, key = model.widths(batch.tp)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
     boundary = whole // batch.tp if batch.sequence_parallel else whole
     statistics = num_tokens * table.norm_bytes // (batch.tp if batch.sequence_parallel else 1)
-    # Attention keeps the output of the QKV projection (values are a view of it), rotated or
-    # repeated copies of queries and keys, and the output of the attention core.
-    features = (
-        2 * query
-        + 2 * key
-        + table.rotated_copies * (query + key)
-        + table.expanded_copies * 2 * query
-    )
+    features = _attention_features(table, query, key)
     row_sums = num_tokens * 4 * (query // model.head_dim)
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
     norms = table.hidden_copies * boundary + 2 * statistics
@@ -105,7 +118,8 @@ def activation_costs(
     # The MLP has finished its backward pass when attention starts its own. The memory that the MLP
     # has freed is subtracted from the gradients of Q, K and V (in half precision, fused, and
     # float32 sums for Q).
-    attention = element * (3 * query + 4 * key) + 4 * num_tokens * query - network.kept - norms // 2
+    alone = element * (3 * query + 4 * key) + 4 * num_tokens * query
+    attention = alone - network.kept - norms // 2
     # Recomputed activations are not kept, but they exist while the block runs.
     running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[
         recompute
@@ -115,16 +129,15 @@ def activation_costs(
     start = network.backward_start + (again if recompute == "full" else 0)
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
     freed = row_sums if recompute == "selective" else again
-    norms_of_head = 2 if model.final_norm else 1
     logits = num_tokens * model.vocab_rows(batch.tp)
-    return ActivationCosts(
+    costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
         kept=layer - freed,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
-        head=norms_of_head * boundary + statistics,
+        head=(2 if model.final_norm else 1) * boundary + statistics,
         head_backward=whole + gathered,
         loss_kept=table.loss_kept * logits,
         loss_forward=table.loss_forward * logits,
@@ -135,7 +148,44 @@ def activation_costs(
         head_waiting=boundary + logits * batch.activation_bytes,
         # A gathered input, and the next one on its way.
         weight_half=2 * gathered,
+        returned=network.returned,
+        has_experts=has_experts,
+        static_transport=network.has_static_transport,
     )
+    if recompute == "full":
+        return replace(costs, captured_network=costs.layer_backward)
+    captured = max(start, again + network.captured_backward)
+    parts = replace(network, kept=network.kept - again, inside=network.inside - again)
+    return _with_parts(costs, parts, norms // 2 + masks // 2, alone + 2 * gathered, captured)
+
+
+def _with_parts(
+    costs: ActivationCosts, network: NetworkCosts, norm: int, attention: int, captured: int
+) -> ActivationCosts:
+    """Return the costs of a block with those of its two parts.
+
+    Args:
+        costs: Costs of the block.
+        network: Costs of the MLP or the mixture of experts.
+        norm: What that part keeps for its norm and its dropout (bytes).
+        attention: Temporary buffers of attention in a captured backward pass (bytes).
+        captured: Those of the other part (bytes).
+    """
+    return replace(
+        costs,
+        captured_attention=attention + 2 * costs.boundary,
+        captured_network=captured + 2 * costs.boundary,
+        network=network.kept + norm,
+        experts=network.inside,
+    )
+
+
+def _attention_features(table: KeptActivations, query: int, key: int) -> int:
+    """Count the features that attention keeps for a token."""
+    # The output of the QKV projection (values are a view of it), rotated or repeated copies of
+    # queries and keys, and the output of the attention core.
+    rotated = table.rotated_copies * (query + key)
+    return 2 * query + 2 * key + rotated + table.expanded_copies * 2 * query
 
 
 def _mask_bytes(model: ModelShape, batch: MicrobatchShape, seq_length: int) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.activations import ActivationCosts, Recompute, activation_costs
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
@@ -17,6 +19,7 @@ from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.partition import partition_of
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.step_moments import ChunkCosts, Moment, moments
 
 GIB = 2**30
 
@@ -46,6 +49,9 @@ class TrainingShape:
         step_bytes: Temporary memory of the optimizer step for each element that it updates; 0 for
             fused optimizers (bytes).
         library_bytes: Workspaces of libraries, independent of the model (bytes).
+        cuda_graphs: Settings of CUDA graphs; None without graphs.
+        input_bytes: Size of a microbatch's inputs for each token, such as its id and its label
+            (bytes).
     """
 
     seq_length: int
@@ -64,6 +70,8 @@ class TrainingShape:
     activation_bytes: int = 2
     step_bytes: int = 0
     library_bytes: int = 0
+    cuda_graphs: CudaGraphs | None = None
+    input_bytes: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,8 @@ class StageMemory:
         workspace: Temporary buffers of the running layer or optimizer.
         communication: Transfers in flight between stages, and symmetric buffers for tokens.
         libraries: Workspaces of libraries.
+        graphs: Memory of CUDA graphs. The allocator also keeps that of the eager steps before the
+            captures, which all other parts describe.
     """
 
     stage: int
@@ -99,6 +109,7 @@ class StageMemory:
     workspace: int = 0
     communication: int = 0
     libraries: int = 0
+    graphs: int = 0
 
     @property
     def static(self) -> int:
@@ -115,6 +126,7 @@ class StageMemory:
             + self.workspace
             + self.communication
             + self.libraries
+            + self.graphs
         )
 
 
@@ -134,7 +146,8 @@ def estimate_memory(
     and of what is recomputed, an input half keeps the factors of weight gradients for its weight
     half. The peak is the maximum of these activations plus the temporary buffers of the running
     layer. For an all-to-all, balanced routing is assumed: see
-    :func:`~lightning_megatron.plan.network_activations.mixture_costs`.
+    :func:`~lightning_megatron.plan.network_activations.mixture_costs`. CUDA graphs are counted as
+    :func:`~lightning_megatron.plan.graph_memory.graph_memory` says.
 
     Args:
         model: Shape of the model.
@@ -147,6 +160,7 @@ def estimate_memory(
 
     Raises:
         ParallelPlanError: For sizes that do not fit together.
+        UnsupportedError: For CUDA graphs under a schedule that they do not support.
     """
     _check(layout, training)
     layers = partition_of(model.costs(), layout).by_stage(layout.placement)
@@ -167,7 +181,7 @@ def estimate_memory(
             training,
             stage,
             schedule,
-            [[_block(model, layer, costs) for layer in chunk] for chunk in chunks],
+            [[costs[model.has_experts_in(layer)] for layer in chunk] for chunk in chunks],
             costs[0],
         )
         for stage, chunks in enumerate(layers)
@@ -207,7 +221,7 @@ def _stage_memory(
     training: TrainingShape,
     stage: int,
     schedule: Schedule,
-    chunks: Sequence[Sequence[_Block]],
+    chunks: Sequence[Sequence[ActivationCosts]],
     ends: ActivationCosts,
 ) -> StageMemory:
     """Find the peak memory of one stage, for which ``ends`` has the costs beside its blocks."""
@@ -221,9 +235,18 @@ def _stage_memory(
     ]
     static = {name: sum(part[name] for part in parts) for name in parts[0]}
     owned = _owned(dense, layout.dp * layout.cp, training) + _owned(expert, layout.edp, training)
-    moments = list(_moments(schedule, stage, chunks, ends))
-    moments.append(_Moment("optimizer step", 0, 0, 0, training.step_bytes * owned))
-    worst = max(moments, key=lambda moment: moment.size)
+    head = schedule.placement.owner(schedule.placement.num_virtual_stages - 1)
+    costs = [
+        ChunkCosts.of(blocks, ends, has_head=(stage, number) == head)
+        for number, blocks in enumerate(chunks)
+    ]
+    found = [
+        *moments(schedule.actions(stage), costs),
+        Moment("optimizer step", 0, 0, 0, training.step_bytes * owned),
+    ]
+    worst = max(found, key=lambda moment: moment.size)
+    # A stage receives one tensor while it sends another.
+    transfers = 2 * ends.boundary if layout.pp > 1 else 0
     return StageMemory(
         stage=stage,
         moment=worst.name,
@@ -233,10 +256,33 @@ def _stage_memory(
         activations=worst.activations,
         loss=worst.loss,
         workspace=worst.workspace,
-        # A stage receives one tensor while it sends another.
-        communication=(2 * ends.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0)
-        + max((block.costs.slots for block in blocks), default=0),
+        communication=(transfers if worst.name != "optimizer step" else 0)
+        + max((block.slots for block in blocks), default=0),
         libraries=training.library_bytes,
+        graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
+    )
+
+
+def _graph_memory(
+    training: TrainingShape,
+    schedule: Schedule,
+    stage: int,
+    chunks: Sequence[Sequence[ActivationCosts]],
+    ends: ActivationCosts,
+    transfers: int,
+) -> GraphMemory:
+    if training.cuda_graphs is None:
+        return GraphMemory()
+    return graph_memory(
+        training.cuda_graphs,
+        schedule,
+        stage,
+        chunks,
+        ends,
+        num_tokens=training.seq_length * training.microbatch_size,
+        input_bytes=training.input_bytes,
+        transfers=transfers,
+        is_block_whole=training.recompute == "full",
     )
 
 
@@ -271,91 +317,6 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
         )
         for row in rows
     )
-
-
-@dataclass(frozen=True)
-class _Moment:
-    name: str
-    in_flight: int
-    activations: int
-    loss: int
-    workspace: int
-
-    @property
-    def size(self) -> int:
-        return self.activations + self.loss + self.workspace
-
-
-@dataclass(frozen=True)
-class _Block:
-    costs: ActivationCosts
-    has_experts: bool
-
-
-def _block(model: ModelShape, layer: int, costs: tuple[ActivationCosts, ActivationCosts]) -> _Block:
-    has_experts = model.has_experts_in(layer)
-    return _Block(costs[has_experts], has_experts)
-
-
-def _moments(
-    schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]], costs: ActivationCosts
-) -> Iterable[_Moment]:
-    head = schedule.placement.owner(schedule.placement.num_virtual_stages - 1)
-    kept = [sum(block.costs.kept for block in blocks) for blocks in chunks]
-    waiting = [sum(block.costs.waiting for block in blocks) for blocks in chunks]
-    for chunk, blocks in enumerate(chunks):
-        if blocks:
-            kept[chunk] += costs.masks
-        if (stage, chunk) == head:
-            kept[chunk] += costs.head
-            waiting[chunk] += costs.head_waiting
-    workspaces = [_workspaces([block.costs for block in blocks]) for blocks in chunks]
-    held = 0
-    num_held = 0
-    losses = 0
-    for action in schedule.actions(stage):
-        at_head = (stage, action.chunk) == head
-        loss = costs.loss_kept if at_head else 0
-        in_forward, in_backward = workspaces[action.chunk]
-        # While the blocks run, the head has not started yet (forward) or is done (backward).
-        not_held = costs.head if at_head else 0
-        if action.kind == "W":
-            yield _Moment("backward", num_held, held, losses, costs.weight_half)
-            held -= waiting[action.chunk]
-            num_held -= 1
-            continue
-        if action.kind == "F":
-            held += kept[action.chunk]
-            num_held += 1
-            losses += loss
-            yield _Moment("forward", num_held, held - not_held, losses - loss, in_forward)
-            if loss:
-                yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
-            continue
-        if loss:
-            yield _Moment(
-                "backward", num_held, held, losses + costs.loss_backward, costs.head_backward
-            )
-        yield _Moment("backward", num_held, held - not_held, losses - loss, in_backward)
-        held -= kept[action.chunk]
-        losses -= loss
-        if action.kind == "I":
-            held += waiting[action.chunk]
-            yield _Moment("backward", num_held, held, losses, in_backward)
-        else:
-            num_held -= 1
-
-
-def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:
-    """Return the temporary bytes of a chunk's forward and backward pass.
-
-    They are in addition to the activations that all blocks of the chunk keep.
-    """
-    # While a block runs, later blocks keep nothing: not yet in forward, no longer in backward.
-    later = [sum(block.kept for block in blocks[number + 1 :]) for number in range(len(blocks))]
-    pairs = list(zip(blocks, later, strict=True))
-    forward = max((block.layer_forward - kept for block, kept in pairs), default=0)
-    return forward, max((block.layer_backward - kept for block, kept in pairs), default=0)
 
 
 def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:

@@ -28,6 +28,11 @@ class NetworkCosts:
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
         waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
             weight half of a backward pass in halves.
+        captured_backward: The same as ``backward`` if nothing of ``kept`` has been freed, except
+            what is recomputed: a captured backward pass keeps all until its end.
+        inside: Part of ``kept`` that experts make between the transports of tokens.
+        returned: Outputs of experts that the second transport brings back.
+        has_static_transport: Whether the sizes of the transport are known in advance.
     """
 
     kept: int
@@ -37,6 +42,10 @@ class NetworkCosts:
     backward_start: int = 0
     slots: int = 0
     waiting: int = 0
+    captured_backward: int = 0
+    inside: int = 0
+    returned: int = 0
+    has_static_transport: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +107,13 @@ def dense_costs(
     # tensor of F features has been freed before the first projection.
     backward = max(ffn + gathered, table.ffn_backward * ffn, 2 * gathered - ffn)
     waiting = stream + (3 if model.gated else 2) * ffn + element * hidden
-    return NetworkCosts(kept=table.ffn_copies * ffn, forward=0, backward=backward, waiting=waiting)
+    return NetworkCosts(
+        kept=table.ffn_copies * ffn,
+        forward=0,
+        backward=backward,
+        waiting=waiting,
+        captured_backward=max(backward, 2 * gathered),
+    )
 
 
 def mixture_costs(
@@ -150,25 +165,33 @@ def mixture_costs(
         # product has been freed. In half types a gradient of the same size replaces it, unless
         # recomputation also frees the input of the product with the probabilities.
         scaling = 3 * wide - (features if wide == features or recomputes else 0)
-    moments = (
+    kept_moments = (
         # Second matrix product.
         vectors + features + matrix,
         scaling,
         # Activation as one kernel.
         firsts * features,
-        # First matrix product after all inner features have been freed; then the sum over every
-        # token's selections.
-        vectors + firsts * (features + matrix) - recomputed,
-        table.selection_copies * selections - recomputed,
     )
+    # First matrix product after all inner features have been freed; then the sum over every
+    # token's selections.
+    freed_moments = (
+        vectors + firsts * (features + matrix),
+        table.selection_copies * selections,
+    )
+    last = max(freed_moments)
+    freed = recomputed if recomputes else 0
     return NetworkCosts(
         kept=kept,
         recomputed=recomputed,
         forward=forward,
-        backward=max(moments),
+        backward=max(*kept_moments, last - recomputed),
+        captured_backward=max(*kept_moments, last - freed),
         backward_start=gathered + min(1, table.selection_copies) * selections + vectors,
         slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
         waiting=2 * vectors + (firsts + 1) * features + shared.waiting,
+        inside=recomputed,
+        returned=selections,
+        has_static_transport=not rows.are_exchanged,
     )
 
 

@@ -14,11 +14,13 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.nest import leaves
 from lightning_megatron.plan.budget import (
     GIB,
     StageMemory,
@@ -27,6 +29,7 @@ from lightning_megatron.plan.budget import (
     estimate_memory,
     static_bytes,
 )
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.kept_activations import (
     KeptActivations,
     eager_activations,
@@ -52,13 +55,17 @@ class StageReport:
         estimate: Estimate by part; static parts only if the module has no GPT.
         held: Maximum over ranks of measured static memory, by part: ``parameters``, ``gradients``,
             ``main_parameters`` (main parameters) and ``optimizer`` (bytes).
-        peak: Maximum over ranks of the allocator's peak (bytes); None on CPU.
+        peak: Maximum over ranks of the allocator's peak, pools of CUDA graphs included (bytes);
+            None on CPU.
+        graphs: Maximum over ranks of the pools of CUDA graphs (bytes); None without graphs or on
+            CPU.
     """
 
     stage: int
     estimate: StageMemory
     held: dict[str, int]
     peak: int | None
+    graphs: int | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -82,17 +89,22 @@ class StageReport:
         def size(value: int | None) -> str:
             return "n/a" if value is None else f"{value / scale:.3f}"
 
-        running = None if self.peak is None else self.peak - sum(self.held.values())
+        rest = sum(self.held.values()) + (self.graphs or 0)
+        running = None if self.peak is None else self.peak - rest
         rows = [(f"stage {self.stage} ({unit} a rank)", "estimate", "held")]
         rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
         rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _RUNNING]
         rows.append(
             (
                 "  these together",
-                size(estimate.peak - estimate.static if whole else None),
+                size(estimate.peak - estimate.static - estimate.graphs if whole else None),
                 size(running),
             )
         )
+        if estimate.graphs or self.graphs:
+            rows.append(
+                ("CUDA graphs", size(estimate.graphs if whole else None), size(self.graphs))
+            )
         rows.append(("peak", size(estimate.peak if whole else None), size(self.peak)))
         rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
         each = estimate.static / estimate.num_parameters
@@ -109,8 +121,13 @@ class MemoryReport(Callback):
     estimate comes from :func:`~lightning_megatron.plan.budget.estimate_memory`, and includes
     activations for modules with a :class:`GPT`.
 
+    With CUDA graphs the report also waits for their eager steps. A row says what the graphs need:
+    the allocator gives the memory of their pools to nothing else, and keeps that of the eager
+    steps. The measured peak is therefore that of the eager steps and the size of the pools.
+
     Args:
-        after_steps: Optimizer steps before the report; the first creates optimizer state (steps).
+        after_steps: Optimizer steps before the report; the first creates optimizer state, and one
+            captures graphs (steps).
 
     Raises:
         UnsupportedError: If the strategy is not a :class:`MegatronStrategy`.
@@ -123,6 +140,7 @@ class MemoryReport(Callback):
         #: Printed reports by stage, on every rank.
         self.reports: tuple[StageReport, ...] = ()
         self._first_step = 0
+        self._eager_peak: int | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -137,6 +155,7 @@ class MemoryReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._first_step = trainer.global_step
         self.reports = ()
+        self._eager_peak = None
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
@@ -144,22 +163,38 @@ class MemoryReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.reports or trainer.global_step - self._first_step < self.after_steps:
-            return
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
-        cuda = strategy.root_device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(strategy.root_device) if cuda else None
+        settings = graph_settings(strategy)
+        num_steps = self.after_steps + (0 if settings is None else settings.warmup_steps)
+        if self.reports:
+            return
+        device = strategy.root_device
+        has_graphs = strategy.run.graphs is not None and strategy.run.graphs.num_graphs > 0
+        if device.type == "cuda" and not has_graphs:
+            self._eager_peak = torch.cuda.max_memory_allocated(device)
+        if trainer.global_step - self._first_step < num_steps:
+            return
+        graphs = None
+        if device.type == "cuda" and has_graphs:
+            graphs = sum(private_pools(device).values())
         held = held_bytes(strategy, trainer.optimizers)
         mine = StageReport(
             strategy.mesh.pp.rank,
             estimate_of(strategy, pl_module, trainer.optimizers, batch),
             held,
-            peak,
+            None if self._eager_peak is None else self._eager_peak + (graphs or 0),
+            graphs,
         )
         self.reports = merge_ranks(all_gather_objects(mine, strategy.mesh.world_cpu))
         for report in self.reports:
             pl_module.print(report.table())
+
+
+def graph_settings(strategy: MegatronStrategy) -> CudaGraphs | None:
+    """Return the settings of the graphs of a run; None if it runs eagerly."""
+    graphs = strategy.run.graphs
+    return None if graphs is None or graphs.is_off else strategy.options.graphs
 
 
 def held_bytes(strategy: MegatronStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
@@ -196,6 +231,7 @@ def estimate_of(
             microbatch_size=min(rule.size_for(num_samples), num_samples),
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
+            input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
         shape = model.config.memory_shape()
         table = kept_by(model)
@@ -244,6 +280,7 @@ def training_shape(
         if device.type != "cuda" or all(map(_is_in_place, optimizers))
         else main_parameters.itemsize,
         library_bytes=_library_bytes(device),
+        cuda_graphs=graph_settings(strategy),
     )
 
 
@@ -306,6 +343,10 @@ def tokens_shape(batch: Any) -> tuple[int, int] | None:
     return next((shape for part in parts if (shape := tokens_shape(part)) is not None), None)
 
 
+def _input_bytes(batch: Any) -> int:
+    return sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
 def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
     """Merge the reports of all ranks by stage, with the maximum over ranks for each part."""
     stages: dict[int, StageReport] = {}
@@ -316,7 +357,9 @@ def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
         before = stages[report.stage]
         held = {name: max(size, before.held[name]) for name, size in report.held.items()}
         peak = None if before.peak is None or report.peak is None else max(before.peak, report.peak)
-        stages[report.stage] = replace(before, held=held, peak=peak)
+        sizes = [one for one in (before.graphs, report.graphs) if one is not None]
+        graphs = max(sizes, default=None)
+        stages[report.stage] = replace(before, held=held, peak=peak, graphs=graphs)
     return tuple(stages[stage] for stage in sorted(stages))
 
 
@@ -327,6 +370,7 @@ def as_figures(report: StageReport) -> dict[str, Any]:
         "estimate": asdict(report.estimate) | {"peak": report.estimate.peak},
         "held": report.held,
         "peak": report.peak,
+        "graphs": report.graphs,
         "ratio": report.ratio,
         "bytes_per_parameter": report.bytes_per_parameter,
     }

@@ -1,0 +1,213 @@
+"""Memory of CUDA graphs: their private pools, and the tensors from which they read their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.activations import ActivationCosts
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.graph_slots import GraphSlots
+from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.segment_scopes import SegmentScope
+from lightning_megatron.plan.step_moments import ChunkCosts, moments
+
+#: Size of a token's id or label, and of its loss (bytes).
+_ID = 8
+_LOSS = 4
+_MLP: tuple[SegmentScope, ...] = ("mlp",)
+_AROUND_EXPERTS: tuple[SegmentScope, ...] = ("router", "preprocess", "combine")
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Memory that the graphs of one stage need (bytes).
+
+    Args:
+        pools: Private pools of the graphs, which the allocator gives to nothing else.
+        inputs: Tensors from which graphs read inputs, and gradients of their outputs.
+    """
+
+    pools: int = 0
+    inputs: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum of both."""
+        return self.pools + self.inputs
+
+
+def graph_memory(
+    graphs: CudaGraphs,
+    schedule: Schedule,
+    stage: int,
+    chunks: Sequence[Sequence[ActivationCosts]],
+    ends: ActivationCosts,
+    *,
+    num_tokens: int,
+    input_bytes: int,
+    transfers: int,
+    is_block_whole: bool,
+) -> GraphMemory:
+    """Estimate the memory of a stage's graphs.
+
+    With mode ``segments`` every slot of a chunk has a pool for one microbatch: the captured
+    activations, and the temporary buffers of the layer that needs most. Its inputs are copied into
+    tensors of its own, once for each set of its graphs. With mode ``full`` one pool has what an
+    eager step needs at its peak, without the optimizer, and all microbatches are copied.
+
+    Args:
+        graphs: Settings of the graphs.
+        schedule: Order of actions.
+        stage: Position on the pp axis.
+        chunks: Costs of the blocks of every chunk.
+        ends: Costs beside the blocks.
+        num_tokens: Tokens of a microbatch, those of all ranks of cp included (tokens).
+        input_bytes: Size of a microbatch's inputs for each token (bytes).
+        transfers: Transfers in flight between stages (bytes).
+        is_block_whole: Whether a block is captured whole or not at all, because it is recomputed.
+
+    Raises:
+        UnsupportedError: As for :class:`GraphSlots`.
+    """
+    placement = schedule.placement
+    first = placement.owner(0)
+    last = placement.owner(placement.num_virtual_stages - 1)
+    if graphs.mode == "full":
+        costs = [
+            ChunkCosts.of(blocks, ends, has_head=(stage, number) == last)
+            for number, blocks in enumerate(chunks)
+        ]
+        peak = max(one.size for one in moments(schedule.actions(stage), costs))
+        inputs = schedule.num_microbatches * num_tokens * input_bytes
+        return GraphMemory(peak + transfers, inputs)
+    slots = GraphSlots(schedule, stage)
+    parts = [
+        _ChunkGraphs(
+            graphs,
+            blocks,
+            ends,
+            num_tokens,
+            has_embedding=(stage, number) == first,
+            has_head=(stage, number) == last,
+            is_block_whole=is_block_whole,
+        )
+        for number, blocks in enumerate(chunks)
+    ]
+    is_halved = any(action.kind == "W" for action in schedule.actions(stage))
+    pools = inputs = shared = 0
+    for number, part in enumerate(parts):
+        peak = slots.peak(number)
+        # The first backward pass of a step has graphs of its own in its slot.
+        num_sets = peak + (schedule.num_microbatches > peak)
+        pools += peak * part.pool(is_halved)
+        inputs += num_sets * part.inputs
+        if is_halved:
+            inputs += num_sets * part.gradients
+        else:
+            shared = max(shared, part.gradients)
+    return GraphMemory(pools, inputs + shared)
+
+
+@dataclass(frozen=True)
+class _ChunkGraphs:
+    """Captured parts of a chunk."""
+
+    graphs: CudaGraphs
+    blocks: Sequence[ActivationCosts]
+    ends: ActivationCosts
+    num_tokens: int
+    has_embedding: bool
+    has_head: bool
+    is_block_whole: bool
+
+    def pool(self, is_halved: bool) -> int:
+        """Return the pools of one slot: what one microbatch needs from its F to its B or W."""
+        captured = [self._captured(one) for one in self.blocks]
+        costs = ChunkCosts.of(captured, self.ends, has_head=self._captures_head)
+        forward = max(one.size for one in moments([Action("F", 0, 0)], [costs]))
+        # A captured backward pass frees no activations before its end: should the capture fail, it
+        # runs again.
+        backward = costs.kept + costs.loss_kept
+        backward += max(
+            costs.loss_backward + costs.head_backward,
+            *(block.captured_attention for block in captured),
+            *(block.captured_network for block in captured),
+        )
+        # The residual stream that a graph reads from its inputs lies there.
+        read = self._num_streams * self.ends.boundary
+        if not is_halved:
+            return max(forward, backward) - read
+        return max(forward, backward + costs.waiting) + costs.weight_half - read
+
+    @property
+    def inputs(self) -> int:
+        """Return the copied inputs of one set of graphs."""
+        found = self._num_streams * self.ends.boundary
+        found += _ID * self.num_tokens * (self._captures_embedding + self._captures_head)
+        for block in self.blocks:
+            attention, network = self._parts_of(block)
+            if network and not attention:
+                # The residual stream, and what attention adds to it.
+                found += 2 * self.ends.boundary
+            if network and block.has_experts and not self._captures_experts(block):
+                found += block.returned
+        return found
+
+    @property
+    def _num_streams(self) -> int:
+        """Count the residual streams that attention or the head reads from eager code."""
+        # A graph reads what another graph of its slot writes where it lies.
+        is_written = self._captures_embedding
+        count = 0
+        for block in self.blocks:
+            attention, network = self._parts_of(block)
+            count += attention and not is_written
+            is_written = network
+        return count + (self._captures_head and not is_written)
+
+    @property
+    def gradients(self) -> int:
+        """Return the copies of gradients that eager code, or another stage, computes."""
+        if self._captures_head:
+            return _LOSS * self.num_tokens
+        return self.ends.boundary if any(any(self._parts_of(one)) for one in self.blocks) else 0
+
+    @property
+    def _captures_embedding(self) -> bool:
+        return self.has_embedding and self.graphs.captures("embedding")
+
+    @property
+    def _captures_head(self) -> bool:
+        return self.has_head and self.graphs.captures("head")
+
+    def _captures_experts(self, block: ActivationCosts) -> bool:
+        return self.graphs.captures("experts") and block.static_transport
+
+    def _parts_of(self, block: ActivationCosts) -> tuple[bool, bool]:
+        """Return whether attention is captured, and whether something of the network is."""
+        attention = self.graphs.captures("attention")
+        names = _AROUND_EXPERTS if block.has_experts else _MLP
+        network = any(self.graphs.captures(name) for name in names)
+        if block.has_experts and self.is_block_whole:
+            network = network and self._captures_experts(block)
+        if self.is_block_whole:
+            attention = network = attention and network
+        return attention, network
+
+    def _captured(self, block: ActivationCosts) -> ActivationCosts:
+        """Return the costs of a block, of which graphs keep only what they capture."""
+        attention, network = self._parts_of(block)
+        kept = block.kept - block.network if attention else 0
+        if network:
+            kept += block.network - block.experts
+        if block.has_experts and self._captures_experts(block) and not self.is_block_whole:
+            kept += block.experts
+        if not kept:
+            block = replace(block, layer_forward=0, waiting=0)
+        if not attention:
+            block = replace(block, captured_attention=0)
+        if not network:
+            block = replace(block, captured_network=0)
+        return replace(block, kept=kept)

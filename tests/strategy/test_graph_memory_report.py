@@ -1,0 +1,154 @@
+"""The memory report counts what the pools of CUDA graphs really need."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
+from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
+from tests.graphs.measured_pools import MeasuringBackend
+from tests.strategy.tiny import TinyLM
+from tests.world import run_world
+
+LENGTH = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "max_seq_length": LENGTH,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "vocab_multiple": 128,
+}
+LLAMA: dict[str, Any] = {
+    **SIZES,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 192,
+    # On the CPU torch computes RMSNorm from smaller operations, which keep more.
+    "norm": "layernorm",
+}
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=64)
+CONFIGS = {
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "llama": GPTConfig.llama(**LLAMA),
+    "experts": GPTConfig.llama(**LLAMA, experts=EXPERTS),
+}
+
+
+class SizedLM(TinyLM):
+    """Train a model of some configuration."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@dataclass
+class Measured(MemoryReport):
+    """What a fit reports, and what its pools and inputs really need.
+
+    Args:
+        backend: Backend of the graphs.
+        input_bytes: Copied inputs of the pieces (bytes).
+    """
+
+    backend: MeasuringBackend
+    input_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        MemoryReport.__init__(self, after_steps=1)
+
+    def on_train_batch_end(self, *given: Any, **named: Any) -> None:
+        super().on_train_batch_end(*given, **named)
+        inputs = [one for one in gc.get_objects() if type(one) is PieceInputs]
+        self.input_bytes = sum(one.num_bytes for one in inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the pools and inputs (bytes)."""
+        return self.backend.num_bytes + self.input_bytes
+
+    @property
+    def num_pools(self) -> int:
+        """Return the number of pools that are used."""
+        return sum(pool.memory.peak > 0 for pool in self.backend.pools)
+
+
+def fit(
+    graphs: CudaGraphs,
+    config: GPTConfig,
+    microbatch_size: int,
+    devices: int = 1,
+    **options: Any,
+) -> Measured:
+    """Train for two steps, the second of which captures."""
+    backend = MeasuringBackend()
+    strategy = MegatronStrategy(
+        microbatch_size=microbatch_size, check_microbatches=False, cuda_graphs=graphs, **options
+    )
+    strategy._make_backend = lambda mesh: backend
+    report = Measured(backend)
+    tokens = torch.randint(0, 128, (16, LENGTH + 1))
+    batches = DataLoader([{"tokens": one[:-1], "labels": one[1:]} for one in tokens], batch_size=8)
+    Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        precision="bf16-true",
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[report],
+    ).fit(SizedLM(config), batches)
+    return report
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_one_process(kind: str, mode: Any) -> None:
+    graphs = CudaGraphs(mode, warmup_steps=1)
+    for recompute in ("none", "selective", "full", *(("experts",) if kind == "experts" else ())):
+        measured = fit(graphs, CONFIGS[kind], 8, recompute=recompute)
+        assert measured.num_pools == 1
+        (report,) = measured.reports
+        assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.08), recompute
+        rows = {line.split("  ")[0]: line.split() for line in report.table().splitlines()}
+        assert float(rows["CUDA graphs"][2]) == pytest.approx(report.estimate.graphs / 2**20, 0.01)
+
+
+@pytest.mark.parametrize("scope", ["attention", "mlp", "head"])
+def test_scopes(scope: Any) -> None:
+    graphs = CudaGraphs("segments", scopes=(scope,), warmup_steps=1)
+    measured = fit(graphs, CONFIGS["gpt2"], 8)
+    (report,) = measured.reports
+    assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.1)
+
+
+def check_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:
+    found = []
+    for schedule, mode in (("1f1b", "segments"), ("zb-h1", "segments"), ("1f1b", "full")):
+        graphs = CudaGraphs(mode, warmup_steps=1)  # type: ignore[arg-type]
+        measured = fit(graphs, CONFIGS["gpt2"], 2, size, pp=2, schedule=schedule)
+        estimate = measured.reports[rank].estimate.graphs
+        found.append((f"{schedule} {mode}", estimate, measured.num_bytes, measured.num_pools))
+    return found
+
+
+def test_stages_with_several_microbatches_in_flight() -> None:
+    first, last = run_world(check_stages, 2)
+    for name, estimate, measured, _ in (*first, *last):
+        assert estimate == pytest.approx(measured, rel=0.1), name
+    # One pool for each slot, and one for a whole step.
+    assert [num_pools for *_, num_pools in first] == [2, 2, 1]
+    assert [num_pools for *_, num_pools in last] == [1, 2, 1]
