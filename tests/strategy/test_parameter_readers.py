@@ -36,10 +36,21 @@ class Before(L.Callback):
         self.count = 1
 
 
+class Norm(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
+
+
+class Denies(Reads):
+    reads_gradients = False
+
+
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
         (Counts, None),
+        (Norm, None),
+        (Denies, None),
         (Reads, "Reads.on_train_batch_end"),
         (ReadsByFunction, "ReadsByFunction.on_train_batch_end"),
         (Before, "Before.on_before_optimizer_step"),

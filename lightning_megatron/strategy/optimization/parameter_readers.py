@@ -44,11 +44,14 @@ _OTHER_HOOKS = (
     "on_train_batch_end",
     "on_train_epoch_end",
 )
-#: Names that contain "grad" but only clear gradients or control the recording of graphs.
+#: Names that contain "grad" but read no gradients: they clear them, say how graphs are recorded, or
+#: are computed before.
 _NO_READERS = frozenset(
     {
         *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
         *("set_grad_enabled", "is_grad_enabled"),
+        # The norm that the precision plugin has computed.
+        "last_grad_norm",
     }
 )
 #: Maximum depth of function calls that the search follows.
@@ -92,7 +95,7 @@ def backward_observer(trainer: Trainer) -> str | None:
 def gradient_reader(trainer: Trainer) -> str | None:
     """Return a hook that may read ``parameter.grad``; None without one.
 
-    A callback whose class sets ``reads_gradients = False`` does not count.
+    A callback or module whose class sets ``reads_gradients = False`` does not count.
     """
     return first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or first_overridden(
         trainer, _OTHER_HOOKS, _names_gradients
@@ -139,6 +142,8 @@ def _may_read_gradients(hook: Any) -> bool:
 
 def _names_gradients(hook: Any) -> bool:
     """Return whether a hook or a function it calls uses gradients other than to clear them."""
+    if not _may_read_gradients(hook):
+        return False
     function = getattr(hook, "__func__", hook)
     if getattr(function, "__code__", None) is None:
         # A callable without Python code cannot be inspected, so it may read gradients.
