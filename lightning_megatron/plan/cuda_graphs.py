@@ -11,7 +11,7 @@ from lightning_megatron.plan.experts import ChosenTransport, Transport
 from lightning_megatron.plan.settings import Count, coerce_fields, coerced
 
 GraphMode = Literal["segments", "full"]
-"""Whether graphs hold parts of a chunk, or a whole step up to the optimizer."""
+"""Whether graphs hold parts of a chunk, or a whole step up to the update of the parameters."""
 
 GraphScope = Literal[
     "embedding",
@@ -29,6 +29,9 @@ GraphScope = Literal[
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
+#: Precisions whose main parameters are float32, and whose updates need no value on the host.
+_PRECISIONS = ("32-true", "bf16-mixed")
+
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -43,7 +46,7 @@ class CudaGraphs:
     Args:
         mode: ``segments`` captures the static parts of every chunk, forward and backward, and runs
             the rest eagerly, under any schedule. ``full`` captures a whole step of a rank, all
-            microbatches and their communication included, up to the optimizer.
+            microbatches and their communication included, up to the update.
         scopes: Parts that ``segments`` captures: ``embedding``; ``attention`` and ``mlp``, each
             with its norm and residual addition; of a mixture of experts the ``router``,
             ``preprocess`` (sorting the tokens by expert), the ``experts`` with the transport to
@@ -57,7 +60,9 @@ class CudaGraphs:
             error.
         fixed_shapes: Whether all ranks always have microbatches of the captured shapes. Ranks then
             do not compare shapes before a step, and another shape raises an error.
-        optimizer: Whether gradient clipping and the update of the parameters are captured, too.
+        optimizer: Whether gradient norm, clipping and the update of the parameters are captured,
+            too, in a graph of their own. It needs torch's Adam or AdamW with ``fused=True``, and no
+            hook that reads gradients.
         check: Whether every step checks that parameters are still where the graphs read them.
 
     Raises:
@@ -149,6 +154,10 @@ class GraphConditions:
         is_automatic: Whether the module uses automatic optimization.
         compile_modes: Modes of the modules that torch.compile compiles.
         environment: Environment variables.
+        precision: Precision of the run; None before it is known.
+        gradient_dtype: Dtype of the sums of gradients; None means that of the main parameters.
+        gradient_reader: Hook between the backward pass and the update that may read gradients; None
+            without one, and before the hooks are known.
     """
 
     device_type: str
@@ -158,6 +167,9 @@ class GraphConditions:
     is_automatic: bool
     compile_modes: tuple[str, ...]
     environment: Mapping[str, str]
+    precision: str | None = None
+    gradient_dtype: str | None = None
+    gradient_reader: str | None = None
 
 
 def check_cuda_graphs(graphs: CudaGraphs, conditions: GraphConditions) -> None:
@@ -218,6 +230,45 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "mode 'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out."
         )
     yield from _reasons_of_memory(graphs, conditions.environment)
+    if graphs.optimizer:
+        yield from _reasons_of_update(conditions)
+
+
+def _reasons_of_update(conditions: GraphConditions) -> Iterator[str]:
+    """Yield everything that speaks against a capture of the update."""
+    precision = conditions.precision
+    if precision not in (None, *_PRECISIONS):
+        why = (
+            "the host reads in every step whether gradients have overflowed"
+            if precision == "16-mixed"
+            else "the fused kernel updates main parameters in float32 only"
+        )
+        yield (
+            f"cuda_graphs.optimizer (True) needs precision {' or '.join(_PRECISIONS)}: it is "
+            f"{precision!r}, with which {why}. Use one of them, or optimizer=False."
+        )
+    if conditions.gradient_dtype == "bfloat16":
+        yield (
+            "cuda_graphs.optimizer (True) needs sums of gradients in float32: gradient_dtype is "
+            "'bfloat16', with which every step converts them into new tensors, and a graph reads "
+            "the old ones. Use gradient_dtype='float32', or optimizer=False."
+        )
+    if conditions.gradient_reader is not None:
+        yield reason_against_reader(conditions.gradient_reader)
+
+
+def reason_against_reader(hook: str) -> str:
+    """Return why the update cannot be captured with a hook.
+
+    Args:
+        hook: Hook between the backward pass and the update, such as ``Model.on_after_backward``.
+    """
+    return (
+        f"cuda_graphs.optimizer (True) cannot be used with {hook}, which may read or clip "
+        "gradients: one graph computes their norm, clips them and updates the parameters. Remove "
+        "the hook, set reads_gradients = False in its class if it does not read gradients and is "
+        "not configure_gradient_clipping, or use optimizer=False."
+    )
 
 
 def _reasons_of_memory(graphs: CudaGraphs, environment: Mapping[str, str]) -> Iterator[str]:

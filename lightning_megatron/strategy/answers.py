@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -47,17 +47,21 @@ class TrainerAnswers(RankStrategy):
         """Return whether the Trainer runs ``fit``."""
         return self.user_module.trainer.state.fn == TrainerFn.FITTING
 
-    def check_graphs(self, module: LightningModule | None = None) -> None:
+    def check_graphs(
+        self, module: LightningModule | None = None, trainer: Trainer | None = None
+    ) -> None:
         """Check before any process exists that the run can capture CUDA graphs, if it is to.
 
         Args:
             module: Module that will run; None before it is known.
+            trainer: Trainer of the run; None before it is known.
 
         Raises:
             UnsupportedError: If it cannot.
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
-        check_graphs(self.options, device_type, module)
+        precision = str(self.precision_plugin.precision)
+        check_graphs(self.options, device_type, precision, module, trainer)
 
     @override
     def _configure_launcher(self) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.strategy.checks.graph_checks import check_static_experts
+from lightning_megatron.strategy.checks.graph_checks import check_static_experts, check_update
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.step.run_graphs import RunGraphs, StepCaptures
 from lightning_megatron.strategy.step.segment_captures import SegmentCaptures
@@ -47,10 +49,13 @@ def build_graphs(
         is_final: Returns whether the schedule of the steps is final; the same on all ranks.
 
     Raises:
-        UnsupportedError: If the host reads sizes in experts that are to be captured.
+        UnsupportedError: If the host reads sizes in experts that are to be captured, or if the
+            update is to be captured and cannot be.
     """
     mesh = executor.mesh
     check_static_experts(settings, module)
+    if settings.optimizer:
+        check_update(state, module.trainer)
     reason = _reason_against(settings, module)
     if reason is not None:
         rank_zero_warn(
@@ -69,7 +74,15 @@ def build_graphs(
         captures = SegmentCaptures(settings, models[0], executor, state, backend)
         num_eager = settings.warmup_steps
         num_capturing = num_batches + 1
-    return RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final)
+    update: UpdateGraph[Tensor | None] | None = None
+    if settings.optimizer:
+        update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
+    state.update_graph = update
+    return RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final, update)
+
+
+def _warn(sentence: str) -> None:
+    rank_zero_warn(sentence, category=SpeedWarning)
 
 
 def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:

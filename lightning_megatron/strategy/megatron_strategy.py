@@ -143,7 +143,7 @@ class MegatronStrategy(TrainerAnswers):
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Check the keyword arguments of fit, validate, test or predict before any launch."""
         check_sizes(self.user_module, self.options, self.layout, arguments)
-        self.check_graphs(self.user_module)
+        self.check_graphs(self.user_module, arguments["trainer"])
         check_hosts(self.options, self.layout, self.num_processes)
         # Lightning does not pass weights_only to strategies that load after setup.
         self._checkpoints.weights_only = arguments.get("weights_only")

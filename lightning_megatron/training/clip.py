@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -113,6 +115,41 @@ def clip_by_value_(
     if gradients:
         torch._foreach_clamp_min_(gradients, -value)
         torch._foreach_clamp_max_(gradients, value)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Clipping of some gradients, to be done later.
+
+    Args:
+        main: Parameters of this rank.
+        names: Names of the parameters whose gradients are clipped.
+        algorithm: Whether the norm of all gradients or every element is limited.
+        limit: Upper limit of the norm, or of the magnitude of the elements.
+    """
+
+    main: MainParameters
+    names: Collection[str]
+    algorithm: Literal["norm", "value"]
+    limit: float
+
+    @property
+    def form(self) -> Hashable:
+        """Return what a capture takes as given; equal where it is the same."""
+        return self.algorithm, self.limit
+
+    def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
+        """Clip by value in place, or compute the norm and the factor that clips by it.
+
+        Returns:
+            The norm and the factor, scalar tensors; None by value.
+
+        Communication: that of :func:`clip_coefficient`; none by value.
+        """
+        if self.algorithm == "norm":
+            return clip_coefficient(self.main, self.limit, self.names)
+        clip_by_value_(self.main, self.limit, self.names)
+        return None, None
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,14 +16,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slow_path
-from lightning_megatron.shapes import Float
+from lightning_megatron.training.fused_step import FusedStep, Kernel, KernelCall
+from lightning_megatron.training.group_numbers import GroupNumbers
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.same_objects import same_objects
 
 logger = logging.getLogger(__name__)
 
-#: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
-Kernel = Callable[..., None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = (*_MOMENTS, "step")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -64,8 +63,8 @@ class FusedUpdate:
     """Fused update of slices for torch's Adam and AdamW with ``fused=True``.
 
     The optimizer's state keeps torch's layout, so that checkpoints, schedulers and later steps by
-    torch itself continue from it. The update sets the gradients it used to None. The optimizer's
-    own ``step``, which runs its hooks and which schedulers count, then finds nothing to update.
+    torch itself continue from it. An update sets the gradients it used to None. The optimizer's own
+    ``step``, which runs its hooks and which schedulers count, then finds nothing to update.
 
     Args:
         moments_dtype: Dtype of both moments: float32, or bfloat16 for half of their memory.
@@ -83,6 +82,7 @@ class FusedUpdate:
             WeakKeyDictionary()
         )
         self._taken: WeakKeyDictionary[Optimizer, _Taken] = WeakKeyDictionary()
+        self._numbers: WeakKeyDictionary[Optimizer, GroupNumbers] = WeakKeyDictionary()
         self._said: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
@@ -147,56 +147,54 @@ class FusedUpdate:
         return reason if make is None else None
 
     @torch.no_grad()
-    def update(
-        self, main: MainParameters, optimizer: Optimizer, coefficient: Float[Tensor, ""] | None
-    ) -> bool:
-        """Update every slice that has a gradient and round the result into the model's parameters.
+    def begin(self, main: MainParameters, optimizer: Optimizer) -> FusedStep:
+        """Prepare the step over every slice that has a gradient.
 
-        The optimizer's own ``step`` must follow. The host does not wait for the device.
+        :meth:`FusedStep.run`, :meth:`FusedStep.end` and the optimizer's own ``step`` must follow.
+        The host does not wait for the device.
 
         Args:
             main: Parameters that the optimizer is attached to.
             optimizer: Optimizer for which :meth:`serves` returned True.
-            coefficient: Factor for the gradients before they are used; None means 1.
-
-        Returns:
-            Whether the model's parameters are the rounded main parameters even after the
-            optimizer's own step.
         """
         # The rounded parameters are written in place: what is on its way from the step before must
         # have arrived.
         main.wait()
-        kernels = self._kernels.setdefault(optimizer, {})
         taken = self._taken.get(optimizer)
         if taken is None or not taken.is_of(optimizer):
             taken = self._take(main, optimizer)
             self._taken.pop(optimizer, None)
             if taken.lasts:
                 self._taken[optimizer] = taken
-        for (number, *types), rows in taken.columns.items():
-            group = optimizer.param_groups[number]
-            kernel = kernels.get((number, *types))
-            if kernel is None:
-                make, reason = self._find(main.mesh.device)
-                assert make is not None, (
-                    f"update is called for optimizers that are served: {reason}"
-                )
-                kernel = kernels[number, *types] = make()
-            for parameter in rows[0]:
-                parameter.grad = None
-            kernel(
-                *rows,
-                None if coefficient is None else coefficient.float(),
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                is_decoupled=bool(
-                    group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))
-                ),
+        groups = optimizer.param_groups
+        are_decoupled = [
+            bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
+            for group in groups
+        ]
+        numbers = self._numbers.setdefault(optimizer, GroupNumbers(main.mesh.device))
+        numbers.fill(groups, are_decoupled)
+        rows = numbers.rows
+        calls = [
+            KernelCall(
+                self._kernel(main, optimizer, key),
+                columns,
+                rows[key[0]],
+                groups[key[0]]["weight_decay"] != 0.0,
+                are_decoupled[key[0]],
             )
-        return not _has_step_hooks(optimizer)
+            for key, columns in taken.columns.items()
+        ]
+        return FusedStep(calls, taken, taken.lasts)
+
+    def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:
+        """Return the kernel for slices of one group with the same dtypes."""
+        kernels = self._kernels.setdefault(optimizer, {})
+        kernel = kernels.get(key)
+        if kernel is None:
+            make, reason = self._find(main.mesh.device)
+            assert make is not None, f"steps begin for optimizers that are served: {reason}"
+            kernel = kernels[key] = make()
+        return kernel
 
     def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
         """Collect the kernel's arguments for each slice, by group and dtypes."""
@@ -237,8 +235,8 @@ class FusedUpdate:
         return state
 
 
-def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether step hooks might change main parameters after they were rounded."""
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has hooks of its ``step``, which may change its parameters."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     return any(getattr(optimizer, name, None) for name in names) or any(

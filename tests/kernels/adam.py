@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.triton import AdamKernel
+from lightning_megatron.training.group_numbers import numbers_of
 
 HALF_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -84,10 +85,17 @@ class Slices:
         coefficient = (
             None if case.coefficient is None else torch.tensor(case.coefficient, device=self.device)
         )
+        is_decoupled = case.make is torch.optim.AdamW
+        group = {
+            "lr": lr,
+            "betas": case.betas,
+            "eps": case.eps,
+            "weight_decay": case.weight_decay,
+        }
         self.kernel(
             self.parameters, gradients, self.averages, self.squares, self.steps, self.halves, coefficient,
-            lr=lr, beta1=case.betas[0], beta2=case.betas[1], eps=case.eps, weight_decay=case.weight_decay,
-            is_decoupled=case.make is torch.optim.AdamW,
+            torch.tensor(numbers_of(group, is_decoupled), device=self.device),
+            has_decay=case.weight_decay != 0.0, is_decoupled=is_decoupled,
         )  # fmt: skip
 
 

@@ -150,6 +150,7 @@ def test_settings_that_contradict_each_other_are_refused(value: Any, message: st
 
 SEGMENTS = CudaGraphs("segments")
 FULL = CudaGraphs("full")
+UPDATES = CudaGraphs("segments", optimizer=True)
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -228,6 +229,35 @@ EXPANDABLE = "expandable_segments:True"
             "messages, which is not safe with segments that grow. Set NCCL_GRAPH_REGISTER=0, or "
             "leave expandable_segments out.",
         ),
+        (
+            UPDATES,
+            {"precision": "16-mixed"},
+            "cuda_graphs.optimizer (True) needs precision 32-true or bf16-mixed: it is '16-mixed', "
+            "with which the host reads in every step whether gradients have overflowed. Use one of "
+            "them, or optimizer=False.",
+        ),
+        (
+            UPDATES,
+            {"precision": "64-true"},
+            "cuda_graphs.optimizer (True) needs precision 32-true or bf16-mixed: it is '64-true', "
+            "with which the fused kernel updates main parameters in float32 only. Use one of them, "
+            "or optimizer=False.",
+        ),
+        (
+            UPDATES,
+            {"precision": "bf16-mixed", "gradient_dtype": "bfloat16"},
+            "cuda_graphs.optimizer (True) needs sums of gradients in float32: gradient_dtype is "
+            "'bfloat16', with which every step converts them into new tensors, and a graph reads "
+            "the old ones. Use gradient_dtype='float32', or optimizer=False.",
+        ),
+        (
+            UPDATES,
+            {"gradient_reader": "Norms.on_after_backward"},
+            "cuda_graphs.optimizer (True) cannot be used with Norms.on_after_backward, which may "
+            "read or clip gradients: one graph computes their norm, clips them and updates the "
+            "parameters. Remove the hook, set reads_gradients = False in its class if it does not "
+            "read gradients and is not configure_gradient_clipping, or use optimizer=False.",
+        ),
     ],
 )
 def test_runs_that_cannot_be_captured_are_refused(
@@ -245,6 +275,8 @@ def test_runs_that_cannot_be_captured_are_refused(
         (SEGMENTS, {"transport": "all_to_all"}),
         (CudaGraphs("segments", ("attention", "combine")), {"transport": "all_to_all"}),
         (FULL, {"transport": "auto"}),
+        (FULL, {"precision": "16-mixed", "gradient_reader": "Norms.on_after_backward"}),
+        (UPDATES, {"precision": "bf16-mixed", "gradient_dtype": "float32"}),
         (FULL, {"transport": "none"}),
         (FULL, {"compile_modes": ("default", "max-autotune-no-cudagraphs")}),
         (FULL, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}}),

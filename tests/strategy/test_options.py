@@ -117,11 +117,6 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             "cuda_graphs.warmup_steps must be a whole number of at least 1",
         ),
         (
-            {"cuda_graphs": {"mode": "full", "optimizer": True}},
-            UnsupportedError,
-            "cuda_graphs.optimizer .True. is not available",
-        ),
-        (
             {"cuda_graphs": {"mode": "segments", "evaluation": True}},
             UnsupportedError,
             "cuda_graphs.evaluation .True. needs mode full",

@@ -33,27 +33,26 @@ class PlainKernel:
         steps: Sequence[Tensor],
         halves: Sequence[Tensor | None],
         coefficient: Tensor | None,
+        numbers: Tensor,
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
+        has_decay: bool,
         is_decoupled: bool,
     ) -> None:
         type(self).num_calls += 1
+        lr, _, _, _, _, beta1, rest1, beta2, rest2, eps, decay, _ = numbers.unbind()
+        log1, log2 = numbers[1].double() + numbers[2], numbers[3].double() + numbers[4]
         rows = zip(parameters, gradients, averages, squares, steps, halves, strict=True)
         for parameter, gradient, average, square, step, half in rows:
             step += 1
             scaled = gradient.float() * (1.0 if coefficient is None else coefficient)
-            if is_decoupled:
-                parameter.mul_(1 - lr * weight_decay)
-            else:
-                scaled = scaled + weight_decay * parameter
-            average.lerp_(scaled.to(average.dtype), 1 - beta1)
-            square.mul_(beta2).add_(scaled.square().to(square.dtype), alpha=1 - beta2)
-            root = (square.float() / (1 - beta2 ** float(step))).sqrt() + eps
-            parameter.sub_(lr / (1 - beta1 ** float(step)) * average.float() / root)
+            if has_decay and is_decoupled:
+                parameter.sub_(decay * parameter)
+            elif has_decay:
+                scaled = scaled + decay * parameter
+            average.copy_(beta1 * average.float() + rest1 * scaled)
+            square.copy_(beta2 * square.float() + rest2 * scaled.square())
+            root = (square.float() / -torch.expm1(step * log2)).sqrt() + eps
+            parameter.sub_(lr / -torch.expm1(step * log1) * average.float() / root)
             if half is not None:
                 half.copy_(parameter)
 

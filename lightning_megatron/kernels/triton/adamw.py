@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,15 +41,15 @@ class AdamKernel:
         steps: Sequence[Float[Tensor, ""]],
         halves: Sequence[Float[Tensor, "..."] | None],
         coefficient: Float[Tensor, ""] | None,
+        numbers: Float[Tensor, "12"],
         *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
+        has_decay: bool,
         is_decoupled: bool,
     ) -> None:
         """Make one step in place, without a synchronisation of host and device.
+
+        A CUDA graph can capture a step with the same tensors as one before. Its replays read what
+        the tensors then hold, the numbers included.
 
         Equal to a step of ``torch.optim.AdamW(fused=True)`` (``Adam`` if the decay is not
         decoupled) on gradients multiplied by the coefficient, followed by a copy of every parameter
@@ -71,16 +69,15 @@ class AdamKernel:
             steps: Numbers of earlier steps, in float32 on the device; each is increased by 1.
             halves: Destinations of the rounded parameters, all of one half type, or all None.
             coefficient: Factor of the gradients, in float32 on the device; None means 1.
-            lr: Learning rate.
-            beta1: Decay rate of the first moments.
-            beta2: Decay rate of the second moments.
-            eps: Number that is added to the root of the second moment.
-            weight_decay: Coefficient of the weight decay.
+            numbers: Settings of the group in float32 on the device. Learning rate; logarithms of
+                both decay rates of moments, each as a sum of two numbers; first decay rate and 1
+                minus it; the same of the second; eps; factor of the weight decay, which is
+                multiplied by the learning rate if the decay is decoupled; a number that is not
+                read.
+            has_decay: Whether the factor of the weight decay is not 0.
             is_decoupled: Whether the decay shrinks the parameters (AdamW); otherwise it is added to
                 the gradients.
         """
-        log1 = _two_floats(_log(beta1))
-        log2 = _two_floats(_log(beta2))
         parameter = parameters[0]
         gradient = gradients[0]
         average = averages[0]
@@ -94,22 +91,19 @@ class AdamKernel:
             ],
             parameter.device,
         )
-        decay = lr * weight_decay if is_decoupled else weight_decay
         half_type = None if half is None else _TYPES[half.dtype]
         # Without a coefficient any tensor serves as its pointer, which the kernel does not read.
         coefficient_at = parameter if coefficient is None else coefficient
         for is_aligned, table in self._tables.items():
             with on_device_of(parameter):
-                _advance[(len(table.key),)](table.rows, table.scales, lr, *log1, *log2, num_warps=1)
+                _advance[(len(table.key),)](table.rows, table.scales, numbers, num_warps=1)
                 _update[(table.num_programs,)](
                     table.rows, table.owners, table.scales,
-                    coefficient_at,
-                    beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
-                    decay,
+                    coefficient_at, numbers,
                     GRADIENT=_TYPES[gradient.dtype], MOMENT=_TYPES[average.dtype],
                     NARROW=average.dtype != torch.float32,
                     HALF=half_type, HAS_COEFFICIENT=coefficient is not None,
-                    HAS_DECAY=weight_decay != 0.0, DECOUPLED=is_decoupled,
+                    HAS_DECAY=has_decay, DECOUPLED=is_decoupled,
                     ALIGNED=is_aligned, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
 
@@ -193,26 +187,11 @@ def _table_of(key: list[_Key], device: torch.device, known: _Table | None) -> _T
     return _Table(key, send(rows), send(owners), scales, len(owners))
 
 
-def _log(beta: float) -> float:
-    # For 0, a number whose exponential is 0 in float64.
-    return math.log(beta) if beta > 0.0 else -1e30
-
-
-def _two_floats(value: float) -> tuple[float, float]:
-    """Split a float64 number into a sum of two float32 numbers, because kernels take no float64."""
-    high = struct.unpack("f", struct.pack("f", value))[0]
-    return high, value - high
-
-
 @triton.jit
 def _advance(
     rows: tl.tensor,
     scales: tl.tensor,
-    lr: tl.tensor,
-    log1_high: tl.tensor,
-    log1_low: tl.tensor,
-    log2_high: tl.tensor,
-    log2_low: tl.tensor,
+    numbers: tl.tensor,
 ) -> None:
     """Increase the step of a slice, and compute the numbers that depend on the step only."""
     row = tl.program_id(0).to(tl.int64)
@@ -221,10 +200,10 @@ def _advance(
     tl.store(step_at, step)
     wide = step.to(tl.float64)
     # beta ** step, from the logarithm of beta in two parts.
-    correction1 = 1.0 - tl.exp(wide * log1_high + wide * log1_low)
-    correction2 = 1.0 - tl.exp(wide * log2_high + wide * log2_low)
+    correction1 = 1.0 - tl.exp(wide * tl.load(numbers + 1) + wide * tl.load(numbers + 2))
+    correction2 = 1.0 - tl.exp(wide * tl.load(numbers + 3) + wide * tl.load(numbers + 4))
     target = scales + row * 3
-    tl.store(target, (lr / correction1).to(tl.float32))
+    tl.store(target, (tl.load(numbers) / correction1).to(tl.float32))
     tl.store(target + 1, (1.0 / tl.sqrt(correction2)).to(tl.float32))
     tl.store(target + 2, step)
 
@@ -320,12 +299,7 @@ def _update(
     owners: tl.tensor,
     scales: tl.tensor,
     coefficient_at: tl.tensor,
-    beta1: tl.tensor,
-    rest1: tl.tensor,
-    beta2: tl.tensor,
-    rest2: tl.tensor,
-    eps: tl.tensor,
-    decay: tl.tensor,
+    numbers: tl.tensor,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
     NARROW: tl.constexpr,
@@ -355,6 +329,12 @@ def _update(
     step = tl.load(scales + owner * 3 + 2).to(tl.uint32)
     seed = _mix(_mix(_mix(step) + owner.to(tl.uint32)) + chunk.to(tl.uint32))
     coefficient = tl.load(coefficient_at) if HAS_COEFFICIENT else 1.0
+    beta1 = tl.load(numbers + 5)
+    rest1 = tl.load(numbers + 6)
+    beta2 = tl.load(numbers + 7)
+    rest2 = tl.load(numbers + 8)
+    eps = tl.load(numbers + 9)
+    decay = tl.load(numbers + 10)
     if num_left == CHUNK:
         for first in range(0, CHUNK, BLOCK):
             _update_block(

@@ -5,24 +5,42 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphConditions, check_cuda_graphs
+from lightning_megatron.plan.cuda_graphs import (
+    CudaGraphs,
+    GraphConditions,
+    check_cuda_graphs,
+    reason_against_reader,
+)
+from lightning_megatron.strategy.optimization.parameter_readers import (
+    first_overridden,
+    gradient_reader,
+)
+from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 def check_graphs(
-    options: StrategyOptions, device_type: str, module: nn.Module | None = None
+    options: StrategyOptions,
+    device_type: str,
+    precision: str,
+    module: nn.Module | None = None,
+    trainer: Trainer | None = None,
 ) -> None:
     """Check that a run can capture CUDA graphs, if they are asked for.
 
     Args:
         options: Options of the strategy.
         device_type: Type of the devices.
+        precision: Precision of the run.
         module: Module that is trained; None before it is known.
+        trainer: Trainer of the run; None before it is known.
 
     Raises:
         UnsupportedError: If the run cannot; the message says why, and what to use.
@@ -30,6 +48,7 @@ def check_graphs(
     settings = options.graphs
     if settings is None:
         return
+    reader = _reader_before_update(trainer) if settings.optimizer else None
     check_cuda_graphs(
         settings,
         GraphConditions(
@@ -40,8 +59,42 @@ def check_graphs(
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
             compile_modes=() if module is None else own_graph_modes(module),
             environment=os.environ,
+            precision=precision,
+            gradient_dtype=options.gradient_dtype,
+            gradient_reader=reader,
         ),
     )
+
+
+def check_update(state: TrainingState, trainer: Trainer) -> None:
+    """Check that a graph can update the parameters of a fit.
+
+    Args:
+        state: Owner of the update.
+        trainer: Trainer of the fit, with all callbacks and optimizers.
+
+    Raises:
+        UnsupportedError: If the fused kernel cannot update the parameters, or if a hook may read
+            gradients before the update.
+    """
+    reader = _reader_before_update(trainer)
+    if reader is not None:
+        raise UnsupportedError(reason_against_reader(reader))
+    for optimizer in trainer.optimizers:
+        reason = state.reason_against_fused_update(optimizer)
+        if reason is not None:
+            raise UnsupportedError(
+                "cuda_graphs.optimizer (True) needs the fused kernel of Adam and AdamW, which "
+                f"reads learning rates on the device: {reason}. Use torch.optim.AdamW(..., "
+                "fused=True) with default options, or optimizer=False."
+            )
+
+
+def _reader_before_update(trainer: Trainer | None) -> str | None:
+    """Return a hook that runs or reads what a graph of the update holds; None without one."""
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        return None
+    return gradient_reader(trainer) or first_overridden(trainer, ("configure_gradient_clipping",))
 
 
 def own_graph_modes(module: nn.Module) -> tuple[str, ...]:

@@ -255,11 +255,11 @@ class MegatronPrecision(Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self._training.gradients.clip_by_value(optimizer, float(clip_val))
+        self._training.clipping.by_value(optimizer, float(clip_val))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.last_grad_norm = self._training.gradients.clip_by_norm(optimizer, float(clip_val))
+        self.last_grad_norm = self._training.clipping.by_norm(optimizer, float(clip_val))
 
     # ---- checkpoints
 

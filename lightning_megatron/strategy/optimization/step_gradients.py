@@ -14,14 +14,13 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
-from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import MainParameters, names_in
 
 
 class StepGradients:
-    """Gradients of the trained parameters: the only code that sums, scales and clips them.
+    """Gradients of the trained parameters: the only code that sums and scales them.
 
     Backward passes add to the gradients of this rank. Gradients that a backward pass has changed
     are *unfinished*. To finish them means to sum them over the ranks, divide them by the number of
@@ -56,9 +55,6 @@ class StepGradients:
         self._only_takes_part = False
         self._num_tokens: Tensor | None = None
         self._is_in_backward = False
-        # The fused update applies the clipping factor itself; it is stored here until then.
-        self._defers_clipping = False
-        self._coefficient: Tensor | None = None
         self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
 
     @property
@@ -179,61 +175,6 @@ class StepGradients:
     def _names_of(self, optimizer: Optimizer) -> set[str]:
         """Return the names of the parameters that an optimizer trains."""
         return names_in(self._main.names_of(optimizer))
-
-    # ---- clipping
-
-    @contextmanager
-    def deferring_clipping(self, defers: bool) -> Iterator[None]:
-        """Store the factor of clipping by norm inside the block, for :meth:`take_coefficient`.
-
-        Args:
-            defers: Whether the factor is stored; otherwise gradients are scaled immediately.
-        """
-        self._defers_clipping = defers
-        try:
-            yield
-        finally:
-            self._defers_clipping = False
-            self._coefficient = None
-
-    def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Clip by the global norm, which counts each element of each full tensor once.
-
-        Args:
-            optimizer: Optimizer whose gradients are clipped.
-            max_norm: Upper limit of the norm.
-
-        Returns:
-            The norm before clipping.
-
-        Communication: one all-reduce of a scalar over the world.
-        """
-        names = self._names_of(optimizer)
-        self.apply_clipping(optimizer)
-        norm, coefficient = clip_coefficient(self._main, max_norm, names)
-        self._checks.note("gradient norm", norm)
-        if self._defers_clipping:
-            self._coefficient = coefficient
-        else:
-            scale_gradients_(self._main, coefficient, names)
-        return norm
-
-    def clip_by_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip every element of an optimizer's gradients to ``-limit`` and ``limit``."""
-        self.apply_clipping(optimizer)
-        clip_by_value_(self._main, limit, self._names_of(optimizer))
-
-    def apply_clipping(self, optimizer: Optimizer) -> None:
-        """Scale an optimizer's gradients by a stored clipping factor, if there is one."""
-        coefficient = self.take_coefficient()
-        if coefficient is not None:
-            scale_gradients_(self._main, coefficient, self._names_of(optimizer))
-
-    def take_coefficient(self) -> Tensor | None:
-        """Return the stored clipping factor, and forget it; None without one."""
-        coefficient = self._coefficient
-        self._coefficient = None
-        return coefficient
 
     # ---- exposure as ``parameter.grad``
 

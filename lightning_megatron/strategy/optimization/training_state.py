@@ -6,18 +6,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
+from lightning_megatron.strategy.optimization.step_clipping import (
+    Deferral,
+    DeferredClipping,
+    StepClipping,
+)
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.training.buffer_planner import DistributedOptimizerConfig
-from lightning_megatron.training.fused_update import FusedUpdate
+from lightning_megatron.training.fused_step import FusedStep
+from lightning_megatron.training.fused_update import FusedUpdate, has_step_hooks
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import MainParameters
@@ -103,6 +110,10 @@ class TrainingState:
         )
         #: Gradients of the trained parameters.
         self.gradients = StepGradients(module, self.main, self._reducer, self.checks, loss_scale)
+        #: Clipping of the gradients of each step.
+        self.clipping = StepClipping(self.main, self.checks.note)
+        #: Graph of the update; None updates eagerly.
+        self.update_graph: UpdateGraph[Tensor | None] | None = None
         for optimizer in optimizers:
             self.gradients.watch_zero_grad(optimizer)
         if optimizers:
@@ -135,6 +146,10 @@ class TrainingState:
         """Return what a captured step changes in Python: sums, counts and random streams."""
         mesh = self.mesh
         return EffectObservers(mesh.random, mesh.journal, self._reducer, self.main.gather)
+
+    def reason_against_fused_update(self, optimizer: Optimizer) -> str | None:
+        """Return why the fused kernel cannot update an optimizer's parameters; None if it can."""
+        return self._fused_update.reason_against(self.main, optimizer)
 
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""
@@ -211,8 +226,7 @@ class TrainingState:
         is_fused = self._fused_update.serves(self.main, optimizer)
         is_skipped = False
         stored = False
-        # User code that reads gradients expects clipped ones, so clipping cannot be deferred.
-        with self.gradients.deferring_clipping(is_fused and not self.gradients.are_exposed):
+        with self.clipping.deferring(self._deferral(is_fused)):
             if self._loss_scale is None and not is_fused:
                 result = optimizer.step(closure=with_gradients, **options)
             else:
@@ -235,12 +249,39 @@ class TrainingState:
         stored = False
         # The closure may have changed the optimizer's parameters.
         if self._fused_update.serves(self.main, optimizer):
-            coefficient = self.gradients.take_coefficient()
-            stored = self._fused_update.update(self.main, optimizer, coefficient)
+            step = self._fused_update.begin(self.main, optimizer)
+            self._clip_and_step(step, self.clipping.take())
+            step.end()
+            # Hooks may change main parameters after they were rounded.
+            stored = not has_step_hooks(optimizer)
         else:
-            self.gradients.apply_clipping(optimizer)
+            self.clipping.apply()
         optimizer.step(**options)
         return stored
+
+    def _clip_and_step(self, step: FusedStep, clipping: DeferredClipping | None) -> None:
+        """Do the deferred clipping and the fused step, by a graph if there is one."""
+
+        def run() -> Tensor | None:
+            norm, factor = (None, None) if clipping is None else clipping.begin()
+            step.run(factor)
+            return norm
+
+        if self.update_graph is None:
+            norm = run()
+        else:
+            form = (step.form, None if clipping is None else clipping.form)
+            reason = None if step.is_static else "gradients are not in the flat buffers"
+            norm = self.update_graph.run(Update(form, step.tensors, step.addresses, run, reason))
+        if clipping is not None:
+            clipping.receive(norm)
+
+    def _deferral(self, is_fused: bool) -> Deferral:
+        """Return what of the clipping is left to the update."""
+        # User code that reads gradients expects clipped ones.
+        if not is_fused or self.gradients.are_exposed:
+            return "nothing"
+        return "scaling" if self.update_graph is None else "all"
 
     def release(self) -> None:
         """Return gradients to the module's own parameters, without moving parameter values."""

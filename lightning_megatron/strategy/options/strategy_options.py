@@ -369,11 +369,6 @@ class StrategyOptions:
         graphs = self.graphs
         if graphs is None:
             return
-        if graphs.optimizer:
-            raise UnsupportedError(
-                "cuda_graphs.optimizer (True) is not available in this version, because the fused "
-                "update gets its learning rate from the host at each launch. Use optimizer=False."
-            )
         if graphs.mode == "segments" and graphs.evaluation:
             raise UnsupportedError(
                 "cuda_graphs.evaluation (True) needs mode full in this version, because graphs of "

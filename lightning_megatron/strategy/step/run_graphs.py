@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -18,6 +18,7 @@ from lightning_megatron.graphs.agreement import (
     is_true_anywhere,
 )
 from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
@@ -85,6 +86,8 @@ class RunGraphs:
         num_capturing: Number of steps that together capture every graph, such as those of one
             optimizer step with accumulated gradients (steps).
         is_final: Returns whether the schedule of the steps is final; the same on all ranks.
+        update: Graph of the update of the parameters, which looks for changes itself; None without
+            one.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class RunGraphs:
         num_eager: int,
         num_capturing: int = 1,
         is_final: Callable[[], bool] = lambda: True,
+        update: UpdateGraph[Any] | None = None,
     ) -> None:
         self._settings = settings
+        self._update = update
         self._captures = captures
         self._module = module
         self._mesh = mesh
@@ -122,7 +127,8 @@ class RunGraphs:
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs of this rank that exist now."""
-        return self._captures.num_graphs
+        of_update = 0 if self._update is None else self._update.num_graphs
+        return self._captures.num_graphs + of_update
 
     def look_again(self) -> None:
         """Look for changes before the next step; called on all ranks, as after a load."""
@@ -167,6 +173,8 @@ class RunGraphs:
         """Free all graphs; process groups must still exist."""
         self._captures.close()
         self._addresses = None
+        if self._update is not None:
+            self._update.close()
 
     def _may_replay(self, shapes: Hashable) -> bool:
         if self._addresses is None:

@@ -1,0 +1,219 @@
+"""Graph of the update of the parameters, with the gradient norm and the clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from lightning_megatron.graphs.agreement import eager_warning, failure_of_any
+from lightning_megatron.graphs.backend import (
+    CAPTURE_ERRORS,
+    CaptureBackend,
+    CapturedGraph,
+    collection_paused,
+)
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.journal import RecordedCall
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+
+T = TypeVar("T")
+
+_NAME = "the update of the parameters"
+# What a rank could do with an update; all ranks do what the least able one can.
+_EAGER, _CAPTURE, _REPLAY = range(3)
+
+
+@dataclass(frozen=True)
+class Update(Generic[T]):
+    """One update of parameters, which may run eagerly, be captured or be replayed.
+
+    Args:
+        form: What a graph takes as given besides the tensors, such as the limit of the norm.
+        tensors: Object that stands for all tensors that outlive the update; updates with the same
+            object use the same ones. The graph keeps it alive.
+        addresses: Function that returns the addresses of the tensors.
+        run: Function that updates the parameters, with no effects but collectives and writes to
+            tensors.
+        reason_against: Why later updates cannot use the same tensors; None if they can.
+    """
+
+    form: Hashable
+    tensors: object
+    addresses: Callable[[], Hashable]
+    run: Callable[[], T]
+    reason_against: str | None = None
+
+
+@dataclass(frozen=True)
+class _Captured(Generic[T]):
+    """Captured update.
+
+    Args:
+        key: Form of the update, with addresses if they are checked.
+        tensors: Object that stands for its tensors.
+        graph: The graph.
+        collectives: Collectives that each replay starts.
+        result: What the update returned, in tensors of the graph.
+    """
+
+    key: Hashable
+    tensors: object
+    graph: CapturedGraph
+    collectives: tuple[RecordedCall, ...]
+    result: T
+
+
+class UpdateGraph(Generic[T]):
+    """Graph of the updates of one optimizer.
+
+    Updates on the same tensors run eagerly first, which makes what a capture needs, such as tables
+    of addresses and compiled kernels. The next one is captured, which runs nothing on a GPU, and
+    replayed at once, like all later ones. A replay computes what the eager update computes, bit for
+    bit. After a change, such as a loaded state, updates run eagerly and are captured again. All
+    ranks capture, replay or run eagerly together.
+
+    Args:
+        backend: Backend that captures.
+        mesh: The groups of this rank.
+        settings: Settings of the graphs.
+        say: Function that logs a sentence.
+        warn: Function that warns of a loss of speed.
+    """
+
+    def __init__(
+        self,
+        backend: CaptureBackend,
+        mesh: ParallelMesh,
+        settings: CudaGraphs,
+        say: Callable[[str], None] = lambda sentence: None,
+        warn: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self._backend = backend
+        self._mesh = mesh
+        self._settings = settings
+        self._say = say
+        self._warn = warn
+        self._captured: _Captured[T] | None = None
+        # Form and tensors of the last eager updates, and the number of these in a row.
+        self._eager: tuple[Hashable, object] = (None, None)
+        self._num_eager = 0
+        self._said: set[str] = set()
+        #: Whether all updates run eagerly, because a capture has failed or the fit has ended.
+        self.is_off = False
+
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs."""
+        return 0 if self._captured is None else 1
+
+    @torch.no_grad()
+    def run(self, update: Update[T]) -> T:
+        """Run an update: eagerly, by a new graph or by the old one.
+
+        Returns:
+            What the update returned. If a graph ran it, the tensors are those of the graph: the
+            next replay overwrites them.
+
+        Raises:
+            CaptureError: If a rank cannot capture and the user asked for an error.
+
+        Communication: that of the update; one all-reduce of a number over the world on the CPU,
+            and at a capture one gather of objects.
+        """
+        if self.is_off:
+            return update.run()
+        key = (update.form, update.addresses() if self._settings.check else None)
+        able = torch.tensor(self._able(update, key))
+        together = int(all_reduce_(able, self._mesh.world_cpu, "min"))
+        if together == _EAGER:
+            self._count(update, key)
+            return update.run()
+        if together == _CAPTURE and not self._captures(update, key):
+            return update.run()
+        captured = self._captured
+        assert captured is not None, "a rank that agrees to replay has a graph"
+        number = len(captured.collectives)
+        label = f"replay of {_NAME}, {number} collective{'' if number == 1 else 's'}"
+        self._mesh.journal.repeat(captured.collectives, label)
+        captured.graph.replay()
+        return captured.result
+
+    def release(self) -> None:
+        """Destroy the graph, and start again with eager updates.
+
+        Process groups whose collectives the graph holds must still exist.
+        """
+        if self._captured is not None:
+            self._captured.graph.release()
+        self._captured = None
+        self._eager = (None, None)
+        self._num_eager = 0
+
+    def close(self) -> None:
+        """Destroy the graph, and run everything eagerly from now on."""
+        self.release()
+        self.is_off = True
+
+    def _able(self, update: Update[T], key: Hashable) -> int:
+        """Return what this rank could do with an update."""
+        if update.reason_against is not None:
+            sentence = f"CUDA graphs: {_NAME} runs eagerly: {update.reason_against}."
+            self._once(self._warn, sentence)
+            return _EAGER
+        captured = self._captured
+        if captured is not None and captured.key == key and captured.tensors is update.tensors:
+            return _REPLAY
+        is_warm = self._num_eager >= self._settings.warmup_steps
+        return _CAPTURE if is_warm and self._ran_before(update, key) else _EAGER
+
+    def _count(self, update: Update[T], key: Hashable) -> None:
+        """Count an eager update among those with its form and tensors."""
+        if self._captured is not None and self._captured.tensors is not update.tensors:
+            # What its kernels read is replaced by that of the new tensors.
+            self.release()
+        if update.reason_against is not None:
+            return
+        if not self._ran_before(update, key):
+            self._eager = key, update.tensors
+            self._num_eager = 0
+        self._num_eager += 1
+
+    def _ran_before(self, update: Update[T], key: Hashable) -> bool:
+        """Return whether the last eager update had this form and these tensors."""
+        form, tensors = self._eager
+        return self._num_eager > 0 and form == key and tensors is update.tensors
+
+    def _captures(self, update: Update[T], key: Hashable) -> bool:
+        """Capture an update; return whether all ranks could do so."""
+        if self._captured is not None:
+            self._captured.graph.release()
+        self._captured = None
+        failure = None
+        try:
+            self._captured = self._capture(update, key)
+        except CAPTURE_ERRORS as error:
+            failure = f"{_NAME}: {type(error).__name__}: {error}"
+        failure = failure_of_any(failure, self._mesh.world_cpu)
+        if failure is None:
+            line = f"CUDA graphs (optimizer): {_NAME}, with norm and clipping, in 1 graph."
+            self._once(self._say, line)
+            return True
+        self.close()
+        eager_warning(failure, raises=self._settings.on_failure == "error")
+        self._warn(f"CUDA graphs (optimizer) are off: {failure} All ranks update eagerly.")
+        return False
+
+    def _once(self, say: Callable[[str], None], sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            say(sentence)
+
+    def _capture(self, update: Update[T], key: Hashable) -> _Captured[T]:
+        pool = self._backend.make_pool()
+        with collection_paused(), self._mesh.journal.recording() as collectives:
+            graph, result = self._backend.capture(update.run, pool)
+        return _Captured(key, update.tensors, graph, tuple(collectives), result)

@@ -1,0 +1,138 @@
+"""Clipping of a step's gradients: at once, or together with the fused update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.training.clip import Clipping, scale_gradients_
+from lightning_megatron.training.main_parameters import MainParameters, names_in
+
+Deferral = Literal["nothing", "scaling", "all"]
+"""What of the clipping is left to the update: the product with the factor, or all of it."""
+
+
+@dataclass(frozen=True)
+class DeferredClipping:
+    """Clipping that is left to the update of the parameters.
+
+    Args:
+        clipping: The clipping.
+        norm: Scalar that has the norm once :meth:`receive` has got it; None by value.
+        begun: Norm and factor, if they are computed already.
+    """
+
+    clipping: Clipping
+    norm: Tensor | None = None
+    begun: tuple[Tensor | None, Tensor | None] | None = None
+
+    @property
+    def form(self) -> Hashable:
+        """Return what a capture of :meth:`begin` takes as given."""
+        return self.clipping.form
+
+    def begin(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the norm and the factor that gradients must be multiplied by, if there are any.
+
+        Communication: that of :meth:`Clipping.begin`, unless it has begun already.
+        """
+        return self.begun or self.clipping.begin()
+
+    def receive(self, norm: Tensor | None) -> None:
+        """Copy the norm that :meth:`begin`, or a replay of it, has computed."""
+        if norm is not None and self.norm is not None and norm is not self.norm:
+            self.norm.copy_(norm)
+
+
+class StepClipping:
+    """Clipping of the gradients of each step.
+
+    The fused update multiplies by the factor of clipping by norm itself. A captured update also
+    computes the norm, or clips by value, so that both are part of its graph.
+
+    Args:
+        main: Parameters of this rank.
+        note: Function that gets the kind and the value of each norm, for a check after the update.
+    """
+
+    def __init__(self, main: MainParameters, note: Callable[[str, Tensor], None]) -> None:
+        self._main = main
+        self._note = note
+        self._deferral: Deferral = "nothing"
+        self._deferred: DeferredClipping | None = None
+
+    @contextmanager
+    def deferring(self, deferral: Deferral) -> Iterator[None]:
+        """Leave clipping inside the block to the code that calls :meth:`take`.
+
+        Args:
+            deferral: What of it is left; the rest happens immediately.
+        """
+        self._deferral = deferral
+        try:
+            yield
+        finally:
+            self._deferral = "nothing"
+            self._deferred = None
+
+    def by_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Clip by the global norm, which counts each element of each full tensor once.
+
+        Args:
+            optimizer: Optimizer whose gradients are clipped.
+            max_norm: Upper limit of the norm.
+
+        Returns:
+            The norm before clipping. If all of the clipping is deferred, it has its value once the
+            parameters are updated.
+
+        Communication: one all-reduce of a scalar over the world.
+        """
+        self.apply()
+        clipping = Clipping(self._main, self._names_of(optimizer), "norm", max_norm)
+        if self._deferral == "all":
+            norm = torch.empty((), dtype=torch.float32, device=self._main.mesh.device)
+            self._deferred = DeferredClipping(clipping, norm)
+        else:
+            found, factor = clipping.begin()
+            assert found is not None, "clipping by norm has a norm"
+            norm = found
+            self._deferred = DeferredClipping(clipping, norm, (norm, factor))
+        self._note("gradient norm", norm)
+        if self._deferral == "nothing":
+            self.apply()
+        return norm
+
+    def by_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clip every element of an optimizer's gradients to ``-limit`` and ``limit``."""
+        self.apply()
+        clipping = Clipping(self._main, self._names_of(optimizer), "value", limit)
+        if self._deferral == "all":
+            self._deferred = DeferredClipping(clipping)
+        else:
+            clipping.begin()
+
+    def apply(self) -> None:
+        """Do now what has been deferred, if anything."""
+        deferred = self.take()
+        if deferred is None:
+            return
+        norm, factor = deferred.begin()
+        deferred.receive(norm)
+        if factor is not None:
+            scale_gradients_(self._main, factor, deferred.clipping.names)
+
+    def take(self) -> DeferredClipping | None:
+        """Return the deferred clipping, and forget it; None without one."""
+        deferred = self._deferred
+        self._deferred = None
+        return deferred
+
+    def _names_of(self, optimizer: Optimizer) -> set[str]:
+        return names_in(self._main.names_of(optimizer))

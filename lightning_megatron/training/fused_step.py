@@ -1,0 +1,91 @@
+"""One step of the fused update, ready to run or to be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.shapes import Float
+
+#: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
+Kernel = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Call of the kernel for the slices of one group that have the same dtypes.
+
+    Args:
+        kernel: The kernel.
+        columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
+        numbers: Row of the group in :class:`GroupNumbers`.
+        has_decay: Whether the group has a weight decay.
+        is_decoupled: Whether the decay shrinks the parameters.
+    """
+
+    kernel: Kernel
+    columns: tuple[tuple[Any, ...], ...]
+    numbers: Float[Tensor, "12"]
+    has_decay: bool
+    is_decoupled: bool
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """One step over all slices of an optimizer that have a gradient.
+
+    Args:
+        calls: Calls of the kernel.
+        tensors: Object that stands for all tensors of the calls: steps with the same object have
+            the same tensors.
+        is_static: Whether later steps can have the same tensors, because all gradients lie in the
+            flat buffers.
+    """
+
+    calls: Sequence[KernelCall]
+    tensors: object
+    is_static: bool
+
+    @property
+    def form(self) -> Hashable:
+        """Return what a capture takes as given besides the tensors; equal where it is the same."""
+        return tuple((call.has_decay, call.is_decoupled) for call in self.calls)
+
+    def addresses(self) -> Hashable:
+        """Return the addresses of all tensors."""
+        return tuple(
+            one.data_ptr()
+            for call in self.calls
+            for column in (*call.columns, (call.numbers,))
+            for one in column
+            if one is not None
+        )
+
+    @torch.no_grad()
+    def run(self, coefficient: Float[Tensor, ""] | None) -> None:
+        """Update the slices and round them into the model's parameters.
+
+        A CUDA graph can capture it after an ordinary run of a step with the same tensors.
+
+        Args:
+            coefficient: Factor for the gradients before they are used; None means 1.
+        """
+        factor = None if coefficient is None else coefficient.float()
+        for call in self.calls:
+            call.kernel(
+                *call.columns,
+                factor,
+                call.numbers,
+                has_decay=call.has_decay,
+                is_decoupled=call.is_decoupled,
+            )
+
+    def end(self) -> None:
+        """Set the gradients to None, so that the optimizer's own step finds nothing to update."""
+        for call in self.calls:
+            for parameter in call.columns[0]:
+                parameter.grad = None

@@ -1,0 +1,94 @@
+"""On GPUs, too, captured updates leave what eager ones leave, under learning rates that change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton, which comes with the CUDA builds of torch")
+
+from lightning_megatron import CudaGraphs  # noqa: E402
+from lightning_megatron.graphs.cuda import CudaBackend  # noqa: E402
+from lightning_megatron.graphs.update_graph import Update, UpdateGraph  # noqa: E402
+from lightning_megatron.groups.mesh import ParallelMesh  # noqa: E402
+from lightning_megatron.training.group_numbers import GroupNumbers  # noqa: E402
+from tests.kernels.adam import CASES, Case, Slices  # noqa: E402
+from tests.strategy.update_fits import differences, run  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SIZES = (1, 15, 4096, 100_003)
+
+
+class Updated:
+    """Slices whose kernel reads a table of numbers, and gradients at fixed addresses."""
+
+    def __init__(self, case: Case) -> None:
+        self.slices = Slices(SIZES, case, "cuda")
+        self.numbers = GroupNumbers(torch.device("cuda"))
+        self.gradients = next(self.slices.gradients(1))
+        self.coefficient = torch.ones((), device="cuda")
+        self.is_decoupled = case.make is torch.optim.AdamW
+
+    def prepare(self, number: int) -> None:
+        """Draw gradients, and set the numbers of a step."""
+        torch._foreach_copy_(self.gradients, next(self.slices.gradients(1)))
+        case = self.slices.case
+        group = {
+            "lr": 0.01 / (1 + number),
+            "betas": (case.betas[0] * (1 - 0.01 * number), case.betas[1]),
+            "eps": case.eps,
+            "weight_decay": case.weight_decay * (1 + number),
+        }
+        self.numbers.fill([group], [self.is_decoupled])
+        self.coefficient.fill_(0.3 + 0.1 * number)
+
+    def run(self) -> None:
+        one = self.slices
+        one.kernel(
+            one.parameters, self.gradients, one.averages, one.squares, one.steps, one.halves,
+            self.coefficient, self.numbers.rows[0],
+            has_decay=one.case.weight_decay != 0.0, is_decoupled=self.is_decoupled,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_captured_kernel_reads_the_numbers_of_each_step(case: Case) -> None:
+    eager, captured = Updated(case), Updated(case)
+    settings = CudaGraphs("full", warmup_steps=2, optimizer=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        mesh = ParallelMesh.single(device=torch.device("cuda"))
+        graph: UpdateGraph[None] = UpdateGraph(CudaBackend(), mesh, settings)
+        for number in range(8):
+            for one in (eager, captured):
+                one.prepare(number)
+            eager.run()
+            graph.run(Update("", captured, tuple, captured.run))
+        assert graph.num_graphs == 1
+        for name in ("parameters", "averages", "squares", "steps"):
+            pairs = zip(getattr(eager.slices, name), getattr(captured.slices, name), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs), name
+        assert [int(step) for step in captured.slices.steps] == [8 + case.past_steps] * len(SIZES)
+        graph.close()
+        torch.cuda.synchronize()
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "clipped by norm": {"precision": "bf16-mixed", "cycles": True},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "not clipped": {"precision": "bf16-mixed", "gradient_clip_val": None},
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_one(name: str) -> None:
+    options = {"accelerator": "gpu", "max_steps": 12, "num_samples": 64, **FITS[name]}
+    eager = run(None, **options)
+    repeated = differences(run(None, **options), eager)
+    for mode in ("segments", "full"):
+        settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
+        found = run(settings, **options)
+        assert found[0].num_graphs[-1] > found[0].num_graphs[2], mode
+        assert set(differences(found, eager)) <= set(repeated), mode

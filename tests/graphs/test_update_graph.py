@@ -1,0 +1,169 @@
+"""The graph of the update is captured after eager updates, and again after a change of any rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CaptureError
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.graphs.update_graph import Update, UpdateGraph
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.world import run_world
+
+
+@dataclass
+class Parameters:
+    """Add a rate to a parameter, and count the calls of Python.
+
+    Args:
+        mesh: Groups over which the rate is summed.
+        rate: What is added.
+    """
+
+    mesh: ParallelMesh
+    rate: Tensor = field(default_factory=lambda: torch.zeros(()))
+    value: Tensor = field(default_factory=lambda: torch.zeros(3))
+    num_calls: int = 0
+    fails: bool = False
+
+    def update(self, form: str = "", reason: str | None = None) -> Update[Tensor]:
+        return Update(form, self.value, self.value.data_ptr, self.run, reason)
+
+    def run(self) -> Tensor:
+        self.num_calls += 1
+        total = all_reduce_(self.rate.clone(), self.mesh.world)
+        if self.fails and self.mesh.launcher.recorder is not None:
+            raise RuntimeError("no memory")
+        self.value.add_(total)
+        return total
+
+
+def graph_of(
+    parameters: Parameters, said: list[str] | None = None, **settings: Any
+) -> UpdateGraph[Tensor]:
+    """Return a graph of updates that is captured in the third one."""
+    mesh = parameters.mesh
+    say = [].append if said is None else said.append
+    chosen = CudaGraphs("segments", **{"warmup_steps": 2, "optimizer": True, **settings})
+    return UpdateGraph(TapeBackend(mesh.launcher), mesh, chosen, say, say)
+
+
+def run(
+    graph: UpdateGraph[Tensor], parameters: Parameters, number: int = 1, **options: Any
+) -> list[bool]:
+    """Update with the rate 1, 2, 3, ..., and return for each update whether Python ran."""
+    ran = []
+    for _ in range(number):
+        before = parameters.num_calls
+        parameters.rate += 1
+        result = graph.run(parameters.update(**options))
+        assert float(result) == float(parameters.rate) * parameters.mesh.world.size
+        ran.append(parameters.num_calls > before)
+    return ran
+
+
+def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
+    parameters = Parameters(ParallelMesh.single())
+    said: list[str] = []
+    graph = graph_of(parameters, said)
+    assert run(graph, parameters, 5) == [True, True, True, False, False]
+    assert parameters.value.tolist() == [15.0] * 3
+    assert graph.num_graphs == 1
+    assert said == [
+        "CUDA graphs (optimizer): the update of the parameters, with norm and clipping, in 1 graph."
+    ]
+    graph.release()
+    assert run(graph, parameters, 4) == [True, True, True, False]
+    graph.close()
+    assert run(graph, parameters, 4) == [True] * 4
+    assert graph.num_graphs == 0
+
+
+def test_another_form_runs_eagerly_and_is_captured_in_turn() -> None:
+    parameters = Parameters(ParallelMesh.single())
+    graph = graph_of(parameters)
+    run(graph, parameters, 4)
+    assert run(graph, parameters, form="other") == [True]
+    assert run(graph, parameters) == [False]
+    assert run(graph, parameters, 4, form="other") == [True, True, False, False]
+    assert run(graph, parameters) == [True]
+    assert parameters.value.tolist() == [66.0] * 3
+
+
+def test_other_tensors_run_eagerly_and_the_old_graph_is_gone() -> None:
+    parameters = Parameters(ParallelMesh.single())
+    graph = graph_of(parameters)
+    run(graph, parameters, 4)
+    old = parameters.value
+    parameters.value = torch.zeros(3)
+    assert run(graph, parameters) == [True]
+    assert graph.num_graphs == 0
+    assert run(graph, parameters, 3) == [True, True, False]
+    assert parameters.value.tolist() == [5.0 + 6 + 7 + 8] * 3
+    assert old.tolist() == [10.0] * 3
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_addresses_are_compared_if_they_are_checked(check: bool) -> None:
+    parameters = Parameters(ParallelMesh.single())
+    graph = graph_of(parameters, check=check)
+    run(graph, parameters, 4)
+    parameters.value.data = torch.zeros(3)
+    assert run(graph, parameters) == [check]
+    assert parameters.value.tolist() == [5.0 if check else 0.0] * 3
+
+
+def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_named_once() -> None:
+    parameters = Parameters(ParallelMesh.single())
+    said: list[str] = []
+    graph = graph_of(parameters, said)
+    assert run(graph, parameters, 5, reason="a reason") == [True] * 5
+    assert said == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
+
+
+def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    mesh = ParallelMesh.create(ParallelLayout(size))
+    parameters = Parameters(mesh)
+    graph = graph_of(parameters)
+    found["first"] = run(graph, parameters, 4)
+    if rank == 1:
+        parameters.value = parameters.value.clone()
+    # The rank without a change waits for the other one, and both capture.
+    found["changed"] = run(graph, parameters, 5)
+    found["value"] = parameters.value.tolist()
+    found["count"] = mesh.journal.counts["world"]
+    failing = Parameters(mesh, fails=rank == 1)
+    said: list[str] = []
+    graph = graph_of(failing, said)
+    found["failed"] = run(graph, failing, 4)
+    found["failed value"] = failing.value.tolist()
+    found["said"] = said
+    strict = Parameters(mesh, fails=rank == 1)
+    graph = graph_of(strict, on_failure="error")
+    run(graph, strict, 2)
+    with pytest.raises(CaptureError, match="rank 1 could not capture the update of the param"):
+        run(graph, strict)
+    return found
+
+
+def test_all_ranks_capture_replay_and_fail_together() -> None:
+    for found in run_world(_on_two_ranks, 2):
+        assert found["first"] == [True, True, True, False]
+        assert found["changed"] == [True, True, True, False, False]
+        assert found["value"] == [2.0 * 45] * 3
+        assert found["count"] == 9
+        assert all(found["failed"])
+        assert found["failed value"] == [2.0 * 10] * 3
+        assert found["said"] == [
+            "CUDA graphs (optimizer) are off: rank 1 could not capture the update of the "
+            "parameters: RuntimeError: no memory. All ranks update eagerly."
+        ]

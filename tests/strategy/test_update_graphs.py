@@ -1,0 +1,256 @@
+"""Fits whose updates are captured equal eager fits bit for bit, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_megatron import CudaGraphs, MegatronStrategy, UnsupportedError
+from lightning_megatron.errors import CaptureError, SpeedWarning
+from lightning_megatron.graphs.update_graph import UpdateGraph
+from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.training.group_numbers import GroupNumbers
+from tests.strategy.graph_fits import strategy_of
+from tests.strategy.update_fits import FULL, SEGMENTS, UpdatedLM, differences, run
+from tests.training.fused_fits import FusedLM
+from tests.world import run_world
+
+CASES: dict[str, dict[str, Any]] = {
+    "clipped by norm": {"cycles": True},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "not clipped, bf16-mixed": {"gradient_clip_val": None, "precision": "bf16-mixed"},
+    "accumulated": {"accumulate_grad_batches": 2, "num_samples": 64, "max_steps": 5},
+    "Adam": {"module": UpdatedLM(torch.optim.Adam), "cycles": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_captured_update_leaves_what_an_eager_one_leaves(name: str) -> None:
+    case = CASES[name]
+    make = case["module"].make if "module" in case else torch.optim.AdamW
+    expected = run(None, **{**case, "module": UpdatedLM(make)})
+    settings = (SEGMENTS, FULL) if name == "clipped by norm" else (FULL,)
+    for one in settings:
+        found = run(one, **{**case, "module": UpdatedLM(make)})
+        assert differences(found, expected) == [], one.mode
+        assert len(found[1].states) == len(expected[1].states) > 0
+        num_steps = case.get("max_steps", 6)
+        assert {int(state["step"]) for state in found[1].states} == {num_steps}
+        # Two eager updates and the capture call the kernel; replays run no Python.
+        assert found[1].num_calls[-1] * num_steps == expected[1].num_calls[-1] * 3
+        assert expected[1].num_calls[-1] > 0
+
+
+@pytest.mark.parametrize("column", ["learning rate", "others"])
+def test_a_number_that_is_frozen_at_the_capture_is_noticed(
+    column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(None, cycles=True)
+    fill = GroupNumbers.fill
+
+    def frozen(self: GroupNumbers, groups: Any, are_decoupled: Any) -> None:
+        before = None if len(groups) != len(self.rows) else self._table.clone()
+        fill(self, groups, are_decoupled)
+        part = slice(0, 1) if column == "learning rate" else slice(1, None)
+        if before is not None and self._is_late:  # type: ignore[attr-defined]
+            self._table[:, part] = before[:, part]
+        self.num_fills = getattr(self, "num_fills", 0) + 1
+
+    monkeypatch.setattr(GroupNumbers, "_is_late", property(lambda self: self.num_fills > 2), False)
+    monkeypatch.setattr(GroupNumbers, "fill", frozen)
+    found = run(SEGMENTS, cycles=True)
+    assert {"exp_avg 0", "losses"} & set(differences(found, expected))
+
+
+class SaveAndLoad(Callback):
+    """Save a checkpoint after the fourth step, and load it again after the fifth."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "saved.ckpt")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step == 5:
+            strategy = strategy_of(trainer)
+            strategy.finish_saves()
+            strategy.load_checkpoint(self.path)
+
+
+def _with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> list[Any]:
+    """Train with a load in between, and go on from the checkpoint in another fit."""
+    folder.mkdir(exist_ok=True)
+    layout = {"async_save": True}
+    options: dict[str, Any] = {"num_samples": 64, "layout": layout}
+    loads = SaveAndLoad(folder)
+    first = run(graphs, devices, callbacks=(loads,), max_steps=9, **options)
+    return [first, run(graphs, devices, ckpt_path=loads.path, max_steps=8, **options)]
+
+
+def test_updates_are_captured_again_after_a_load_and_go_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _with_a_load(None, tmp_path / "eager")
+    order: list[str] = []
+    _note_calls(monkeypatch, RunCheckpoints, "wait_for_snapshot", order)
+    _note_calls(monkeypatch, UpdateGraph, "run", order)
+    found = _with_a_load(SEGMENTS, tmp_path / "graphs")
+    # A background save may still copy weights: each update waits for it, also if it is a replay.
+    assert order == ["wait_for_snapshot", "run"] * (9 + 4)
+    assert [differences(*pair) for pair in zip(found, expected, strict=True)] == [[], []]
+    # Two groups; two eager updates and a capture before and after the load.
+    assert [one[1].num_calls[-1] for one in found] == [2 * 6, 2 * 3]
+
+
+def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, order: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noted(self: Any, *args: Any) -> Any:
+        order.append(name)
+        return method(self, *args)
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+WORLD: dict[str, dict[str, Any]] = {
+    "dp2": {"layout": {"bucket_size": 2000}, "cycles": True},
+    "pp2": {"layout": {"pp": 2, "microbatch_size": 1}, "precision": "bf16-mixed"},
+}
+
+
+def _on_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
+    found = {
+        name: [run(settings, size, num_samples=64, **case) for settings in (None, SEGMENTS, FULL)]
+        for name, case in WORLD.items()
+    }
+    path = Path(folder)
+    resumed = [
+        _with_a_load(graphs, path / mode, size)
+        for mode, graphs in (("eager", None), ("graphs", FULL))
+    ]
+    return found | {"load": [one[0] for one in resumed], "resume": [one[1] for one in resumed]}
+
+
+def test_captured_updates_of_several_ranks_equal_eager_ones(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_world(_on_two_ranks, 2, str(tmp_path))):
+        for name, (eager, *by_graphs) in found.items():
+            assert eager[1].num_calls[-1] > 0
+            for one in by_graphs:
+                what = f"{name}, {one[0].mode}, rank {rank}"
+                assert differences(one, eager) == [], what
+                assert one[1].num_calls[-1] < eager[1].num_calls[-1], what
+                assert one[0].num_graphs[-1] > 0, what
+
+
+# ---- refused, and given up
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A fit that must be refused.
+
+    Args:
+        words: Part of the error.
+        module: Module.
+        options: Further arguments of the fit.
+    """
+
+    words: str
+    module: LightningModule
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class OwnClipping(UpdatedLM):
+    """Clip in a hook that claims to read no gradients."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.1, "norm")
+
+
+class AddsReader(UpdatedLM):
+    """Add a callback that reads gradients."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [Reads()]
+
+
+class Reads(Callback):
+    """Read gradients."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+def _not_fused(groups: Any, fused: bool, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, **options)
+
+
+def _sgd(groups: Any, fused: bool, eps: float, lr: float, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr, **options)
+
+
+REFUSED = {
+    "precision": Refused("needs precision", UpdatedLM(), {"precision": "64-true"}),
+    "sums": Refused(
+        "gradient_dtype is 'bfloat16'",
+        UpdatedLM(),
+        {"precision": "bf16-mixed", "layout": {"gradient_dtype": "bfloat16"}},
+    ),
+    "callback": Refused("Reads.on_before_opt", UpdatedLM(), {"callbacks": (Reads(),)}),
+    "late callback": Refused("Reads.on_before_opt", AddsReader()),
+    "module": Refused("FusedLM.on_after_backward", FusedLM()),
+    "clipping": Refused("OwnClipping.configure_gradient_clipping", OwnClipping()),
+    "not fused": Refused("group 0 of AdamW does not set fused=True", UpdatedLM(_not_fused)),
+    "SGD": Refused("SGD is not torch's AdamW or Adam", UpdatedLM(_sgd)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fit_whose_update_cannot_be_captured_is_refused(name: str) -> None:
+    case = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=case.words) as error:
+        run(SEGMENTS, module=case.module, **case.options)
+    assert "optimizer=False" in str(error.value)
+    assert not hasattr(case.module, "losses") or case.module.losses == []
+
+
+def test_a_precision_and_a_hook_are_refused_before_processes_exist() -> None:
+    with pytest.raises(UnsupportedError, match="needs precision 32-true or bf16-mixed"):
+        _trainer(precision="64-true")
+    trainer = _trainer(callbacks=[Reads()])
+    with pytest.raises(UnsupportedError, match="Reads.on_before_optimizer_step"):
+        trainer.fit(UpdatedLM(), [])
+
+
+def _trainer(**options: Any) -> Trainer:
+    """Return a trainer whose processes would fail."""
+    strategy = MegatronStrategy(cuda_graphs=SEGMENTS)
+    strategy._make_backend = lambda mesh: pytest.fail("nothing must be captured")
+    return Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
+
+
+class FailsToUpdate(Callback):
+    """Let every capture of an update fail."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        graph = strategy_of(trainer).run.state.update_graph
+        assert graph is not None
+
+        def capture(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        graph._backend = type("Fails", (), {"capture": capture, "make_pool": lambda self: None})()
+
+
+def test_a_failed_capture_leaves_the_update_eager() -> None:
+    with pytest.warns(SpeedWarning, match="off: rank 0 could not capture the update .*no memory"):
+        found = run(FULL, callbacks=(FailsToUpdate(),))
+    assert differences(found, run(None)) == []
+    strict = CudaGraphs("full", warmup_steps=2, optimizer=True, on_failure="error")
+    with pytest.raises(CaptureError, match="the update of the parameters: RuntimeError: no mem"):
+        run(strict, callbacks=(FailsToUpdate(),))
