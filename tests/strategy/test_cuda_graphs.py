@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron import CudaGraphs, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit, graphs_of, strategy_of
 from tests.strategy.tiny import TinyLM
@@ -87,11 +91,60 @@ WORLD_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+#: Cases in which sums of gradients and gathers of parameters are in flight while graphs run.
+LATE_CASES: dict[str, dict[str, Any]] = {
+    "dp2": {"layout": {"bucket_size": 2000, "overlap_parameters": True}},
+    "ep2": {
+        "layout": {"ep": 2, "bucket_size": 2000, "overlap_parameters": True},
+        "model": EXPERTS,
+    },
+}
+
+
+class LateWork:
+    """Collective that runs when it is waited for."""
+
+    def __init__(self, collective: Callable[[], Work]) -> None:
+        self._collective: Callable[[], Work] | None = collective
+
+    def wait(self) -> None:
+        collective = self._collective
+        self._collective = None
+        if collective is not None:
+            collective().wait()
+
+    def is_completed(self) -> bool:
+        return self._collective is None
+
+
+def late_collectives() -> AbstractContextManager[Any]:
+    """Let collectives outside of graphs run as late as a stream of their own could run them.
+
+    Whoever reads the result without waiting gets old values, and whoever overwrites the operands
+    too early spoils the result.
+    """
+    start = CollectiveLauncher.start
+
+    def start_late(
+        launcher: CollectiveLauncher, collective: Callable[[], Work], *written: Tensor
+    ) -> Work:
+        if launcher.recorder is not None:
+            return start(launcher, collective, *written)
+        return LateWork(collective)
+
+    return patch.object(CollectiveLauncher, "start", start_late)
+
+
 def _on_two_ranks(rank: int, size: int) -> dict[str, list[Fit]]:
-    return {
+    found = {
         name: [fit(settings, size, max_steps=7, **case) for settings in (None, SEGMENTS, FULL)]
         for name, case in WORLD_CASES.items()
     }
+    for name, case in LATE_CASES.items():
+        late = found[f"{name}, late"] = [fit(None, size, max_steps=7, **case)]
+        with late_collectives():
+            late += [fit(settings, size, max_steps=7, **case) for settings in (SEGMENTS, FULL)]
+    return found
 
 
 def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:
