@@ -17,6 +17,7 @@ from lightning_megatron.experts.transport.choose_transport import (
     TransportChoice,
     choose_transport,
 )
+from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -24,6 +25,7 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.layers.segments import Segment, SegmentList
+from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.shapes import Float
 
@@ -48,6 +50,8 @@ class MixtureOfExperts(nn.Module):
         mesh: The groups and random streams of this rank.
         activation: Activation of all experts, one of those of ``layers.mlp``.
         transport: Transport of tokens over ep.
+        clones: Places for clones of busy experts, by which ranks with many rows send some to ranks
+            with few; None means none. The results are the same but for the order of sums.
         initializer: Initializer of the router and of the first matrix of each expert.
         output_initializer: Initializer of the second matrix of each expert.
 
@@ -55,8 +59,9 @@ class MixtureOfExperts(nn.Module):
         ParallelPlanError: If the experts do not divide by ep, their inner features by etp, or the
             inner features of the shared expert by tp.
 
-    Communication: that of the router, the dispatcher and the shared expert. Without sequence
-        parallelism also an all-gather over tp in the forward pass and one in the backward pass.
+    Communication: that of the router, the dispatcher, the shared expert and the clones. Without
+        sequence parallelism also an all-gather over tp in the forward pass and one in the backward
+        pass.
     Source: Shazeer et al. 2017; Lepikhin et al. 2020; DeepSeek-AI 2024 (shared expert).
     """
 
@@ -68,6 +73,7 @@ class MixtureOfExperts(nn.Module):
         *,
         activation: Activation = "swiglu",
         transport: Transport = "auto",
+        clones: CloneSettings | None = None,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
     ) -> None:
@@ -75,6 +81,7 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.mesh = mesh
         self.transport = transport
+        self.clones = clones
         starts = {"initializer": initializer, "output_initializer": output_initializer}
         self.router = Router(config, hidden_size, mesh, initializer=initializer)
         self.experts = GroupedMLP(hidden_size, config, mesh, activation=activation, **starts)
@@ -93,9 +100,8 @@ class MixtureOfExperts(nn.Module):
         self.statistics = RouterStatistics(config, mesh.device)
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
-        self._built: tuple[tuple[ParallelMesh, Transport], TransportChoice, SegmentList] | None = (
-            None
-        )
+        # The mesh and the settings for which the transport and the segments were built.
+        self._built: tuple[ParallelMesh, object, TransportChoice, SegmentList] | None = None
 
     @property
     def transport_choice(self) -> TransportChoice:
@@ -115,19 +121,19 @@ class MixtureOfExperts(nn.Module):
     def _parts(self) -> tuple[TransportChoice, SegmentList]:
         """Return the dispatcher and the segments.
 
-        They are rebuilt if a later run has set another mesh or transport.
+        They are rebuilt if a later run has set another mesh, transport or other places for clones.
         """
-        if (
-            self._built is None
-            or self._built[0][0] is not self.mesh
-            or self._built[0][1] != self.transport
-        ):
+        settings = (self.transport, self.clones)
+        built = self._built
+        if built is None or built[0] is not self.mesh or built[1] != settings:
             sizes = self.config.num_experts, self.config.top_k
             has_shared = self.shared is not None
-            choice = choose_transport(*sizes, self.mesh, self.transport, has_shared=has_shared)
+            choice = choose_transport(
+                *sizes, self.mesh, self.transport, has_shared=has_shared, clones=self.clones
+            )
             segments = self._list_segments(choice.dispatcher.is_static)
-            self._built = (self.mesh, self.transport), choice, segments
-        return self._built[1:]
+            self._built = built = self.mesh, settings, choice, segments
+        return built[2:]
 
     def _list_segments(self, is_static: bool) -> SegmentList:
         chosen = ("tokens", "probabilities", "selected")
@@ -217,7 +223,10 @@ class MixtureOfExperts(nn.Module):
         return self.transport_choice.dispatcher.receive(sent)
 
     def _compute(self, dispatched: Dispatched) -> Tensor:
-        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends
+        clones = None
+        if dispatched.clones is not None:
+            clones = CloneCollectives(self.mesh.ep, dispatched.clones)
+        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones
         return (
             recomputed(self.experts, *arguments)
             if self.recomputes_experts

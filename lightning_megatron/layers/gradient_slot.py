@@ -145,6 +145,25 @@ class GradientSlot:
         self.gradient.index_add_(0, index, rows, alpha=self.scale)
         self._added()
 
+    def first_part(self) -> GradientSlot:
+        """Return a slot for the first part of a gradient, which the owner is not told of.
+
+        It adds to the same sum. :meth:`add_last_part` completes the gradient.
+        """
+        part = GradientSlot(self.gradient, lambda: None, self._accepts, scale=self.scale)
+        part.is_empty = self.is_empty
+        return part
+
+    def add_last_part(self, first: GradientSlot, gradient: Tensor) -> None:
+        """Add the last part of a gradient, as :meth:`add` does.
+
+        Args:
+            first: Slot of :meth:`first_part`, to which the first part was added.
+            gradient: The last part, of the parameter's shape.
+        """
+        self.is_empty = first.is_empty
+        self.add(gradient)
+
     def clear(self) -> None:
         """Mark the sum as empty, at the start of a step."""
         self.is_empty = True

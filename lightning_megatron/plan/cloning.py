@@ -83,6 +83,29 @@ class ExpertPlaces:
 
 
 @dataclass(frozen=True)
+class CloneSettings:
+    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
+
+    Args:
+        places: Number of places on every rank (places).
+        min_rows: Smallest number of selections for which a clone is made (selections).
+
+    Raises:
+        ParallelPlanError: For values out of range.
+    """
+
+    places: int
+    min_rows: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("places", self.places)
+        if self.min_rows < 0:
+            raise ParallelPlanError(
+                f"min_rows must not be negative: it is {self.min_rows} selections. Use 0 or more."
+            )
+
+
+@dataclass(frozen=True)
 class ClonePlan:
     """Clones of one layer and microbatch, and the selections that go to them.
 

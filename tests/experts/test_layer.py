@@ -19,6 +19,7 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import ACTIVATIONS, draw
@@ -212,10 +213,24 @@ GRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int]]:
-    """Name settings, sequence parallelism, transport and length; a length that tp does not divide
-    is padded.
+def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
+    """Name settings, sequence parallelism, transport, length and places for clones; a length that
+    tp does not divide is padded.
     """
+    return [(*case, 0) for case in cases_without_clones(layout)] + cases_with_clones(layout)
+
+
+def cases_with_clones(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
+    if layout.ep == 1:
+        return []
+    found = [("plain", False, way, S, 1) for way in ("all_gather", "all_to_all", "one_sided")]
+    found += [("capacity", False, "one_sided", S, 2), ("shared", False, "all_to_all", S, 2)]
+    if layout.tp > 1:
+        found += [("plain", True, "one_sided", S, 1), ("plain", False, "one_sided", 5, 2)]
+    return found
+
+
+def cases_without_clones(layout: ParallelLayout) -> list[tuple[str, bool, str, int]]:
     found = [(name, False, "auto", S) for name in SETTINGS]
     found += [
         ("plain", False, transport, S) for transport in ("all_gather", "all_to_all", "one_sided")
@@ -237,22 +252,24 @@ def _grids(rank: int, size: int) -> dict[str, dict[str, float]]:
         layout = ParallelLayout(size, **options)
         for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
             mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-            for name, wants, transport, length in cases(layout):
+            for name, wants, transport, length, places in cases(layout):
                 if wants == sequence_parallel:
                     what = f"{grid}, {name}, sp {wants}, {transport}, length {length}"
-                    errors[what] = errors_of(mesh, name, transport, length)
+                    what += f", places {places}"
+                    errors[what] = errors_of(mesh, name, transport, length, places)
             mesh.destroy()
     return errors
 
 
-def errors_of(mesh: ParallelMesh, name: str, transport: str, length: int) -> dict[str, float]:
+def errors_of(
+    mesh: ParallelMesh, name: str, transport: str, length: int, places: int
+) -> dict[str, float]:
     """Return how far outputs and gradients are from one process that has the tokens of all data
     ranks.
     """
-    layer, twin = (
-        layer_of(mesh, {"transport": transport}, **SETTINGS[name]),
-        layer_of(**SETTINGS[name]),
-    )
+    options = {"transport": transport, "clones": CloneSettings(places) if places else None}
+    layer, twin = layer_of(mesh, options, **SETTINGS[name]), layer_of(**SETTINGS[name])
+    layer.recomputes_experts = places == 1
     # Microbatches of one sequence, by data rank.
     inputs = [
         draw("hidden", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)

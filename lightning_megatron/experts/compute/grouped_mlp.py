@@ -13,6 +13,7 @@ from lightning_megatron.experts.compute.choose_backend import (
     LayerBackends,
     choose_layer_backends,
 )
+from lightning_megatron.experts.compute.cloned_linear import CloneSource, cloned_linear
 from lightning_megatron.experts.compute.grouped_linear import (
     grouped_linear,
     grouped_swiglu,
@@ -84,8 +85,8 @@ class GroupedMLP(nn.ModuleDict):
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or their inner features by etp.
 
-    Communication: none. With etp above 1 the outputs are partial sums, which the dispatcher
-        reduces.
+    Communication: that of clones, and none without them. With etp above 1 the outputs are partial
+        sums, which the dispatcher reduces.
     Source: Shazeer et al. 2017; Shazeer 2020 (gates).
     """
 
@@ -133,13 +134,19 @@ class GroupedMLP(nn.ModuleDict):
         rows: Float[Tensor, "rows hidden"],
         probabilities: Float[Tensor, "rows"],
         ends: Int[Tensor, "experts"],
+        clones: CloneSource | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
 
         Args:
             rows: Rows sorted by expert.
             probabilities: Factor of each row's output.
-            ends: Index one past the last row of each local expert (int32, on the device).
+            ends: Index one past the last row of each local expert, then of each clone (int32, on
+                the device).
+            clones: Way of weights and gradients between homes and clones; None means that this rank
+                has no places for clones.
+
+        Communication: that of ``clones``, for each of the two matrices.
         """
         first = self.weights(self.first_name)
         down = self.weights("down")
@@ -147,6 +154,10 @@ class GroupedMLP(nn.ModuleDict):
         if autocast_dtype is not None:
             rows = rows.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
+        if clones is not None:
+            inner = cloned_linear(rows, first, ends, clones, backends.first)
+            weighted = weighted_activation(inner, probabilities, ends, self.activation)
+            return cloned_linear(weighted, down, ends, clones, backends.down)
         if backends.fuses_swiglu:
             weighted = grouped_swiglu(rows, first, probabilities, ends)
         else:

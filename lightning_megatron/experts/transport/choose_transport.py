@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.experts.transport.cloning_dispatcher import CloningDispatcher
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     Dispatcher,
@@ -13,6 +14,7 @@ from lightning_megatron.experts.transport.dispatchers import (
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.peer_transfer import transfer_over, why_no_puts
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
@@ -39,6 +41,7 @@ def choose_transport(
     transport: Transport = "auto",
     *,
     has_shared: bool = False,
+    clones: CloneSettings | None = None,
 ) -> TransportChoice:
     """Choose the transport of a layer's tokens.
 
@@ -53,9 +56,11 @@ def choose_transport(
         mesh: The groups of this rank.
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
+        clones: Places for clones of busy experts; None means none.
 
     Raises:
-        ParallelPlanError: If the experts do not divide by ep.
+        ParallelPlanError: If the experts do not divide by ep, or a rank has more places for clones
+            than other ranks have experts.
         UnsupportedError: If puts are requested and the GPUs have no peer access.
 
     Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
@@ -63,7 +68,15 @@ def choose_transport(
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     resolved, why = _transport(top_k, mesh, transport, has_shared)
-    dispatcher, what = _over_ep(here, num_experts, mesh, resolved)
+    if clones is None:
+        dispatcher, what = _over_ep(here, num_experts, mesh, resolved)
+    else:
+        layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
+        size = layout.homes + layout.places
+        physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
+        inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved)
+        dispatcher = CloningDispatcher(inner, mesh.ep, num_experts, clones)
+        what = f"{what}, to experts and {clones.places} places for clones a rank"
     reason = f"{what}: {why}"
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)

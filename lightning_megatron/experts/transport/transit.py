@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.experts.transport.permute import RowMap
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.shapes import Float, Int
@@ -39,12 +40,14 @@ class Prepared:
         probabilities: Factors of the experts' outputs.
         experts: Indices of the selected experts in the whole layer; -1 means none.
         counts: Row counts, if the tokens are rows.
+        clones: Clones of busy experts; None if there are no places for clones.
     """
 
     hidden: Float[Tensor, "rows hidden"]
     probabilities: Float[Tensor, "*rows"]
     experts: Int[Tensor, "tokens top_k"]
     counts: RowCounts | None = None
+    clones: PlacedClones | None = None
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ class Sent:
         probabilities: Factors of the experts' outputs.
         experts: Indices of the selected experts, in the numbering of the receiving rank.
         sizes: Row counts, if the tokens are sent by an all-to-all.
+        clones: Clones of busy experts; None if there are no places for clones.
     """
 
     hidden: InFlight
     probabilities: InFlight
     experts: InFlight
     sizes: AllToAllSizes | None = None
+    clones: PlacedClones | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class Dispatched:
         sizes: Row counts, if the tokens came by an all-to-all.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts moved the
             tokens.
+        clones: Clones of busy experts, whose rows follow those of the homes; None if there are no
+            places for clones.
     """
 
     rows: Float[Tensor, "rows hidden"]
@@ -102,6 +109,7 @@ class Dispatched:
     row_map: RowMap
     sizes: AllToAllSizes | None = None
     sent_experts: Int[Tensor, "tokens top_k"] | None = None
+    clones: PlacedClones | None = None
 
     @property
     def ends(self) -> Int[Tensor, "experts"]:

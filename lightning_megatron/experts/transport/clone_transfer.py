@@ -1,0 +1,93 @@
+"""Transfers of weights to the clones of experts, and of gradients back to their homes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.transport.cloning import PlacedClones
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_to_all_rows
+from lightning_megatron.shapes import Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class CloneCollectives:
+    """Transfers by all-to-alls, whose sizes do not depend on the plan.
+
+    Every rank sends every other rank a matrix for each of its places, so that ``ep - 1`` times as
+    much moves as clones need. In exchange nothing is read by the host.
+
+    Args:
+        axis: Axis of the ranks (ep).
+        clones: The clones of this microbatch.
+
+    Communication: :meth:`fetch` and :meth:`give_back` are one all-to-all each.
+    """
+
+    axis: MeshAxis
+    clones: PlacedClones
+
+    def fetch(
+        self, weights: Sequence[Float[Tensor, "out_local in_local"]]
+    ) -> Float[Tensor, "places out_local in_local"]:
+        """Return the weights of the clones on this rank; those of empty places are zeros.
+
+        Args:
+            weights: One matrix of every expert at home on this rank.
+        """
+        local, is_home = self._homes()
+        stack = torch.stack([weight.detach() for weight in weights])
+        received = self._exchange(stack[local].where(_wide(is_home, stack), 0))
+        owners = self._own_owners()
+        places = torch.arange(owners.shape[0], device=owners.device)
+        source = owners.clamp(min=0) // self.clones.layout.homes
+        found = received[source * owners.shape[0] + places]
+        return found.where(_wide(owners >= 0, found), 0)
+
+    def give_back(
+        self, gradients: Float[Tensor, "places out_local in_local"]
+    ) -> Float[Tensor, "homes out_local in_local"]:
+        """Return the gradients of all clones of this rank's experts, added in order of places.
+
+        Args:
+            gradients: Gradient of the weight of every place of this rank.
+        """
+        owners = self._own_owners()
+        ranks = torch.arange(self.axis.size, device=owners.device).unsqueeze(1)
+        is_for = (owners // self.clones.layout.homes == ranks) & (owners >= 0)
+        sent = torch.where(_wide(is_for, gradients), gradients, 0).flatten(0, 1)
+        received = self._exchange(sent)
+        local, is_home = self._homes()
+        result = received.new_zeros((self.clones.layout.homes, *received.shape[1:]))
+        for place, gradient in enumerate(received.where(_wide(is_home, received), 0).split(1)):
+            # One by one, because a GPU adds several to one home in any order.
+            result.index_add_(0, local[place : place + 1], gradient)
+        return result
+
+    def _homes(self) -> tuple[Int[Tensor, "all_places"], Bool[Tensor, "all_places"]]:
+        """Return the number of every place's owner on this rank, and whether it is at home here."""
+        owners = self.clones.owners
+        homes = self.clones.layout.homes
+        local = owners - self.axis.rank * homes
+        is_home = (owners >= 0) & (local >= 0) & (local < homes)
+        return local.clamp(0, homes - 1), is_home
+
+    def _own_owners(self) -> Int[Tensor, "places"]:
+        places = self.clones.layout.places
+        return self.clones.owners[self.axis.rank * places :][:places]
+
+    def _exchange(
+        self, matrices: Float[Tensor, "all_places out_local in_local"]
+    ) -> Float[Tensor, "all_places out_local in_local"]:
+        each = (self.clones.layout.places,) * self.axis.size
+        return all_to_all_rows(matrices, each, each, self.axis)
+
+
+def _wide(
+    mask: Bool[Tensor, "*places"], matrices: Float[Tensor, "stack out_local in_local"]
+) -> Bool[Tensor, "*places 1 1"]:
+    return mask.view(*mask.shape, *[1] * (matrices.dim() - 1))
