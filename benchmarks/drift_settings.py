@@ -25,6 +25,8 @@ from lightning_megatron.strategy.step import segment_captures
 EAGER = "eager"
 _SEGMENTS: Mapping[str, Any] = {"mode": "segments", "on_failure": "error"}
 _FULL: Mapping[str, Any] = {"mode": "full", "on_failure": "error"}
+#: Multiprocessors that sums of gradients and gathers of parameters may take at most.
+_FEW_BLOCKS = {"data": {"max_ctas": 2}}
 _SCOPES_OF_EXPERTS = (("experts",), ("router", "preprocess"), ("combine",))
 
 
@@ -121,6 +123,7 @@ def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
         found += [
             Setting("no overlap", _SEGMENTS, {"overlap_gradients": False}),
             Setting("no cuts", _SEGMENTS, around=without_cuts),
+            Setting("few blocks of NCCL", _SEGMENTS, {"nccl_options": _FEW_BLOCKS}),
         ]
     found += [
         Setting("synchronised", _SEGMENTS, around=synchronised),

@@ -14,9 +14,9 @@ What the lines tell, if ``segments`` differs:
   a race or a kernel that sums in the order in which its parts arrive. If it is equal, the graphs
   compute something else.
 * ``no overlap``, ``no cuts``, ``one bucket`` are equal: the sums of gradients that run while graphs
-  are replayed decide; with ``math attention`` also equal, attention's backward pass, whose sums
-  depend on the multiprocessors that it gets. The first line, in which it runs beside other work,
-  shows that directly.
+  are replayed decide; with ``math attention`` and ``few blocks of NCCL`` also equal, attention's
+  backward pass, whose sums depend on the multiprocessors that it gets. The first line, in which it
+  runs beside other work, shows that directly.
 * ``synchronised`` is equal: a replay begins before something that it reads is complete. Only
   ``serial`` is equal: collectives and replays disturb each other.
 * ``gathered at once`` is equal: a forward pass reads parameters before they have arrived.
