@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +30,7 @@ class Effects:
         collectives: Collectives that it starts.
         draws: Random streams that it draws from.
         gathers: Whether it gathers the updated parameters of other ranks.
+        parts: Parts of it that the device counts, as ``Journal.begin_part`` describes.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Effects:
     collectives: tuple[RecordedCall, ...]
     draws: RecordedDraws
     gathers: bool = False
+    parts: tuple[str, ...] = ()
 
 
 class EffectRecorder:
@@ -48,6 +50,7 @@ class EffectRecorder:
         collectives: Collectives so far.
         draws: Recorder of the random draws.
         gather: What is recorded of updated parameters; None if none are gathered.
+        parts: Descriptions of the parts that the device counts, so far.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class EffectRecorder:
         collectives: list[RecordedCall],
         draws: DrawRecorder,
         gather: RecordedGather | None = None,
+        parts: Sequence[str] = (),
     ) -> None:
         self._label = label
         self._gradients = gradients
         self._collectives = collectives
         self._draws = draws
         self._gather = gather
+        self._parts = parts
 
     @property
     def effects(self) -> Effects:
@@ -80,6 +85,7 @@ class EffectRecorder:
             tuple(self._collectives),
             self._draws.recorded,
             self._gather is not None and self._gather.gathers,
+            tuple(self._parts),
         )
 
 
@@ -91,7 +97,9 @@ class EffectObservers:
 
     * Gradients: the slots that the computation wrote are marked as filled. Each gradient that
       arrived is reported again, so that sums over the ranks start when they are complete.
-    * Collectives: they are counted again, so that a report of a hang compares true counts.
+    * Collectives: they are counted again, so that a report of a hang compares true counts. The
+      parts that the device counts inside the replay are named, so that the report says where the
+      device stands.
     * Random draws: each stream has a generator of its own, which is seeded by the position of the
       replay.
     * Updated parameters: those of other ranks that the computation has gathered are complete.
@@ -153,9 +161,10 @@ class EffectObservers:
             gather = None
             if self._gather is not None:
                 gather = stack.enter_context(self._gather.recording())
-            collectives = stack.enter_context(self._journal.recording())
+            collectives = stack.enter_context(self._journal.recording(label))
+            parts = self._journal.parts
             draws = stack.enter_context(self._random.recording(generators))
-            yield EffectRecorder(label, gradients, collectives, draws, gather)
+            yield EffectRecorder(label, gradients, collectives, draws, gather, parts)
 
     @contextmanager
     def repeat(
@@ -184,7 +193,7 @@ class EffectObservers:
         """
         gradients = effects.gradients
         self._check(effects)
-        self._journal.repeat(effects.collectives, effects.label)
+        self._journal.repeat(effects.collectives, effects.label, effects.parts)
         yield self._random.seed_generators(effects.draws, position)
         mark_filled(gradients.slots)
         if effects.gathers and self._gather is not None:

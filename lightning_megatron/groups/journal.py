@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.device_word import DeviceWord
 
 #: End of the names under which exchanges between the neighbours on an axis are counted.
 NEIGHBOURS = " neighbours"
@@ -58,13 +59,18 @@ class Journal:
     because their number may differ between ranks.
     """
 
-    __slots__ = ("_destroyed", "_last", "_recorded", "counts")
+    __slots__ = ("_destroyed", "_label", "_last", "_recorded", "counts", "device", "parts")
 
     def __init__(self) -> None:
         self._destroyed: frozenset[str] = frozenset()
         self.counts: dict[str, int] = {}
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
         self._recorded: list[RecordedCall] | None = None
+        self._label = ""
+        #: Word that captured parts advance on the device; None if nobody reads it.
+        self.device: DeviceWord | None = None
+        #: Descriptions of the parts that the recording has marked; a new list in each recording.
+        self.parts: list[str] = []
 
     def note(
         self, kind: str, axis: str, ranks: tuple[int, ...]
@@ -79,6 +85,8 @@ class Journal:
         if self._destroyed and axis.split()[0] in self._destroyed:
             raise _after_the_run(kind, axis, ranks)
         if self._recorded is not None:
+            if not self.parts:
+                self.begin_part(self._label)
             self._recorded.append(RecordedCall(kind, axis, ranks))
             return kind, axis, self.counts.get(axis, 0), ranks
         # A plain tuple, because this runs before every collective and must take less than a
@@ -96,14 +104,30 @@ class Journal:
         if self._recorded is None:
             self._last = call
 
+    def begin_part(self, part: object) -> None:
+        """Let the device count the begin of a part of the recorded computation.
+
+        Without :meth:`recording`, or without :attr:`device`, nothing happens.
+
+        Args:
+            part: Object whose text describes the part.
+        """
+        if self._recorded is not None and self.device is not None:
+            self.parts.append(str(part))
+            self.device.advance()
+
     @contextmanager
-    def recording(self) -> Iterator[list[RecordedCall]]:
+    def recording(self, label: str = "") -> Iterator[list[RecordedCall]]:
         """Record the collectives that the block starts, in their order, without counting them.
 
         A CUDA graph is captured once and replayed often. Its capture starts no collective on the
         device, and its replays run no Python that would count one. The code that replays the graph
         therefore passes the recorded list to :meth:`repeat` before every replay. The counts are
         then those of the same computation without a graph.
+
+        Args:
+            label: Description of the computation, whose first collective begins a part if no part
+                has begun before.
 
         Raises:
             RuntimeError: If a recording is active already.
@@ -114,12 +138,14 @@ class Journal:
                 "captured computations. End the first recording before the next one starts."
             )
         recorded = self._recorded = []
+        self._label = label
+        self.parts = []
         try:
             yield recorded
         finally:
             self._recorded = None
 
-    def repeat(self, calls: Sequence[RecordedCall], label: str) -> None:
+    def repeat(self, calls: Sequence[RecordedCall], label: str, parts: Sequence[str] = ()) -> None:
         """Count recorded collectives again, just before the replay that starts them.
 
         Args:
@@ -128,6 +154,7 @@ class Journal:
                 together with the axis of the last recorded one, because the host cannot know which
                 of the collectives in a replay the device has reached. An example is ``replay of
                 layers 3..4, backward, 6 collectives``.
+            parts: Parts that the replay begins on the device, as :attr:`parts` has recorded them.
 
         Raises:
             UnsupportedError: If the groups of an axis have been destroyed.
@@ -137,6 +164,8 @@ class Journal:
         if calls and self._last is not None:
             _, axis, number, ranks = self._last
             self._last = (label, axis, number, ranks)
+        if parts and self.device is not None:
+            self.device.launch(parts)
 
     @property
     def last(self) -> Call | None:

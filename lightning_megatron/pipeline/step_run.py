@@ -114,6 +114,8 @@ class StepRun:
     def compute(self, action: Action) -> None:
         """Run a forward pass, a backward pass, or its input or weight half."""
         key = (action.chunk, action.microbatch)
+        # In the graph of a whole step the device counts its actions.
+        self._axis.journal.begin_part(action)
         self._wait_for_tensors(action.kind, key)
         # The time of an action starts when the tensors that it receives are there.
         measured = nullcontext() if self._times is None else self._times.measure(action)

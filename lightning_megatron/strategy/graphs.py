@@ -13,6 +13,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
+from lightning_megatron.groups.device_word import DeviceWord
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -62,6 +63,8 @@ def build_graphs(
             f"CUDA graphs ({settings.mode}): nothing is captured. {reason}", category=SpeedWarning
         )
         return None
+    if mesh.world.size > 1:
+        mesh.journal.device = DeviceWord(mesh.device)
     backend = CudaBackend() if make_backend is None else make_backend(mesh)
     models = layered_modules(module)
     num_batches = module.trainer.accumulate_grad_batches

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from lightning_megatron.groups.device_word import DevicePlace
 from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -48,6 +49,7 @@ class RankStatus:
         call: Collective that the rank started or waited for last.
         counts: Number of started collectives by axis.
         lines: Source lines of the main thread: the innermost one, followed by those of user code.
+        device: Place of the device in the graphs that the host has launched; None without graphs.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class RankStatus:
     call: Call | None
     counts: dict[str, int] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
+    device: DevicePlace | None = None
 
     @classmethod
     def observe(cls, rank: int, number: int, activity: str, journal: Journal) -> RankStatus:
@@ -80,12 +83,13 @@ class RankStatus:
             # An atomic copy, because the main thread keeps counting.
             counts=dict(journal.counts),
             lines=_interesting_lines(frames),
+            device=None if journal.device is None else journal.device.place,
         )
 
     @property
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes whenever the rank makes progress."""
-        return self.activity, self.waits, self.call, sum(self.counts.values())
+        return self.activity, self.waits, self.call, sum(self.counts.values()), self.device
 
     def to_text(self) -> str:
         """Return this status as JSON."""
@@ -98,7 +102,10 @@ class RankStatus:
         call = values.pop("call")
         kind, axis, number, ranks = call or ("", "", 0, ())
         found = Call(kind, axis, number, tuple(ranks)) if call else None
-        return cls(**{**values, "lines": tuple(values["lines"])}, call=found)
+        place = values.pop("device")
+        device = None if place is None else DevicePlace(*place)
+        lines = tuple(values.pop("lines"))
+        return cls(**values, call=found, lines=lines, device=device)
 
 
 def _main_frames() -> Iterator[FrameType]:
@@ -202,7 +209,7 @@ def hang_report(
         called = "no collective yet" if status.call is None else f"last collective: {_name(status)}"
         lines.append(
             f"  rank {rank} ({status.host}, process {status.pid}): {status.activity}{life}; "
-            f"{called}"
+            f"{called}{_device_words(status)}"
         )
         lines += [
             f"      {'at' if index == 0 else 'from'} {line}"
@@ -210,11 +217,15 @@ def hang_report(
         ]
     lines.append("wait for them:")
     lines += [
-        f"  rank {rank}: {status.activity}; in {_name(status)}"
+        f"  rank {rank}: {status.activity}; in {_name(status)}{_device_words(status)}"
         for rank, status in sorted(statuses.items())
         if rank not in missing and status.waits
     ]
     return "\n".join(lines)
+
+
+def _device_words(status: RankStatus) -> str:
+    return "" if status.device is None else f"; {status.device}"
 
 
 def _name(status: RankStatus) -> str:

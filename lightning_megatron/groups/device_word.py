@@ -1,0 +1,78 @@
+"""Word by which a device says how far it is inside the graphs that the host has launched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+#: Launches whose parts are remembered; a host is fewer launches ahead of its device.
+_NUM_REMEMBERED = 4096
+
+
+class DevicePlace(NamedTuple):
+    """Place of a device in the captured parts that its host has launched.
+
+    Args:
+        begun: Number of parts that the device has begun.
+        launched: Number of parts that the host has launched.
+        part: Description of the part that the device has begun last; empty if it is not known.
+    """
+
+    begun: int
+    launched: int
+    part: str
+
+    def __str__(self) -> str:
+        part = f", last {self.part}" if self.part else ""
+        return f"the device has begun {self.begun} of {self.launched} captured parts{part}"
+
+
+class DeviceWord:
+    """Counter on the device that captured parts advance, with a copy that the host can always read.
+
+    The host runs ahead of a GPU, and no watchdog sees the collectives of a graph. A captured part
+    therefore begins with an addition to the counter and its copy to pinned memory. The host reads
+    the copy without waiting for the device, from any thread.
+
+    Args:
+        device: Device of the graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._counter = torch.zeros((), dtype=torch.int64, device=device)
+            self._copy = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Another thread reads it, in which torch's own functions may be under observation.
+        self._seen = self._copy.numpy()
+        self._num_launched = 0
+        self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_NUM_REMEMBERED)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Let the device count one part; called at the begin of a part inside a capture."""
+        self._counter.add_(1)
+        self._copy.copy_(self._counter, non_blocking=True)
+
+    def launch(self, parts: Sequence[str]) -> None:
+        """Remember parts that the host launches now.
+
+        Args:
+            parts: Descriptions of the parts, in the order in which the device begins them.
+        """
+        self._launches.append((self._num_launched, tuple(parts)))
+        self._num_launched += len(parts)
+
+    @property
+    def place(self) -> DevicePlace | None:
+        """Return the place of the device, without waiting for it; None before the first launch."""
+        if self._num_launched == 0:
+            return None
+        begun = int(self._seen)
+        part = ""
+        for first, parts in reversed(tuple(self._launches)):
+            if first < begun <= first + len(parts):
+                part = parts[begun - first - 1]
+        return DevicePlace(begun, self._num_launched, part)

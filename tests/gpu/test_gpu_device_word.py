@@ -1,0 +1,47 @@
+"""A replayed graph counts its parts in memory that the host reads while the graph runs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.groups.device_word import DevicePlace, DeviceWord
+from lightning_megatron.groups.journal import Journal
+
+pytestmark = pytest.mark.gpu
+
+#: Cycles for which the device stays in a part; about half a second.
+_CYCLES = 10**9
+
+
+def test_the_host_sees_the_part_in_which_the_device_is() -> None:
+    journal = Journal()
+    device = torch.device("cuda", torch.cuda.current_device())
+    word = journal.device = DeviceWord(device)
+    backend = CudaBackend()
+
+    def step() -> None:
+        journal.begin_part("first")
+        journal.begin_part("second")
+        torch.cuda._sleep(_CYCLES)
+        journal.begin_part("third")
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with journal.recording("a step"):
+            graph, _ = backend.capture(step, backend.make_pool())
+        assert word.place is None
+        torch.cuda.synchronize()
+        for number in (1, 2):
+            journal.repeat([], "a step", journal.parts)
+            graph.replay()
+            inside = DevicePlace(3 * number - 1, 3 * number, "second")
+            limit = time.monotonic() + 5
+            while word.place != inside and time.monotonic() < limit:
+                pass
+            assert word.place == inside
+            torch.cuda.synchronize()
+            assert word.place == DevicePlace(3 * number, 3 * number, "third")
+        graph.release()
