@@ -254,7 +254,8 @@ class MainParameters:
         """
         for buffer in () if stored else self.buffers:
             buffer.store_main_parameters()
-        self.gather.start(self.buffers, self.mesh)
+        if self.config.zero:
+            self.gather.start(self.buffers, self.mesh)
         if wait:
             self.wait()
 

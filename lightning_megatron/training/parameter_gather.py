@@ -67,9 +67,9 @@ class ParameterGather:
         with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`.
         """
         self.wait()
-        divided = tuple(buffers)
-        if any(buffer.plan.num_parts > 1 for buffer in divided):
-            self._deferred = divided, mesh
+        # A stage without trained parameters defers, too, so that all ranks choose the same graph.
+        if mesh.data.size > 1:
+            self._deferred = tuple(buffers), mesh
         if not self.defers:
             self.begin()
 

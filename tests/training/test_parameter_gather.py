@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
@@ -64,4 +66,54 @@ def _wait_for(rank: int, size: int) -> dict[str, float]:
     main.gather.wait_for([frozen])
     found["frozen"] = len(main.gather._pending)
     main.wait()
+    return found
+
+
+def test_deferred_gathers_start_with_the_first_reader_and_a_recording_leaves_them() -> None:
+    for seen in run_world(_defer, 2):
+        assert seen == {
+            "deferred": (True, 0),
+            "recorded": (True, True, 0),
+            "read": (False, 1.0, 2),
+            "nothing is trained": True,
+            "nothing is divided": False,
+        }
+
+
+def _defer(rank: int, size: int) -> dict[str, Any]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
+    read, other = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    named = {"read.weight": read.weight, "other.weight": other.weight}
+    main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=6))
+    main.attach(torch.optim.SGD(named.values(), lr=0.1))
+    gather = main.gather
+    gather.wait_before([read, other], main.buffers)
+    gather.defers = True
+    with torch.no_grad():
+        for one in main.slices.values():
+            one.main.fill_(1.0)
+    before = sum(mesh.journal.counts.values())
+
+    def started() -> int:
+        return sum(mesh.journal.counts.values()) - before
+
+    main.publish(wait=False)
+    found: dict[str, Any] = {"deferred": (gather.is_deferred, started())}
+    # What runs on the tape of a graph is undone after the capture.
+    launcher = TapeBackend(mesh.launcher)
+    with mesh.journal.recording(), gather.recording() as recorded:
+        launcher.capture(main.wait, launcher.make_pool())
+    found["recorded"] = recorded.gathers, gather.is_deferred, started()
+    read(torch.zeros(1, 2))
+    found["read"] = gather.is_deferred, float(read.weight.min()), started()
+    main.wait()
+    others = {
+        "trained": DistributedOptimizerConfig(),
+        "divided": DistributedOptimizerConfig(zero=0),
+    }
+    for name, config in others.items():
+        main = MainParameters({}, mesh, config)
+        main.gather.defers = True
+        main.publish(wait=False)
+        found[f"nothing is {name}"] = main.gather.is_deferred
     return found
