@@ -48,8 +48,9 @@ class Step(Generic[T]):
         run: Function that runs the step on other microbatches of the same form, with no effects
             but those that ``EffectObservers`` record, and writes to tensors.
         holds_sums: Whether ``run`` also sums gradients over the ranks.
-        gathers: Whether ``run`` also gathers updated parameters. Steps with and without sums, and
-            with and without gathers, have graphs of their own, but eager steps of all kinds count.
+        variant: What else ``run`` does before and after the step, such as to sum gradients. Each
+            variant has a graph of its own, but eager steps of all variants count; with the same
+            text on all ranks.
         prepare: Function called before a capture and before each replay, such as one that waits
             for parameters which ``run`` would wait for.
         around: Function that returns a context for the capture. It raises ``UnsupportedError`` at
@@ -64,7 +65,7 @@ class Step(Generic[T]):
     run_eagerly: Callable[[], T]
     run: Callable[[Sequence[Microbatch]], T]
     holds_sums: bool = False
-    gathers: bool = False
+    variant: Hashable = ()
     prepare: Callable[[], None] = lambda: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     held: Callable[[], Any] = tuple
@@ -228,7 +229,7 @@ class StepGraphs:
             return RanStep(step.run_eagerly())
         form = BatchForm.of(step.microbatches)
         kind = (step.name, step.place, form)
-        key = (*kind, step.holds_sums, step.gathers)
+        key = (*kind, step.variant)
         action = self._action(step, form, kind, key)
         if not self._agreement.is_same((action, key)):
             return RanStep(step.run_eagerly())

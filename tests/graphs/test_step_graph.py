@@ -17,6 +17,7 @@ from lightning_megatron.errors import CaptureError
 from lightning_megatron.graphs.step_graph import OwnAgreement
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
 from tests.world import run_world
 
@@ -36,6 +37,24 @@ def test_accumulated_batches_have_a_graph_for_the_first_and_one_for_the_later() 
     assert_equal(graphs, eager)
     assert graphs.num_graphs == 2
     assert graphs.num_replays == 17 - 2 * FULL.warmup_steps
+
+
+def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulation() -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "num_samples": 4 * 17}
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        end_step = MixtureRuntime.end_step
+        patch.setattr(
+            MixtureRuntime, "end_step", lambda self: (calls.append(self), end_step(self))[1]
+        )
+        eager = fit(LM("experts"), None, **options)
+        num_eager = len(calls)
+        graphs = fit(LM("experts"), FULL, **options)
+    assert_equal(graphs, eager)
+    assert eager.routed, "the routers have counted"
+    assert num_eager == 6
+    # The second batch of an accumulation is an eager step of the third one, too.
+    assert len(calls) - num_eager == 2, "one eager step and one capture, and no replay"
 
 
 def test_a_last_batch_of_another_form_runs_eagerly_and_is_named() -> None:

@@ -20,6 +20,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.training.gradient_bucket import GradientBucket
+from tests.strategy.graph_fits import strategy_of
 from tests.strategy.tiny import VOCABULARY, TinyLM, Words
 
 SIZES: dict[str, Any] = {
@@ -62,6 +63,7 @@ class Shown(Callback):
     logged: list[dict[str, Tensor]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     weights: list[Tensor] = field(default_factory=list)
+    routed: list[Tensor] = field(default_factory=list)
     num_replays: int = 0
     num_graphs: int = 0
     num_sums: int = 0
@@ -81,6 +83,8 @@ class Shown(Callback):
         self.outputs += [outputs["loss"], outputs["batch_loss"]]
         self.copies += [outputs["loss"].clone(), outputs["batch_loss"].clone()]
         self.logged.append(dict(trainer.callback_metrics))
+        statistics = strategy_of(trainer).expert_statistics or {}
+        self.routed += [one.sums for one in statistics.values()]
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         strategy: Any = trainer.strategy
@@ -88,7 +92,8 @@ class Shown(Callback):
         counts = strategy.run.mesh.journal.counts
         self.counts = {axis: number for axis, number in counts.items() if axis != "pp_cpu"}
         self.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
-        self.weights = [one.detach().clone() for one in module.parameters()]
+        held = (*module.parameters(), *module.buffers())
+        self.weights = [one.detach().clone() for one in held]
         self.logged.append(dict(trainer.callback_metrics))
         if self.graphs is not None:
             self.graphs.release()
@@ -169,7 +174,7 @@ def validation_data(data: tuple[int, int]) -> DataLoader:
 
 def assert_equal(graphs: Shown, eager: Shown, what: str = "") -> None:
     """Assert that a fit with graphs shows the bits of an eager fit, and that it kept them."""
-    for name in ("copies", "weights"):
+    for name in ("copies", "weights", "routed"):
         pairs = zip(getattr(graphs, name), getattr(eager, name), strict=True)
         assert all(torch.equal(*pair) for pair in pairs), f"{what}: {name}"
     kept = zip(graphs.outputs, graphs.copies, strict=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import UnsupportedError
@@ -44,9 +46,10 @@ class MixtureRuntime:
         #: Weight that is shared by all layers with router losses, the same on all stages; None if
         #: no model has router losses.
         self.loss_weight: LossWeight | None = None
-        if any(
-            model.config.experts is not None and model.config.experts.has_losses for model in models
-        ):
+        mixtures = [one for one in (model.config.experts for model in models) if one is not None]
+        #: Whether any model has experts, the same on all stages.
+        self.is_used = bool(mixtures)
+        if any(one.has_losses for one in mixtures):
             self.loss_weight = LossWeight()
         for layer in self._layers.values():
             layer.transport = transport
@@ -54,6 +57,7 @@ class MixtureRuntime:
         clear_statistics_([layer.statistics for layer in self._layers.values()])
         #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
+        self._has_ended = False
 
     def warn_of_evaluation(self) -> None:
         """Warn before training that routers in evaluation mode are not balanced."""
@@ -72,19 +76,46 @@ class MixtureRuntime:
             )
 
     def finish_step(self) -> None:
-        """Update the routers with the token counts of this step, and start the next step.
+        """End the step for the routers, unless a graph has done so (:meth:`adopt`).
+
+        Communication: that of :meth:`end_step`.
+        """
+        if self._layers and not self._has_ended:
+            self.statistics = self.end_step()
+        self._has_ended = False
+
+    def end_step(self) -> Mapping[int, StepStatistics]:
+        """Update the routers with the token counts of this step, and start to count the next one.
+
+        A graph may contain this: it only writes tensors that keep their addresses.
+
+        Returns:
+            The token counts, by layer index.
 
         Communication: that of :func:`step_statistics`.
         """
-        if not self._layers:
-            return
-        self.statistics = step_statistics(
+        statistics = step_statistics(
             {n: layer.statistics for n, layer in self._layers.items()}, self._mesh
         )
         for number, layer in self._layers.items():
             if layer.router.follows_load:
-                layer.router.update_(self.statistics[number].load)
+                layer.router.update_(statistics[number].load)
         clear_statistics_([layer.statistics for layer in self._layers.values()])
+        return statistics
+
+    def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
+        """Take the result of :meth:`end_step` from a graph, whose next replay overwrites it.
+
+        Args:
+            statistics: What :meth:`end_step` returned in the capture.
+        """
+        if statistics:
+            sums = torch.stack([one.sums for one in statistics.values()])
+            self.statistics = {
+                number: replace(one, sums=own)
+                for (number, one), own in zip(statistics.items(), sums, strict=True)
+            }
+        self._has_ended = True
 
     @property
     def transport(self) -> Transport:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import LossWeight
+from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
 from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 
 
@@ -34,6 +36,8 @@ class BackwardPasses:
         loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
         weight_gradients: Queue of the gradient slots; None if no weight gradient may be left to a
             weight half.
+        mixtures: Mixtures of experts whose step ends with these passes; None if the optimizer does
+            not step after them, or without experts. The same on all ranks.
     """
 
     clear_gradients: Callable[[], None]
@@ -44,6 +48,7 @@ class BackwardPasses:
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None
     weight_gradients: WeightGradientQueue | None = None
+    mixtures: MixtureRuntime | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,14 @@ class RanMicrobatches:
         outputs: Outputs of the step, one for each microbatch; empty before the last stage.
         recorder: Log calls of the step.
         losses: Losses of a training step; None for an evaluation.
+        statistics: Token counts of routers whose step has ended with the microbatches, by layer
+            index; None if it goes on.
     """
 
     outputs: list[Any]
     recorder: Recorder
     losses: MicrobatchLosses | None = None
+    statistics: Mapping[int, StepStatistics] | None = None
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,9 @@ class TrainingSteps:
             self.graphs.look_again()
 
     def _backward_passes(self) -> BackwardPasses:
-        overlaps = self._overlaps_gradients and not accumulates(self._module.trainer)
+        will_step = not accumulates(self._module.trainer)
+        overlaps = self._overlaps_gradients and will_step
+        mixtures = self._mixtures if will_step and self._mixtures.is_used else None
         return BackwardPasses(
             self._hide_and_clear,
             self._state.gradients.hide,
@@ -172,6 +174,7 @@ class TrainingSteps:
             self._state.checks.inspector,
             self._mixtures.loss_weight,
             self._state.gradients.weight_gradients,
+            mixtures,
         )
 
     def _hide_and_clear(self) -> None:
