@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ from lightning_megatron.layers.weight_gradient_queue import (
 GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
 
 
+@dataclass
+class CaptureNotes:
+    """What became of the captures of one model.
+
+    Args:
+        failures: What could not be captured, and why.
+        seconds: Time of all captures (seconds).
+    """
+
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class CaptureTools:
     """What all captures of one model share.
@@ -47,7 +61,7 @@ class CaptureTools:
         random: Random streams.
         queue: Queue of the weight gradients of split backward passes.
         gradient_copies: Memory for gradients that eager code computes.
-        failures: What could not be captured, and why.
+        notes: What became of the captures.
     """
 
     backend: CaptureBackend
@@ -55,11 +69,16 @@ class CaptureTools:
     random: RandomStreams
     queue: WeightGradientQueue
     gradient_copies: GradientCopies = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    notes: CaptureNotes = field(default_factory=CaptureNotes)
+
+    @property
+    def failure(self) -> str | None:
+        """Return what could not be captured first, and why; None if nothing has failed."""
+        return self.notes.failures[0] if self.notes.failures else None
 
     def note_failure(self, label: str, error: Exception) -> None:
         """Note that a capture has failed, after which everything runs eagerly."""
-        self.failures.append(f"{label}: {type(error).__name__}: {error}")
+        self.notes.failures.append(f"{label}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -71,12 +90,14 @@ class StaticPiece:
         segments: The segments.
         draws: Generators from which an eager forward pass has drawn.
         redraws: Whether the backward pass recomputes activations with random draws.
+        has_backward: Whether a backward pass follows.
     """
 
     label: str
     segments: SegmentList
     draws: GeneratorPool
     redraws: bool = False
+    has_backward: bool = True
 
 
 class CapturedPiece:
@@ -104,7 +125,6 @@ class CapturedPiece:
     ) -> None:
         self.piece = piece
         self._is_first = is_first
-        self.num_graphs = 0
         self._memory = memory
         self._tools = tools
         self._label = label
@@ -134,6 +154,20 @@ class CapturedPiece:
     def is_captured(self) -> bool:
         """Return whether the forward graph exists."""
         return self._forward is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all graphs exist that the piece needs."""
+        return self.is_captured and (self._backward is not None or not any(self._needs_gradient))
+
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs."""
+        return sum(one is not None for one in self._graphs)
+
+    @property
+    def _graphs(self) -> tuple[tuple[CapturedGraph, Effects] | None, ...]:
+        return self._forward, self._backward, self._weight_half
 
     def capture_forward(self, values: FlatValues, constants: Collection[int]) -> bool:
         """Capture the forward graph, and return whether it exists now.
@@ -174,9 +208,14 @@ class CapturedPiece:
         Args:
             values: Inputs that fit.
         """
-        # A piece whose inputs have no gradients still has parameters that do.
-        anchor = torch.empty(0, requires_grad=True)
-        tensors = _Replayed.apply(self, anchor, *values.tensors)
+        tensors: Sequence[Tensor]
+        if self.piece.has_backward:
+            # A piece whose inputs have no gradients still has parameters that do.
+            anchor = torch.empty(0, requires_grad=True)
+            tensors = _Replayed.apply(self, anchor, *values.tensors)
+        else:
+            self.replay_forward(values.tensors)
+            tensors = self._outputs.tensors
         result: tuple[Any, ...] = self._outputs.with_tensors(tensors)
         return result
 
@@ -221,7 +260,7 @@ class CapturedPiece:
         needed = [gradient for gradient, is_needed in both if is_needed]
         if self._backward is None:
             compute = self._backward_pass(needed)
-            if not self._tools.failures:
+            if self._tools.failure is None:
                 try:
                     self._capture_backward(compute)
                 except CAPTURE_ERRORS as error:
@@ -295,7 +334,7 @@ class CapturedPiece:
 
     def release(self) -> None:
         """Free the graphs."""
-        for captured in (self._forward, self._backward, self._weight_half):
+        for captured in self._graphs:
             if captured is not None:
                 captured[0].release()
         self._forward = self._backward = self._weight_half = None
@@ -331,7 +370,8 @@ class CapturedPiece:
         return kept
 
     def _label_of(self, kind: str) -> str:
-        return f"{self.piece.label}, {kind}, {self._label}"
+        is_first = self._is_first and kind != "forward"
+        return f"{self.piece.label}, {'first ' if is_first else ''}{kind}, {self._label}"
 
     def _capture(
         self, kind: str, generators: GeneratorPool, function: Any, state: Any = None
@@ -339,15 +379,16 @@ class CapturedPiece:
         tools = self._tools
         label = self._label_of(kind)
         pool = self._memory.weight_pool if kind == "weight half" else self._memory.pool
+        start = perf_counter()
         with (
             torch.inference_mode(False),
-            torch.enable_grad() if kind == "forward" else nullcontext(),
+            torch.set_grad_enabled(self.piece.has_backward) if kind == "forward" else nullcontext(),
             tools.random.kept_position(),
             tools.observers.recording(label, generators, state) as recorder,
             without_collection(),
         ):
             graph, found = tools.backend.capture(function, pool, generators)
-        self.num_graphs += 1
+        tools.notes.seconds += perf_counter() - start
         return graph, recorder.effects, found
 
 

@@ -41,8 +41,18 @@ class ChunkPieces:
         # Other chunks of the stage have the other cuts.
         own_cuts = {segment.name for segment in opened}.intersection(cuts)
         self.pieces = split(opened, scopes, own_cuts, keeps_whole)
+        #: Names of all segments in order.
+        self.names = tuple(segment.name for piece in self.pieces for segment in piece)
         self._parameters = [piece.parameters for piece in self.pieces]
         self._dropped = _last_reads(self.pieces, segments.outputs)
+
+    def names_outside(self, number: int) -> frozenset[str]:
+        """Return the names of the segments of all pieces but one.
+
+        Args:
+            number: Number of the piece.
+        """
+        return frozenset(self.names).difference(segment.name for segment in self.pieces[number])
 
     def run(self, values: Sequence[Any], run_piece: RunPiece) -> tuple[Any, ...]:
         """Run all pieces, and return the outputs of the chunk.
@@ -99,6 +109,11 @@ class ChunkObserver:
         self._fixed = {one: tensor for one, tensor in self._fixed.items() if one in found}
         self._num_passes += 1
         return self._pieces.run(values, self._run)
+
+    @property
+    def has_observed(self) -> bool:
+        """Return whether a pass has run, so that the draws are known."""
+        return self._num_passes > 0
 
     @property
     def constants(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from lightning_megatron.graphs.captured_piece import CapturedPiece, CaptureTools, StaticPiece
+from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
-from lightning_megatron.graphs.report import runs_of
+from lightning_megatron.graphs.report import GraphCounts, runs_of
 from lightning_megatron.graphs.slot import Slot
+from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.layers.segments import SegmentList, is_compiled
@@ -34,6 +37,10 @@ class SegmentSettings:
         keeps_whole: Function that returns whether a module must be called itself.
         redraws: Whether backward passes recompute activations with random draws.
         wait_for: Function that waits until parameters are complete.
+        prepare: Function of the list of a chunk that returns the list to capture, which is equal
+            to it. It may mark segments as not static.
+        captures_new: Whether a microbatch whose shapes are not those of the first capture gets
+            graphs of its own; otherwise it runs eagerly.
     """
 
     scopes: Collection[str] = ("all",)
@@ -41,6 +48,8 @@ class SegmentSettings:
     keeps_whole: Callable[[nn.Module], bool] = is_compiled
     redraws: bool = False
     wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
+    prepare: Callable[[SegmentList], SegmentList] = lambda segments: segments
+    captures_new: bool = False
 
 
 class GraphRunner:
@@ -48,10 +57,12 @@ class GraphRunner:
 
     Equal to the model without graphs, gradients included. Until :meth:`begin` it runs
     everything eagerly and observes. From then on, each slot of a chunk captures its graphs when its
-    first microbatch needs them, and replays them for all later ones.
+    first microbatch needs them, and replays them for all later ones. Evaluation, which keeps no
+    activations, uses the memory of slot 0.
 
-    A call outside of a step's actions, without gradients, or a second call of the model for one
-    microbatch runs eagerly. So does a piece whose inputs differ from those of its capture.
+    A call outside of a step's actions, or a second call of the model for one microbatch, runs
+    eagerly. So does a microbatch of another key than the first one, unless the settings ask for
+    graphs of its own, and a piece whose inputs differ from those of its capture.
 
     Args:
         tools: Tools of the captures.
@@ -71,31 +82,42 @@ class GraphRunner:
         self._reducer = reducer
         self._rank = rank
         self._settings = settings
-        self._chunks: dict[int, tuple[ChunkPieces, ChunkObserver]] = {}
+        self._chunks: dict[int, ChunkPieces] = {}
+        self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
         self._slots: dict[tuple[int, int], Slot] = {}
+        #: Keys of the first captures, by chunk and kind of step.
+        self._first_keys: dict[tuple[int, StepKind], ChunkKey] = {}
         # The schedules are kept, so that no other one gets the identity of one of them.
         self._plans: dict[int, tuple[Schedule, GraphSlots]] = {}
         self._plan: GraphSlots | None = None
         self._is_step_empty = True
         self._unit: PipelineUnit | None = None
         self._num_calls = 0
-        self._captures = False
+        self._kind: StepKind | None = TRAINING
+        self._begun: set[StepKind] = set()
         self._is_permitted = True
-        #: How often each reason made a piece run eagerly, by name of the piece and reason.
+        #: How often each reason made a microbatch or a piece run eagerly, by its name and reason.
         self.eager: dict[tuple[str, str], int] = {}
 
-    def begin(self) -> None:
-        """Capture from the next step on what its microbatches need."""
-        self._captures = True
+    def begin(self, kind: StepKind = TRAINING) -> None:
+        """Capture from the next step of a kind on what its microbatches need."""
+        self._begun.add(kind)
 
-    def permit(self, replays: bool) -> None:
-        """Permit or forbid captures and replays in the next step, which else runs eagerly."""
+    def permit(self, kind: StepKind | None, replays: bool) -> None:
+        """Serve steps of a kind from now on.
+
+        Args:
+            kind: Kind of the steps; None runs all calls of the model as if there were no runner.
+            replays: Whether captures and replays are permitted; otherwise steps run eagerly.
+        """
+        self._kind = kind
         self._is_permitted = replays
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""
-        self._captures = False
-        self._tools.failures.clear()
+        self._begun.clear()
+        self._first_keys.clear()
+        self._tools.notes.failures.clear()
         for slot in self._slots.values():
             slot.release()
         self._slots.clear()
@@ -104,17 +126,30 @@ class GraphRunner:
     @property
     def failure(self) -> str | None:
         """Return what could not be captured, and why; None if nothing has failed."""
-        return self._tools.failures[0] if self._tools.failures else None
+        return self._tools.failure
 
     @property
     def num_graphs(self) -> int:
         """Return the number of captured graphs."""
-        return sum(slot.num_graphs for slot in self._slots.values())
+        return sum(slot.num_graphs() for slot in self._slots.values())
+
+    @property
+    def counts(self) -> GraphCounts:
+        """Return what exists now, in numbers."""
+        keys = [(chunk, key) for (chunk, _), slot in self._slots.items() for key in slot.keys]
+        keys = list(dict.fromkeys(keys))
+        return GraphCounts(
+            self.num_graphs,
+            sum(slot.num_graphs(has_backward=False) for slot in self._slots.values()),
+            tuple(Counter(chunk for chunk, _ in sorted(self._slots)).values()),
+            max(Counter((chunk, key.mode) for chunk, key in keys).values(), default=0),
+            self._tools.notes.seconds,
+        )
 
     # ---- the actions of a step
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Prepare for the actions of a training step; see ``ActionObserver``."""
+        """Prepare for the actions of a step; see ``ActionObserver``."""
         if id(schedule) not in self._plans:
             self._plans[id(schedule)] = schedule, GraphSlots(schedule, self._rank)
         self._plan = self._plans[id(schedule)][1]
@@ -132,7 +167,7 @@ class GraphRunner:
             yield
         finally:
             self._unit = None
-        if action.kind in ("B", "W"):
+        if action.kind in ("B", "W") or not self._has_backward:
             slot = self._slot_of(action.unit)
             if slot is not None:
                 slot.free()
@@ -140,8 +175,13 @@ class GraphRunner:
     def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
         slot = self._slot_of(unit)
-        if slot is not None:
+        if slot is not None and self._has_backward:
             slot.keep(transfers)
+
+    @property
+    def _has_backward(self) -> bool:
+        """Return whether the step has backward passes."""
+        return self._plan is not None and not self._plan.schedule.forward_only
 
     def _slot_of(self, unit: PipelineUnit) -> Slot | None:
         if self._plan is None:
@@ -151,83 +191,114 @@ class GraphRunner:
     # ---- the model's calls
 
     def run(
-        self, chunk: int, segments: SegmentList, values: tuple[Any, ...], is_last: bool
+        self,
+        chunk: int,
+        segments: SegmentList,
+        values: tuple[Any, ...],
+        is_last: bool,
+        is_training: bool,
     ) -> tuple[Any, ...]:
         """Run a chunk; see ``ChunkRunner``."""
-        if not torch.is_grad_enabled():
+        mode = PassMode(is_training, torch.is_grad_enabled())
+        kind = self._kind
+        if kind is None or not self._serves(chunk, kind, mode):
             return segments(values)
-        pieces, observer = self._chunk(chunk, segments)
-        if not self._captures:
+        observer = self._observer(chunk, segments, mode)
+        if kind not in self._begun or not observer.has_observed:
             return observer.run(values)
-        self._num_calls += 1
-        unit = self._unit
-        is_usable = self._is_permitted and self.failure is None
-        if not is_usable or unit is None or unit.chunk != chunk or self._num_calls > 1:
+        if not self._is_permitted or self.failure is not None:
             return segments(values)
-        graphs = self._graphs_of(unit)
-        found = pieces.run(values, partial(self._run_piece, chunk, graphs))
-        if not is_last:
+        key = ChunkKey.of(mode, segments.inputs, values)
+        first = self._first_keys.setdefault((chunk, kind), key)
+        if key != first and not self._settings.captures_new:
+            self._note_eager(*key.difference_from(first))
+            return segments(values)
+        graphs = self._graphs_of(key)
+        # The model may move tables of other lengths, which are copied before each replay.
+        constants = observer.constants if key == first else frozenset()
+        found = self._chunks[chunk].run(values, partial(self._run_piece, chunk, graphs, constants))
+        if not is_last and mode.has_backward:
             return found
-        # The next microbatch overwrites what graphs have written, but user code may keep a result.
+        # The next microbatch overwrites what graphs have written, but user code or another chunk
+        # may keep a result.
         flat = flatten(found)
         copies: tuple[Any, ...] = flat.with_tensors([one.clone() for one in flat.tensors])
         return copies
 
-    def _chunk(self, chunk: int, segments: SegmentList) -> tuple[ChunkPieces, ChunkObserver]:
+    def _serves(self, chunk: int, kind: StepKind, mode: PassMode) -> bool:
+        """Return whether a call is the one of a microbatch in a step of a kind."""
+        self._num_calls += 1
+        unit = self._unit
+        is_own = unit is not None and unit.chunk == chunk and self._num_calls == 1
+        # The strategy tries steps without backward passes at their first batch.
+        return is_own and kind.has_backward == self._has_backward == mode.has_backward
+
+    def _observer(self, chunk: int, segments: SegmentList, mode: PassMode) -> ChunkObserver:
         if chunk not in self._chunks:
             settings = self._settings
-            pieces = ChunkPieces(
-                segments,
+            self._chunks[chunk] = ChunkPieces(
+                settings.prepare(segments),
                 settings.scopes,
                 settings.cuts,
                 settings.keeps_whole,
                 settings.wait_for,
             )
-            self._chunks[chunk] = pieces, ChunkObserver(pieces, self._tools.random)
-        return self._chunks[chunk]
+        if (chunk, mode) not in self._observers:
+            observer = ChunkObserver(self._chunks[chunk], self._tools.random)
+            self._observers[chunk, mode] = observer
+        return self._observers[chunk, mode]
 
-    def _graphs_of(self, unit: PipelineUnit) -> dict[int, CapturedPiece]:
-        """Let a unit occupy its slot, and return the graphs of the static pieces by number."""
+    def _graphs_of(self, key: ChunkKey) -> dict[int, CapturedPiece]:
+        """Let the unit occupy its slot, and return the graphs of the static pieces by number."""
+        unit = self._unit
+        assert unit is not None, "a microbatch runs"
         assert self._plan is not None, "a step has begun"
-        index = self._plan.slot_of(unit)
-        slot = self._slots.get((unit.chunk, index))
-        if slot is None:
-            slot = self._make_slot(unit.chunk, index)
+        place = unit.chunk, self._plan.slot_of(unit)
+        if place not in self._slots:
+            label = f"slot {place[1]}"
+            if self._plan.schedule.num_chunks > 1:
+                label = f"chunk {place[0]}, {label}"
+            self._slots[place] = Slot(label, self._tools)
+        slot = self._slots[place]
         slot.occupy(unit)
         is_first = self._is_step_empty and self._plan.first_units[unit.chunk] == unit
-        return slot.graphs(is_first)
+        return slot.graphs(key, is_first, partial(self._static_pieces, unit.chunk, key.mode))
 
-    def _make_slot(self, chunk: int, index: int) -> Slot:
-        pieces, observer = self._chunks[chunk]
-        static = {}
-        for number, piece in enumerate(pieces.pieces):
-            if piece.is_static:
-                (label,) = runs_of([segment.name for segment in piece], ())
-                static[number] = StaticPiece(
-                    label, piece, observer.draws[number], self._settings.redraws
-                )
-        slot = Slot(f"chunk {chunk}, slot {index}", static, self._tools)
-        self._slots[chunk, index] = slot
-        return slot
+    def _static_pieces(self, chunk: int, mode: PassMode) -> dict[int, StaticPiece]:
+        pieces = self._chunks[chunk]
+        draws = self._observers[chunk, mode].draws
+        return {
+            number: StaticPiece(
+                ", ".join(runs_of(pieces.names, pieces.names_outside(number))),
+                piece,
+                draws[number],
+                self._settings.redraws,
+                mode.has_backward,
+            )
+            for number, piece in enumerate(pieces.pieces)
+            if piece.is_static
+        }
 
     def _run_piece(
         self,
         chunk: int,
         graphs: dict[int, CapturedPiece],
+        constants: frozenset[int],
         number: int,
         values: tuple[Any, ...],
     ) -> tuple[Any, ...]:
-        pieces, observer = self._chunks[chunk]
-        segments = pieces.pieces[number]
+        segments = self._chunks[chunk].pieces[number]
         captured = graphs.get(number)
         if captured is None or self.failure is not None:
             return segments(values)
         flat = flatten(values)
         reason = captured.why_unfit(flat)
         if reason is not None:
-            key = captured.piece.label, reason
-            self.eager[key] = self.eager.get(key, 0) + 1
+            self._note_eager(captured.piece.label, reason)
             return segments(values)
-        if not captured.is_captured and not captured.capture_forward(flat, observer.constants):
+        if not captured.is_captured and not captured.capture_forward(flat, constants):
             return segments(values)
         return captured(flat)
+
+    def _note_eager(self, part: str, reason: str) -> None:
+        self.eager[part, reason] = self.eager.get((part, reason), 0) + 1

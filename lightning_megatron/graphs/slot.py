@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightning_megatron.graphs.captured_piece import (
     CapturedPiece,
     CaptureTools,
     StaticPiece,
 )
+from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.plan.actions import PipelineUnit
@@ -17,22 +18,21 @@ from lightning_megatron.plan.actions import PipelineUnit
 class Slot:
     """Graphs of a chunk for one microbatch between its forward and the end of its backward pass.
 
-    The first backward pass of a step overwrites the gradient sums, and all others add to them. The
-    slot that runs it has two sets of graphs, which share memory, since one microbatch at a time
+    The slot has a set of graphs for each key of the chunk's calls. The first backward pass of a
+    step overwrites the gradient sums, and all others add to them, so that the slot that runs the
+    first one has two sets for each key. All sets share memory, since one microbatch at a time
     occupies the slot.
 
     Args:
-        label: Description of the slot, such as ``chunk 0, slot 1``.
-        pieces: Static pieces of the chunk, by number in execution order.
+        label: Description of the slot, such as ``slot 1``.
         tools: Tools of the captures.
     """
 
-    def __init__(self, label: str, pieces: Mapping[int, StaticPiece], tools: CaptureTools) -> None:
+    def __init__(self, label: str, tools: CaptureTools) -> None:
         self.label = label
-        self._pieces = dict(pieces)
         self._tools = tools
         self._memory = PieceMemory(tools.backend)
-        self._sets: dict[bool, dict[int, CapturedPiece]] = {}
+        self._sets: dict[tuple[ChunkKey, bool], dict[int, CapturedPiece]] = {}
         self._transfers: list[PendingTransfers] = []
 
     def occupy(self, unit: PipelineUnit) -> None:
@@ -60,34 +60,62 @@ class Slot:
         """Wait for transfers from the slot's memory before the slot is occupied again."""
         self._transfers.append(transfers)
 
-    def graphs(self, is_first: bool) -> dict[int, CapturedPiece]:
-        """Return the graphs of all pieces by number.
+    def graphs(
+        self, key: ChunkKey, is_first: bool, pieces: Callable[[], Mapping[int, StaticPiece]]
+    ) -> dict[int, CapturedPiece]:
+        """Return the graphs of a key's pieces by number.
 
         Args:
+            key: Key of the call.
             is_first: Whether the backward pass overwrites the gradient sums.
+            pieces: Function that returns the static pieces of the chunk by number, for the mode of
+                the key.
         """
-        if is_first not in self._sets:
-            # The memory of the earlier set is free for this one.
-            for piece in self._captured():
-                piece.give_up()
-            label = f"{self.label}, {'first' if is_first else 'later'} backward pass"
-            self._sets[is_first] = {
-                number: CapturedPiece(piece, self._memory, self._tools, label, is_first)
-                for number, piece in self._pieces.items()
+        if (key, is_first) not in self._sets:
+            for earlier in self._sets.values():
+                _give_up(earlier)
+            self._sets[key, is_first] = {
+                number: CapturedPiece(piece, self._memory, self._tools, self.label, is_first)
+                for number, piece in pieces().items()
             }
-        return self._sets[is_first]
+        return self._sets[key, is_first]
 
     @property
-    def num_graphs(self) -> int:
-        """Return the number of captured graphs."""
-        return sum(piece.num_graphs for piece in self._captured())
+    def keys(self) -> set[ChunkKey]:
+        """Return the keys that have graphs."""
+        return {key for (key, _), found in self._sets.items() if _num_graphs(found)}
+
+    def num_graphs(self, has_backward: bool | None = None) -> int:
+        """Return the number of captured graphs.
+
+        Args:
+            has_backward: Whether to count the graphs of passes with a backward pass, or those
+                without one; None counts all.
+        """
+        return sum(
+            _num_graphs(found)
+            for (key, _), found in self._sets.items()
+            if has_backward is None or key.mode.has_backward == has_backward
+        )
 
     def release(self) -> None:
         """Free all graphs."""
-        for piece in self._captured():
-            piece.release()
+        for found in self._sets.values():
+            for piece in found.values():
+                piece.release()
         self._sets.clear()
         self.free()
 
-    def _captured(self) -> list[CapturedPiece]:
-        return [one for found in self._sets.values() for one in found.values() if one.is_captured]
+
+def _num_graphs(found: Mapping[int, CapturedPiece]) -> int:
+    return sum(piece.num_graphs for piece in found.values())
+
+
+def _give_up(found: Mapping[int, CapturedPiece]) -> None:
+    """Let later captures use the memory of a set of graphs.
+
+    A set whose captures have not ended keeps its memory: what is still to be captured reads it.
+    """
+    if all(piece.is_complete for piece in found.values()):
+        for piece in found.values():
+            piece.give_up()

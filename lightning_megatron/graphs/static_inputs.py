@@ -56,7 +56,7 @@ class BatchForm:
                 if path != other_path:
                     return f"microbatch with {path!r}, captured with {other_path!r} in its place"
                 if leaf != other_leaf:
-                    return f"microbatch{path} {_compared(leaf, other_leaf)}"
+                    return f"microbatch{_name_of(path)} {_compared(leaf, other_leaf)}"
             if len(own) != len(others) or samples != other_samples:
                 return (
                     f"microbatch of {samples} samples in {len(own)} values, captured for "
@@ -160,6 +160,12 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 def _described(tensor: Tensor) -> tuple[Hashable, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else ()
     return tuple(tensor.shape), str(tensor.dtype), tuple(strides)
+
+
+def _name_of(path: str) -> str:
+    """Return the path of a leaf in a microbatch; of an entry of a mapping its name alone."""
+    name = path.removeprefix("['").removesuffix("']")
+    return f" {name}" if name.isidentifier() else path
 
 
 def _compared(leaf: Hashable, other: Hashable) -> str:

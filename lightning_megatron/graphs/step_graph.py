@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -19,7 +20,9 @@ from lightning_megatron.graphs.backend import (
 )
 from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.graphs.host_draws import refusing_host_draws
+from lightning_megatron.graphs.report import GraphCounts
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
+from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.stream_position import StreamPosition
@@ -199,7 +202,8 @@ class StepGraphs:
         #: Whether no step is captured or replayed any more, because a capture has failed.
         self.is_off = False
         self._pool: GraphPool | None = None
-        self._graphs: dict[Hashable, StepGraph[Any]] = {}
+        self._graphs: dict[tuple[Hashable, ...], StepGraph[Any]] = {}
+        self._seconds = 0.0
         self._numbers: dict[Hashable, int] = {}
         self._num_eager: dict[Hashable, int] = {}
         self._draws: dict[Hashable, GeneratorPool] = {}
@@ -215,6 +219,16 @@ class StepGraphs:
     def num_graphs(self) -> int:
         """Return the number of graphs."""
         return len(self._graphs)
+
+    @property
+    def counts(self) -> GraphCounts:
+        """Return what exists now, in numbers."""
+        forms: dict[Hashable, set[Hashable]] = {}
+        for name, place, form, _ in self._graphs:
+            forms.setdefault((name, place), set()).add(form)
+        evaluating = sum(name != TRAINING.name for name, *_ in self._graphs)
+        number = max(map(len, forms.values()), default=0)
+        return GraphCounts(len(self._graphs), evaluating, (), number, self._seconds)
 
     def run(self, step: Step[T]) -> RanStep[T]:
         """Run a step: eagerly, by a new graph or by an old one.
@@ -279,7 +293,7 @@ class StepGraphs:
                     f"{step.name} got {difference}. Use drop_last=True and one length for all "
                     "samples, or on_new_shape of eager or capture."
                 )
-            self.say(f"{difference}: run eagerly (said once for each shape).")
+            self.say(f"{difference}: run eagerly (said once for each shape)")
             return "run eagerly"
         if self._num_eager.get(kind, 0) < self._settings.warmup_steps:
             return "warm up"
@@ -297,14 +311,16 @@ class StepGraphs:
         self._draws[kind] = generators
         return result
 
-    def _captures(self, step: Step[T], kind: Hashable, key: Hashable) -> bool:
+    def _captures(self, step: Step[T], kind: Hashable, key: tuple[Hashable, ...]) -> bool:
         """Capture a step; return whether all ranks could do so."""
         graph = None
         failure = None
+        start = perf_counter()
         try:
             graph = self._capture(step, kind)
         except CAPTURE_ERRORS as error:
             failure = f"the whole {step.name}: {type(error).__name__}: {error}"
+        self._seconds += perf_counter() - start
         failure = self._agreement.failure_of_any(failure)
         if graph is not None:
             self._numbers[key] = len(self._graphs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.nest import children, rebuild
 
 #: Place of a tensor in a form.
-_TENSOR = "tensor"
+TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def flatten(nest: Any) -> FlatValues:
 def _form(node: Any, found: list[Tensor]) -> Hashable:
     if isinstance(node, Tensor):
         found.append(node)
-        return _TENSOR
+        return TENSOR
     if node is None:
         return None
     parts = children(node)

@@ -16,6 +16,9 @@ from lightning_megatron.shapes import Float, Int
 #: Sequence length, dtype and device of tables.
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
+#: Most lengths whose tables are kept.
+_MOST_KEPT = 8
+
 
 def rotary_tables(
     seq_length: int,
@@ -105,7 +108,9 @@ def _tables(
 
 
 class RotaryTables:
-    """Rotary tables with a cache for the last sequence length, dtype and device.
+    """Rotary tables with a cache for the last sequence lengths, dtypes and devices.
+
+    Tables in the cache keep their addresses, so that CUDA graphs can read them where they lie.
 
     Equal to ``rotary_tables``, or to ``position_tables`` if positions are given.
 
@@ -119,7 +124,8 @@ class RotaryTables:
         self.head_dim = head_dim
         self.base = base
         self.scaling = scaling
-        self._kept: tuple[_TableKey, tuple[Tensor, Tensor]] | None = None
+        #: Tables by key, the last used ones first.
+        self._kept: tuple[tuple[_TableKey, tuple[Tensor, Tensor]], ...] = ()
 
     def __call__(
         self,
@@ -143,20 +149,27 @@ class RotaryTables:
                 dtype=hidden.dtype,
             )
         key = (seq_length, hidden.dtype, hidden.device)
-        if self._kept is None or self._kept[0] != key:
-            # Autograd cannot use tensors that were created in inference mode. A validation loop may
-            # create the tables that training uses next.
-            with torch.inference_mode(False):
-                tables = rotary_tables(
-                    seq_length,
-                    self.head_dim,
-                    base=self.base,
-                    scaling=self.scaling,
-                    dtype=hidden.dtype,
-                    device=hidden.device,
-                )
-            self._kept = (key, tables)
-        return self._kept[1]
+        if not self._kept or self._kept[0][0] != key:
+            kept = dict(self._kept)
+            tables = kept.pop(key, None)
+            if tables is None:
+                tables = self._new_tables(seq_length, hidden)
+            # A new tuple, because captured steps hold the old one with the tables that they read.
+            self._kept = ((key, tables), *list(kept.items())[: _MOST_KEPT - 1])
+        return self._kept[0][1]
+
+    def _new_tables(self, seq_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        # Autograd cannot use tensors that were created in inference mode. A validation loop may
+        # create the tables that training uses next.
+        with torch.inference_mode(False):
+            return rotary_tables(
+                seq_length,
+                self.head_dim,
+                base=self.base,
+                scaling=self.scaling,
+                dtype=hidden.dtype,
+                device=hidden.device,
+            )
 
 
 def apply_rotary(

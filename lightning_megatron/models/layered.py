@@ -214,7 +214,8 @@ class LayeredModule(PipelinedModule):
         given = tuple([values[name] for name in segments.inputs])
         if self.runner is None or self.watches_layers:
             return segments(given)[0]
-        return self.runner.run(chunk, segments, given, self.is_last_stage(chunk))[0]
+        is_last = self.is_last_stage(chunk)
+        return self.runner.run(chunk, segments, given, is_last, self.training)[0]
 
     def boundary(
         self, tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]

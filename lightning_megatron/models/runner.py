@@ -11,7 +11,12 @@ class ChunkRunner(Protocol):
     """Runner of the segments of a chunk, in place of the list itself."""
 
     def run(
-        self, chunk: int, segments: SegmentList, values: tuple[Any, ...], is_last: bool
+        self,
+        chunk: int,
+        segments: SegmentList,
+        values: tuple[Any, ...],
+        is_last: bool,
+        is_training: bool,
     ) -> tuple[Any, ...]:
         """Run a chunk; equal to ``segments(values)``, gradients included.
 
@@ -20,4 +25,5 @@ class ChunkRunner(Protocol):
             segments: Segments of the chunk; the same list in every call.
             values: Input values of the list.
             is_last: Whether the model returns the outputs to its caller.
+            is_training: Whether the model is in training mode.
         """

@@ -14,7 +14,7 @@ class ActionObserver(Protocol):
     """Observer of a step's actions on this rank."""
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Prepare for the actions of a training step.
+        """Prepare for the actions of a step.
 
         Args:
             schedule: Schedule of the step.

@@ -69,7 +69,7 @@ class PipelineExecutor:
         self._group_size = microbatch_group_size
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
-        #: Observer of the actions of training steps; None without one.
+        #: Observer of the actions of steps; None without one.
         self.actions: ActionObserver | None = None
         #: Tensor from which attached losses read the weight of every microbatch, as
         #: :class:`MicrobatchWeights` describes it; None makes new tensors in each step.
@@ -145,7 +145,7 @@ class PipelineExecutor:
             step,
             backward,
             times,
-            self.actions if backward else None,
+            self.actions,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
@@ -165,7 +165,7 @@ class PipelineExecutor:
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
         schedule, program, points = self._program(len(run.microbatches), run.backward)
-        if self.actions is not None and run.backward:
+        if self.actions is not None:
             self.actions.begin_step(schedule)
         num_actions = 0
         for instruction in program.instructions(self.mesh.pp.rank):

@@ -52,10 +52,13 @@ class CudaGraphs:
             ``preprocess`` (sorting the tokens by expert), the ``experts`` with the transport to
             them, and ``combine`` (the weighted sum); the ``head`` with the loss. ``all`` means
             whatever is static.
-        warmup_steps: Eager training steps before the capture (steps).
-        evaluation: Whether validation, test and predict are captured, too.
+        warmup_steps: Eager training steps before the capture, and eager batches of each dataloader
+            of an evaluation before its capture (steps).
+        evaluation: Whether validation, test and predict are captured, too, as forward passes
+            without gradients.
         on_new_shape: What happens to a microbatch whose shapes were not captured: it runs eagerly,
-            raises an error, or is captured.
+            raises an error, or gets graphs of its own. In mode ``segments`` the graphs of all
+            shapes share the memory of one.
         on_failure: What happens if a rank cannot capture: all ranks run eagerly, or all raise an
             error.
         fixed_shapes: Whether all ranks always have microbatches of the captured shapes. Ranks then

@@ -1,4 +1,4 @@
-"""Graphs of a fit in the mode that the user chose, built from the parts of the run."""
+"""Graphs of a run in the mode that the user chose, built from the parts of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_graphs(
     make_backend: MakeBackend | None,
     is_final: Callable[[], bool],
 ) -> RunGraphs | None:
-    """Return the graphs of a fit; None if nothing of the module can be captured, with a warning.
+    """Return the graphs of a run; None if nothing of the module can be captured, with a warning.
 
     Args:
         settings: Settings of the graphs.

@@ -132,8 +132,9 @@ class Run:
                 self._step_runner(kept),
                 options.overlap_gradients,
             )
-            #: CUDA graphs of the training steps; None without any.
-            self.graphs = self.steps.graphs = self._graphs(make_backend)
+            #: CUDA graphs of the steps; None without any.
+            self.graphs = self._graphs(make_backend)
+            self.steps.use(self.graphs)
             if self.graphs is not None:
                 undo.callback(self.graphs.close)
             self._patch_trainer(kept, undo)
@@ -185,7 +186,7 @@ class Run:
 
     def _graphs(self, make_backend: MakeBackend | None) -> RunGraphs | None:
         settings = self._options.graphs
-        if settings is None or not self.is_fit:
+        if settings is None or not (self.is_fit or settings.evaluation):
             return None
         choice = self._choice
         return build_graphs(

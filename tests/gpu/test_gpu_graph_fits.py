@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron import CudaGraphs
+from lightning_megatron.plan.cuda_graphs import GraphMode
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.strategy.graph_fits import Fit, fit
 
@@ -21,9 +22,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_gpu(mode: str | None, model: str, **options: Any) -> Fit:
+def on_gpu(graphs: CudaGraphs | None, model: str, **options: Any) -> Fit:
     """Train twenty steps in bfloat16 on a GPU."""
-    graphs = None if mode is None else CudaGraphs(mode, on_failure="error")  # type: ignore[arg-type]
     arguments = {
         "accelerator": "gpu",
         "precision": "bf16-mixed",
@@ -40,8 +40,28 @@ def test_a_fit_by_graphs_has_the_bits_of_an_eager_one(model: str) -> None:
     before = torch.cuda.current_stream()
     eager = on_gpu(None, model)
     repeated = on_gpu(None, model).differences_from(eager)
-    for mode in ("segments", "full"):
-        found = on_gpu(mode, model)
+    modes: tuple[GraphMode, ...] = ("segments", "full")
+    for mode in modes:
+        found = on_gpu(CudaGraphs(mode, on_failure="error"), model)
         assert torch.cuda.current_stream() == before, "the run has given its stream back"
         assert found.num_graphs[-1] > 0, mode
         assert set(found.differences_from(eager)) <= set(repeated), mode
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_evaluation_and_each_shape_by_graphs_have_the_bits_of_eager_ones(model: str) -> None:
+    # The last batch of an epoch and of a validation has a microbatch of one sample.
+    options: dict[str, Any] = {
+        "num_samples": 19,
+        "num_evaluated": 11,
+        "limit_val_batches": 1.0,
+        "max_steps": 20,
+    }
+    eager = on_gpu(None, model, **options)
+    repeated = on_gpu(None, model, **options).differences_from(eager)
+    settings = CudaGraphs("segments", evaluation=True, on_new_shape="capture", on_failure="error")
+    found = on_gpu(settings, model, **options)
+    assert found.replays["training"] > 0
+    assert found.replays["evaluation"] > 0
+    assert set(found.differences_from(eager)) <= set(repeated)

@@ -12,7 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.graphs.trained import Case, Trained, train
+from tests.graphs.trained import Case, Trained, counted_replays, train
 from tests.world import run_world
 
 SIZES: dict[str, Any] = {
@@ -61,6 +61,10 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
             assert torch.equal(one, other), where
         else:
             torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3, msg=where)
+    both = zip(found.evaluated, expected.evaluated, twin.evaluated, strict=True)
+    for one, other, again in both:
+        if torch.equal(other, again):
+            assert torch.equal(one, other), f"{what}: evaluated {one} and {other}"
     for name, one in found.parameters.items():
         if torch.equal(expected.parameters[name], twin.parameters[name]):
             assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
@@ -75,6 +79,23 @@ def test_graphs_on_one_gpu(config: GPTConfig, recompute: str) -> None:
         config, "1f1b", STEPS, recompute, dtype=torch.bfloat16, length=lambda step, number: 128
     )
     check(case, what=f"{recompute}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_shapes_and_evaluation_share_the_memory_of_slots_on_one_gpu(config: GPTConfig) -> None:
+    case = Case(
+        config,
+        "1f1b",
+        STEPS[:12],
+        dtype=torch.bfloat16,
+        length=lambda step, number: (128, 96, 64)[step % 2 + number % 2],
+        captures_new=True,
+        evaluates=3,
+    )
+    with counted_replays() as replays:
+        check(case, what="shapes")
+    assert replays == {"training": sum(STEPS[2:12]), "evaluation": 11 * 3}
 
 
 @pytest.mark.gpu

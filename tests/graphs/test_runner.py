@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import build_schedule
-from tests.graphs.trained import SIZES, Case, assert_equal_bits, batch_of, train
+from tests.graphs.trained import (
+    SIZES,
+    Case,
+    assert_equal_bits,
+    batch_of,
+    counted_replays,
+    train,
+)
 from tests.world import run_world
 
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
@@ -71,11 +79,72 @@ def test_graphs_of_one_scope(scope: str) -> None:
     check(Case(GPT2, scopes=(scope,)), what=scope)
 
 
-def test_microbatches_of_other_shapes_run_eagerly() -> None:
-    runner = check(
-        Case(GPT2, length=lambda step, number: 6 if (step, number) in ((3, 1), (4, 2)) else 8)
-    )
-    assert sum(runner.eager.values()) == 2
+def other_lengths(step: int, number: int) -> int:
+    """Return shorter sequences for two microbatches after the first captures."""
+    return 6 if (step, number) in ((2, 2), (3, 0), (4, 1)) else 8
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_microbatches_of_other_shapes_run_eagerly(config: GPTConfig) -> None:
+    runner = check(Case(config, length=other_lengths))
+    assert runner.eager == {("microbatch tokens (2, 6)", "captured for (2, 8)"): 3}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_microbatches_of_new_shapes_get_graphs_of_their_own(
+    config: GPTConfig, recompute: str
+) -> None:
+    case = Case(config, recompute=recompute, captures_new=True, length=other_lengths)
+    with counted_replays() as replays:
+        runner = check(case)
+    assert not runner.eager
+    assert replays == {"training": 9}, "all microbatches of the steps 2, 3 and 4"
+    # Each shape is once the first one of a step.
+    assert runner.num_graphs == 2 * 4
+    assert runner.counts.num_shapes == 2
+    assert runner.counts.slots == (1,)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+def test_evaluation_replays_forward_graphs_in_the_memory_of_slot_0(kind: str) -> None:
+    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
+    with counted_replays() as replays:
+        runner = check(Case(config, evaluates=3))
+    # The microbatches of the first evaluation, and of the first two steps, run eagerly.
+    assert replays == {"training": 9, "evaluation": 12}
+    assert runner.num_graphs == 4 + 1
+    assert runner.counts.num_evaluating == 1
+    assert runner.counts.slots == (1,)
+    assert runner.counts.words().startswith("5 graphs (1 slot, 1 for evaluation), captured in ")
+
+
+def test_graphs_whose_backward_pass_is_still_to_be_captured_keep_their_memory() -> None:
+    found = train(Case(LLAMA, captures_new=True), ParallelMesh.single(), graphs=True)
+    model = found.model
+    runner = found.runner
+    assert runner is not None
+    slots = [slot for one in model.parameters() if (slot := slot_of(one)) is not None]
+
+    def loss_of(length: int) -> Tensor:
+        tokens, labels = batch_of(Case(LLAMA, length=lambda *_: length), model.mesh, 9, 0).data
+        runner.begin_step(build_schedule("1f1b", 1, 2))
+        with runner.during(Action("F", 0, 1)):
+            return model(tokens, labels).mean()
+
+    def gradients_of(length: int) -> list[Tensor]:
+        for slot in slots:
+            slot.gradient.zero_()
+        loss_of(length).backward()
+        return [slot.gradient.clone() for slot in slots]
+
+    loss_of(6)
+    by_graphs = [gradients_of(length) for length in (8, 7, 6, 8, 6)]
+    assert runner.failure is None
+    assert runner.counts.num_shapes == 3
+    model.runner = None
+    for graphs, length in zip(by_graphs, (8, 7, 6, 8, 6), strict=True):
+        assert all(map(torch.equal, graphs, gradients_of(length)))
 
 
 def check_two_ranks(rank: int, size: int) -> list[int]:
@@ -90,7 +159,13 @@ def check_two_ranks(rank: int, size: int) -> list[int]:
         for config in (GPT2, LLAMA, experts):
             numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else steps
             case = Case(config, schedule, numbers)
-            runner = check(case, layout, f"{schedule} {config.experts}")
+            if config is GPT2:
+                case = replace(case, captures_new=True, length=other_lengths, evaluates=3)
+            with counted_replays() as replays:
+                runner = check(case, layout, f"{schedule} {config.experts}")
+            assert not runner.eager
+            assert replays["training"] == chunks * sum(numbers[2:])
+            assert replays["evaluation"] == chunks * 4 * case.evaluates
             found.append(runner.num_graphs)
     check(Case(GPT2), ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
     check(Case(GPT2, recompute="full"), ParallelLayout(size, tp=2), "tp2")
@@ -130,12 +205,13 @@ def test_what_cannot_be_captured_runs_eagerly(where: str) -> None:
         run = mlp.forward
         mlp.forward = lambda hidden: ReadsHost.apply(run(hidden), where)  # type: ignore[method-assign]
 
+    names = {"forward": "forward", "backward": "first backward"}
     case = Case(LLAMA)
     expected = train(case, ParallelMesh.single(), graphs=False, spoil=spoil)
     found = train(case, ParallelMesh.single(), graphs=True, spoil=spoil)
     assert found.runner is not None
     assert found.runner.failure is not None
-    assert f"embedding to head, {where}" in found.runner.failure
+    assert f"embedding, layers 0..3, head, {names[where]}, slot 0" in found.runner.failure
     assert "item" in found.runner.failure or "_local_scalar_dense" in found.runner.failure
     assert_equal_bits(found, expected, where)
 

@@ -63,8 +63,8 @@ def test_a_last_batch_of_another_form_runs_eagerly_and_is_named() -> None:
     assert_equal(graphs, eager)
     assert graphs.num_replays == 4
     assert graphs.said == [
-        "CUDA graphs: microbatch['tokens'] (1, 8), captured for (2, 8): run eagerly (said once for "
-        "each shape)."
+        "CUDA graphs: microbatch tokens (1, 8), captured for (2, 8): run eagerly (said once for each "
+        "shape)"
     ]
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD
 
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.captured_piece import CapturedPiece, CaptureTools
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
@@ -25,6 +29,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.experts import Transport
 from tests.training.runs import Run
 
+EVALUATION = StepKind("validation_step")
 SIZES: dict[str, Any] = {
     "vocab_size": 77,
     "max_seq_length": 12,
@@ -48,6 +53,8 @@ class Case:
         transport: Transport of tokens to experts.
         dtype: Dtype of the parameters.
         length: Function from step and microbatch to the length of its sequences (tokens).
+        captures_new: Whether each new shape gets graphs of its own.
+        evaluates: Microbatches that are evaluated after each step.
     """
 
     config: GPTConfig
@@ -59,6 +66,8 @@ class Case:
     transport: Transport = "auto"
     dtype: torch.dtype = torch.float64
     length: Callable[[int, int], int] = lambda step, number: 8
+    captures_new: bool = False
+    evaluates: int = 0
 
 
 @dataclass
@@ -71,6 +80,7 @@ class Trained:
         counts: Number of collectives of each axis.
         runner: Runner of the graphs; None without graphs.
         model: The model.
+        evaluated: Losses of all evaluated microbatches.
     """
 
     losses: list[Tensor]
@@ -78,6 +88,7 @@ class Trained:
     counts: dict[str, int]
     runner: GraphRunner | None
     model: GPT
+    evaluated: list[Tensor] = field(default_factory=list)
 
 
 def train(
@@ -112,6 +123,7 @@ def train(
         executor.fixed_weight = new_weight(mesh.device)
     mixtures = list(model.mixtures().values())
     losses: list[Tensor] = []
+    evaluated: list[Tensor] = []
     for step, number in enumerate(case.microbatches):
         if runner is not None and step == 2:
             runner.begin()
@@ -134,8 +146,47 @@ def train(
         )
         run.finish()
         run.step()
+        if case.evaluates:
+            if runner is not None and step == 1:
+                runner.begin(EVALUATION)
+            evaluated += evaluate(case, executor, model, runner, step)
     parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return Trained(losses, parameters, dict(mesh.journal.counts), runner, model)
+    return Trained(losses, parameters, dict(mesh.journal.counts), runner, model, evaluated)
+
+
+def evaluate(
+    case: Case, executor: PipelineExecutor, model: GPT, runner: GraphRunner | None, step: int
+) -> list[Tensor]:
+    """Evaluate microbatches without gradients, as between the steps of a training."""
+    model.eval()
+    if runner is not None:
+        runner.permit(EVALUATION, True)
+    with torch.inference_mode():
+        found = executor.run(
+            lambda data: model(data[0], data[1]).mean(),
+            [batch_of(case, executor.mesh, step + 50, one) for one in range(case.evaluates)],
+            backward=False,
+            step=step,
+        )
+    if runner is not None:
+        runner.permit(TRAINING, True)
+    model.train()
+    return found
+
+
+@contextmanager
+def counted_replays() -> Iterator[Counter[str]]:
+    """Count the replays of forward graphs inside the block, of training and of evaluation."""
+    found: Counter[str] = Counter()
+    replay = CapturedPiece.replay_forward
+
+    def counted(piece: CapturedPiece, tensors: Any) -> Any:
+        found["training" if piece.piece.has_backward else "evaluation"] += 1
+        return replay(piece, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedPiece, "replay_forward", counted)
+        yield found
 
 
 def graph_runner(
@@ -150,7 +201,11 @@ def graph_runner(
         run.reducer.weight_gradients,
     )
     settings = SegmentSettings(
-        case.scopes, case.cuts, redraws=case.recompute != "none", wait_for=wait_for
+        case.scopes,
+        case.cuts,
+        redraws=case.recompute != "none",
+        wait_for=wait_for,
+        captures_new=case.captures_new,
     )
     return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
 
@@ -169,6 +224,8 @@ def assert_equal_bits(found: Trained, expected: Trained, what: str) -> None:
     """Assert that two trainings have the same losses, parameters and numbers of collectives."""
     for number, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
         assert torch.equal(one, other), f"{what}: loss {number}: {one} and {other}"
+    for one, other in zip(found.evaluated, expected.evaluated, strict=True):
+        assert torch.equal(one, other), f"{what}: evaluated {one} and {other}"
     for name, one in found.parameters.items():
         assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
     assert found.counts == expected.counts, what

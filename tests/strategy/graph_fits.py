@@ -13,12 +13,15 @@ from torch import Tensor
 from lightning_megatron import CudaGraphs, MegatronStrategy
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
+from tests.graphs.trained import counted_replays
 from tests.oracles import full_weights
 from tests.strategy.tiny import TinyLM, loader
 
 #: Graphs are captured in the third step.
 SEGMENTS = CudaGraphs("segments", warmup_steps=2)
 FULL = CudaGraphs("full", warmup_steps=2)
+
+_COMPARED = ("losses", "logged", "counts", "evaluated")
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Fit:
         weights: Full weights at the end.
         num_graphs: Number of graphs after each step.
         counts: Number of collectives of each axis over the device's groups.
+        evaluated: Losses of all validation batches.
+        replays: Replays of forward graphs of segments, of training and of evaluation.
     """
 
     mode: str = ""
@@ -40,10 +45,12 @@ class Fit:
     weights: dict[str, Tensor] = field(default_factory=dict)
     num_graphs: list[int] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    evaluated: list[float] = field(default_factory=list)
+    replays: dict[str, int] = field(default_factory=dict)
 
     def differences_from(self, other: Fit) -> list[str]:
         """Return what is not the same bit for bit."""
-        found = [name for name in ("losses", "logged", "counts") if _differ(self, other, name)]
+        found = [name for name in _COMPARED if _differ(self, other, name)]
         assert self.weights.keys() == other.weights.keys(), "both fits train the same model"
         return found + [
             name for name, one in self.weights.items() if not torch.equal(one, other.weights[name])
@@ -63,6 +70,12 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.fit.losses.append(float(outputs["loss"]))
         self.fit.num_graphs.append(num_graphs_of(trainer))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Tensor | None, *_: Any
+    ) -> None:
+        # Stages without the loss get none.
+        self.fit.evaluated += [] if outputs is None else [float(outputs)]
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = strategy_of(trainer)
@@ -102,6 +115,7 @@ def fit(
     module: TinyLM | None = None,
     ckpt_path: str | Path | None = None,
     num_samples: int = 24,
+    num_evaluated: int = 8,
     **options: Any,
 ) -> Fit:
     """Train a few steps with validation in between."""
@@ -129,7 +143,13 @@ def fit(
         "log_every_n_steps": 2,
     }
     module = module or TinyLM(**(model or {}))
-    Trainer(**{**settings, **options}).fit(
-        module, loader(num_samples), loader(8, seed=5), ckpt_path=ckpt_path, weights_only=False
-    )
+    with counted_replays() as replays:
+        Trainer(**{**settings, **options}).fit(
+            module,
+            loader(num_samples),
+            loader(num_evaluated, seed=5),
+            ckpt_path=ckpt_path,
+            weights_only=False,
+        )
+    found.replays = dict(replays)
     return found

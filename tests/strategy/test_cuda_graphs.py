@@ -9,15 +9,18 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_megatron import CudaGraphs, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 from lightning_megatron.plan.experts import ExpertsConfig
+from tests.graphs.trained import counted_replays
 from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit, graphs_of, strategy_of
-from tests.strategy.tiny import TinyLM
+from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 
 EXPERTS = {
@@ -69,6 +72,77 @@ def test_a_fit_by_graphs_equals_an_eager_fit(case: str) -> None:
 )
 def test_every_setting_keeps_the_bits(settings: CudaGraphs) -> None:
     assert_same(fit(settings, max_steps=6), fit(None, max_steps=6))
+
+
+#: Each shape is captured, of training and of evaluation.
+EVERYTHING = CudaGraphs("segments", warmup_steps=2, evaluation=True, on_new_shape="capture")
+
+#: The last batch of an epoch, the fifth, and of a validation, the third, has a microbatch of one
+#: sample.
+SHAPES: dict[str, Any] = {
+    "model": {"hidden_dropout": 0.1},
+    "max_steps": 8,
+    "limit_val_batches": 1.0,
+    "num_evaluated": 11,
+}
+
+
+def test_segments_capture_evaluation_and_each_shape(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        found = fit(EVERYTHING, num_samples=19, **SHAPES)
+    assert_same(found, fit(None, num_samples=19, **SHAPES))
+    # Steps 3 to 8, and three validations of three batches each after the sanity check.
+    assert found.replays == {"training": 6 * 2, "evaluation": 3 * 3 * 2}
+    assert found.num_graphs[-1] == 3 * 2 + 2, "no step begins with the small microbatch"
+    lines = [one for one in caplog.messages if one.startswith("CUDA graphs")]
+    assert lines[-1].startswith(
+        "CUDA graphs (segments): embedding, layers 0..1, head in 8 graphs (1 slot, 2 shapes, "
+        "2 for evaluation), captured in "
+    )
+
+
+def test_validation_keeps_its_shape_and_names_another_one() -> None:
+    settings = CudaGraphs("segments", warmup_steps=2, evaluation=True)
+    words = r"CUDA graphs: microbatch tokens \(1, 8\), captured for \(2, 8\): run eagerly"
+    with pytest.warns(SpeedWarning, match=words):
+        found = fit(settings, **SHAPES)
+    assert_same(found, fit(None, **SHAPES))
+    assert found.replays == {"training": 6 * 2, "evaluation": 4 * (3 * 2 - 1)}
+
+
+def test_runs_without_training_capture_after_eager_batches() -> None:
+    results: list[Any] = []
+    for graphs in (None, EVERYTHING):
+        trainer = new_trainer(graphs)
+        with counted_replays() as replays:
+            module = TinyLM(hidden_dropout=0.1)
+            tested = trainer.test(module, loader(15), verbose=False)
+            predicted = trainer.predict(module, loader(15))
+        assert predicted is not None
+        results.append((tested, predicted, replays))
+    (tested, predicted, none), (ours, outputs, replays) = results
+    assert ours == tested
+    for one, other in zip(outputs, predicted, strict=True):
+        assert torch.equal(one, other)
+    # In each run two of four batches are eager, and the last one has a microbatch of its own.
+    assert (none, replays) == ({}, {"evaluation": 2 * 2 * 2})
+
+
+def new_trainer(graphs: CudaGraphs | None) -> Trainer:
+    """Return a trainer on one CPU."""
+    strategy = MegatronStrategy(microbatch_size=2, check_microbatches=False, cuda_graphs=graphs)
+    if graphs is not None:
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
 
 
 def test_a_users_hook_keeps_whole_steps_eager() -> None:
@@ -145,6 +219,33 @@ def _on_two_ranks(rank: int, size: int) -> dict[str, list[Fit]]:
         with late_collectives():
             late += [fit(settings, size, max_steps=7, **case) for settings in (SEGMENTS, FULL)]
     return found
+
+
+def _with_shapes(rank: int, size: int) -> dict[str, list[Fit]]:
+    cases: dict[str, tuple[dict[str, Any], int]] = {
+        "pp2": ({"pp": 2}, 19),
+        "dp2": ({"bucket_size": 2000}, 38),
+        "ep2": ({"ep": 2, "expert_transport": "all_gather"}, 38),
+    }
+    shapes = {**SHAPES, "num_evaluated": 22}
+    found = {}
+    for name, (layout, number) in cases.items():
+        model = EXPERTS if name == "ep2" else SHAPES["model"]
+        options = {**(SHAPES if name == "pp2" else shapes), "model": model, "layout": layout}
+        found[name] = [
+            fit(settings, size, num_samples=number, **options) for settings in (None, EVERYTHING)
+        ]
+    return found
+
+
+def test_evaluation_and_each_shape_are_captured_in_every_layout() -> None:
+    for rank, found in enumerate(run_world(_with_shapes, 2)):
+        for name, (eager, graphs) in found.items():
+            assert_same(graphs, eager, f"{name}, rank {rank}")
+            # Experts have several static pieces.
+            number = graphs.replays["training"] // 12
+            assert graphs.replays == {"training": number * 12, "evaluation": number * 18}, name
+            assert number >= 1
 
 
 def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:

@@ -116,16 +116,6 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             ParallelPlanError,
             "cuda_graphs.warmup_steps must be a whole number of at least 1",
         ),
-        (
-            {"cuda_graphs": {"mode": "segments", "evaluation": True}},
-            UnsupportedError,
-            "cuda_graphs.evaluation .True. needs mode full",
-        ),
-        (
-            {"cuda_graphs": {"mode": "segments", "on_new_shape": "capture"}},
-            UnsupportedError,
-            "on_new_shape .'capture'. needs mode full",
-        ),
     ],
 )
 def test_bad_arguments_are_refused_by_the_constructor(

@@ -17,7 +17,8 @@ from lightning_megatron.errors import (
     SpeedWarning,
     UnsupportedError,
 )
-from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.report import GraphCounts, GraphReport
+from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
@@ -28,8 +29,9 @@ from tests.world import run_world
 class Captures:
     """Note what is asked of the graphs of a rank."""
 
-    def __init__(self, joins_other_data: bool = False) -> None:
+    def __init__(self, joins_other_data: bool = False, is_joint: bool = False) -> None:
         self.joins_other_data = joins_other_data
+        self.is_joint = is_joint
         self.failure: str | None = None
         self.eager: dict[tuple[str, str], int] = {}
         self.calls: list[str] = []
@@ -37,17 +39,18 @@ class Captures:
         self.num_graphs = 0
         self.num_steps = 0
 
-    def begin(self) -> None:
-        self.calls.append("begin")
+    def begin(self, kind: StepKind) -> None:
+        self.calls.append("begin" if kind.has_backward else f"begin {kind.name}")
 
-    def permit(self, replays: bool) -> None:
+    def permit(self, kind: StepKind, replays: bool) -> None:
         self.may_replay = replays
 
     def end_step(self) -> None:
         self.num_steps += 1
+        self.may_replay = False
 
     def report(self) -> GraphReport:
-        return GraphReport("segments", ("layers 0..1",), 6)
+        return GraphReport("segments", ("layers 0..1",), GraphCounts(self.num_graphs))
 
     def release(self) -> None:
         self.calls.append("release")
@@ -60,10 +63,11 @@ def built(
     settings: CudaGraphs | None = None,
     mesh: ParallelMesh | None = None,
     joins: bool = False,
+    is_joint: bool = False,
     **options: Any,
 ) -> tuple[RunGraphs, Captures, nn.Module]:
     """Return graphs of a small module whose captures are noted only."""
-    captures = Captures(joins)
+    captures = Captures(joins, is_joint)
     module = nn.Linear(2, 2)
     settings = settings or CudaGraphs("segments", warmup_steps=2)
     mesh = mesh or ParallelMesh.single()
@@ -148,7 +152,7 @@ def test_parts_that_run_eagerly_are_named_once_or_refused() -> None:
     graphs, captures, _ = built(CudaGraphs("segments", warmup_steps=1, on_new_shape="error"))
     steps(graphs, captures, 2)
     captures.eager = {("tokens (2, 8)", "captured for (4, 8)"): 1}
-    with pytest.raises(UnsupportedError, match="on_new_shape='error' needs .* tokens .2, 8. got"):
+    with pytest.raises(UnsupportedError, match="on_new_shape='error' needs .* tokens .2, 8., capt"):
         steps(graphs, captures)
 
 
@@ -176,6 +180,81 @@ def test_shapes_are_promised_with_fixed_shapes() -> None:
     assert steps(graphs, captures, 3) == [False, True, True]
     with pytest.raises(RankMismatchError, match="fixed_shapes=True"):
         steps(graphs, captures, shapes=(3, 8))
+
+
+def evaluations(graphs: RunGraphs, captures: Captures, *key: Any, number: int = 1) -> list[bool]:
+    """Run the first batches of an evaluation; return for each whether it may replay."""
+    found = []
+    for batch in range(number):
+        with graphs.evaluation(key, (4, 8), batch):
+            found.append(captures.may_replay)
+    return found
+
+
+def test_each_kind_of_evaluation_has_eager_batches_of_its_own() -> None:
+    settings = CudaGraphs("segments", warmup_steps=2, evaluation=True)
+    graphs, captures, module = built(settings)
+    assert evaluations(graphs, captures, "validation_step", number=3) == [False, False, True]
+    assert steps(graphs, captures, 3) == [False, False, True]
+    assert evaluations(graphs, captures, "validation_step", 1, number=3) == [False, False, True]
+    assert captures.calls == ["begin validation_step", "begin", "begin validation_step 1"]
+    # Only the first batch of an evaluation looks, as weights may be exchanged before it.
+    module.weight.data = module.weight.data.clone()
+    assert evaluations(graphs, captures, "validation_step", number=3) == [False, True, True]
+    assert captures.calls[3:] == ["release", "begin validation_step"]
+    assert steps(graphs, captures, 2) == [False, True]
+
+
+def test_evaluation_stays_eager_unless_it_is_asked_for() -> None:
+    graphs, captures, _ = built()
+    assert evaluations(graphs, captures, "test_step", number=4) == [False] * 4
+    assert captures.num_steps == 0
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines that say what is captured, without the times."""
+    found = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
+    caplog.clear()
+    return [one.partition(", captured in")[0] for one in found]
+
+
+def test_a_line_says_what_is_captured_after_the_captures(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="lightning.pytorch")
+    graphs, captures, _ = built(is_joint=True)
+    steps(graphs, captures, 5)
+    assert not lines(caplog), "whole steps may have more eager steps than the run counts"
+    captures.num_graphs = 3
+    steps(graphs, captures)
+    assert not lines(caplog), "the next step may capture, too"
+    steps(graphs, captures, 3)
+    assert lines(caplog) == ["CUDA graphs (segments): layers 0..1 in 3 graphs"]
+    graphs, captures, _ = built(CudaGraphs("segments", warmup_steps=1, on_new_shape="capture"))
+    captures.num_graphs = 6
+    steps(graphs, captures, 4)
+    assert lines(caplog) == ["CUDA graphs (segments): layers 0..1 in 6 graphs"]
+    captures.num_graphs = 12
+    steps(graphs, captures, 3)
+    assert lines(caplog) == ["CUDA graphs (segments): layers 0..1 in 12 graphs"]
+
+
+def test_a_failure_after_the_first_captures_ends_the_graphs() -> None:
+    text = "layers 0..1, forward, slot 2: RuntimeError: no memory"
+    graphs, captures, _ = built()
+    steps(graphs, captures, 4)
+    captures.failure = text
+    # A new slot of one rank: all ranks hear of it at the next point at which they look.
+    steps(graphs, captures)
+    assert not graphs.is_off
+    with pytest.warns(SpeedWarning, match=re.escape(f"rank 0 could not capture {text}")):
+        steps(graphs, captures, epoch=1)
+    assert graphs.is_off
+    graphs, captures, _ = built(CudaGraphs("segments", warmup_steps=1, on_new_shape="capture"))
+    steps(graphs, captures, 4)
+    captures.failure = text
+    captures.num_graphs = 1
+    with pytest.warns(SpeedWarning, match=re.escape(f"rank 0 could not capture {text}")):
+        steps(graphs, captures)
+    assert graphs.is_off
 
 
 def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -214,7 +293,7 @@ def test_all_ranks_do_the_same() -> None:
     assert first == {
         "moved on one": [False, True],
         "off": True,
-        "calls": ["begin", "release", "begin", "release", "begin", "close"],
+        "calls": ["begin", "release", "begin", "close"],
         "same shapes": [True],
         "other shapes": [False],
     }

@@ -211,7 +211,6 @@ class StrategyOptions:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         coerce_fields(self)
-        self._check_graphs()
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
         check_schedule_name(self.schedule)
@@ -364,21 +363,6 @@ class StrategyOptions:
                 "not have these settings."
             )
         return notes
-
-    def _check_graphs(self) -> None:
-        graphs = self.graphs
-        if graphs is None:
-            return
-        if graphs.mode == "segments" and graphs.evaluation:
-            raise UnsupportedError(
-                "cuda_graphs.evaluation (True) needs mode full in this version, because graphs of "
-                "segments serve passes with gradients only. Use mode full, or evaluation=False."
-            )
-        if graphs.mode == "segments" and graphs.on_new_shape == "capture":
-            raise UnsupportedError(
-                "cuda_graphs.on_new_shape ('capture') needs mode full in this version, because a "
-                "slot has the memory of one shape. Use mode full, or on_new_shape='eager'."
-            )
 
     def _check_available(self) -> None:
         if self.cp > 1:

@@ -1,9 +1,9 @@
-"""CUDA graphs of one fit: when they are captured, replayed, given up and released."""
+"""CUDA graphs of one run: when they are captured, replayed, given up and released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -18,21 +18,27 @@ from lightning_megatron.graphs.agreement import (
     is_true_anywhere,
 )
 from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.strategy.step.capture_phase import CapturePhase
 
 #: Most sentences about parts that run eagerly; some data has other shapes in every step.
 _MOST_SENTENCES = 8
 
 
 class StepCaptures(Protocol):
-    """Graphs of this rank's training steps."""
+    """Graphs of this rank's steps."""
 
     @property
     def joins_other_data(self) -> bool:
         """Return whether graphs hold collectives with ranks that read other data."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Return whether all ranks capture in the same steps, and exchange failures there."""
 
     @property
     def num_graphs(self) -> int:
@@ -46,11 +52,11 @@ class StepCaptures(Protocol):
     def eager(self) -> Mapping[tuple[str, str], int]:
         """Return how often a reason made a captured part run eagerly, by part and reason."""
 
-    def begin(self) -> None:
-        """Capture from the next step on what its microbatches need."""
+    def begin(self, kind: StepKind) -> None:
+        """Capture from the next step of a kind on what its microbatches need."""
 
-    def permit(self, replays: bool) -> None:
-        """Permit or forbid captures and replays from the next step on."""
+    def permit(self, kind: StepKind, replays: bool) -> None:
+        """Permit or forbid captures and replays in the next step, which is of this kind."""
 
     def end_step(self) -> None:
         """Undo what permission has changed for the step only."""
@@ -66,26 +72,28 @@ class StepCaptures(Protocol):
 
 
 class RunGraphs:
-    """CUDA graphs of one fit.
+    """CUDA graphs of one run.
 
-    The first steps of a fit are eager, because they make what a capture cannot make: workspaces,
-    communicators and compiled kernels. The next step captures. If a rank fails, all ranks go on
-    eagerly.
+    The first steps of each kind are eager, because they make what a capture cannot make:
+    workspaces, communicators and compiled kernels. The next step captures. If a rank fails, all
+    ranks go on eagerly.
 
     A load of a checkpoint or a thawed parameter can change what graphs must read and write. Then
-    all ranks capture again after one eager step. The ranks look for such changes together: after a
-    load, at the first step of an epoch, and with ``check=True`` before every step. Between these
-    points a rank that sees a change goes on eagerly alone.
+    all ranks capture again after one eager step of each kind. The ranks look for such changes
+    together: after a load, at the first training step of an epoch, at the first batch of an
+    evaluation, and with ``check=True`` before every step. Between these points a rank that sees a
+    change goes on eagerly alone.
 
     Args:
         settings: Settings of the graphs.
         captures: Graphs of this rank.
         module: The module whose parameters, gradients and buffers the graphs use.
         mesh: The groups of this rank.
-        num_eager: Number of eager steps before the captures begin (steps).
-        num_capturing: Number of steps that together capture every graph, such as those of one
-            optimizer step with accumulated gradients (steps).
-        is_final: Returns whether the schedule of the steps is final; the same on all ranks.
+        num_eager: Number of eager steps of each kind before its captures begin (steps).
+        num_capturing: Number of training steps that together capture every graph, such as those of
+            one optimizer step with accumulated gradients (steps).
+        is_final: Returns whether the schedule of the training steps is final; the same on all
+            ranks.
         update: Graph of the update of the parameters, which looks for changes itself; None without
             one.
     """
@@ -106,23 +114,18 @@ class RunGraphs:
         self._captures = captures
         self._module = module
         self._mesh = mesh
+        self._num_eager = num_eager
         self._num_capturing = num_capturing
         self._is_final = is_final
         self.is_off = False
-        #: Eager steps that must still run before the captures (steps).
-        self._num_eager_left = num_eager
-        #: Steps after which ranks still exchange failures of captures (steps).
-        self._num_capturing_left = 0
-        #: Addresses when the captures began; None before.
-        self._addresses: Addresses | None = None
+        self._phases: dict[StepKind, CapturePhase] = {}
         self._must_look = False
         self._has_changed = False
         self._epoch = 0
         self._said: set[tuple[str, str]] = set()
-        # Without such collectives, ranks with other data may replay other graphs.
-        self._keys: KeyAgreement | None = None
-        if captures.joins_other_data:
-            self._keys = KeyAgreement(mesh.world_cpu, settings.fixed_shapes)
+        self._num_known = 0
+        # Whether the graphs have changed since the line that says what is captured.
+        self._is_unsaid = False
 
     @property
     def num_graphs(self) -> int:
@@ -136,11 +139,10 @@ class RunGraphs:
 
     def note_change(self) -> None:
         """Go on eagerly on this rank, whose trained parameters have changed, until all look."""
-        self._has_changed = self._addresses is not None
+        self._has_changed = any(phase.has_begun for phase in self._phases.values())
 
-    @contextmanager
-    def step(self, shapes: Hashable, epoch: int) -> Iterator[None]:
-        """Run a training step inside the block, by graphs where they serve it.
+    def step(self, shapes: Hashable, epoch: int) -> AbstractContextManager[None]:
+        """Return the context of a training step, which graphs run where they serve it.
 
         Args:
             shapes: Shapes of this rank's batch.
@@ -152,89 +154,143 @@ class RunGraphs:
             UnsupportedError: If a new shape comes and the user asked for an error.
 
         Communication: on the CPU over the world. A gather after each step that captures; an
-            all-reduce of a flag where the ranks look for changes; that of :class:`KeyAgreement`.
+            all-reduce of a flag where the ranks look for changes, and after each step with
+            ``on_new_shape="capture"``; that of :class:`KeyAgreement`.
         """
+        is_new = epoch != self._epoch
+        self._epoch = epoch
+        return self._serving(TRAINING, shapes, is_new)
+
+    def evaluation(
+        self, key: Sequence[Any], shapes: Hashable, batch: int
+    ) -> AbstractContextManager[None]:
+        """Return the context of an evaluation step, which graphs run if the user asked for it.
+
+        Args:
+            key: Name of the step, and index of the dataloader if there are several.
+            shapes: Shapes of this rank's batch.
+            batch: Index of the batch (batches).
+
+        Raises:
+            Exception: As for :meth:`step`.
+
+        Communication: that of :meth:`step`.
+        """
+        if not self._settings.evaluation:
+            return nullcontext()
+        return self._serving(StepKind(" ".join(map(str, key))), shapes, batch == 0)
+
+    @contextmanager
+    def _serving(self, kind: StepKind, shapes: Hashable, looks: bool) -> Iterator[None]:
+        phase = self._phase(kind)
+        if not self.is_off:
+            self._look(phase, looks)
         if self.is_off:
             yield
             return
-        self._look(epoch)
-        if self._addresses is None and self._num_eager_left <= 0 and self._is_final():
-            self._addresses = Addresses.of(self._module)
-            self._num_capturing_left = self._num_capturing
-            self._captures.begin()
-        self._captures.permit(self._may_replay(shapes))
+        is_final = not kind.has_backward or self._is_final()
+        if not phase.has_begun and phase.num_eager_left <= 0 and is_final:
+            phase.begin(Addresses.of(self._module))
+            self._captures.begin(kind)
+        self._captures.permit(kind, phase.may_replay(shapes, self._has_changed))
         try:
             yield
         finally:
             self._captures.end_step()
-        self._end_step()
+        self._end_step(phase)
 
     def close(self) -> None:
         """Free all graphs; process groups must still exist."""
         self._captures.close()
-        self._addresses = None
+        self._phases.clear()
         if self._update is not None:
             self._update.close()
 
-    def _may_replay(self, shapes: Hashable) -> bool:
-        if self._addresses is None:
-            return False
-        if self._keys is None:
-            return not self._has_changed
-        return self._keys.agree([self._has_changed, shapes]) and not self._has_changed
+    def _phase(self, kind: StepKind) -> CapturePhase:
+        if kind not in self._phases:
+            # Without such collectives, ranks with other data may replay other graphs.
+            keys = None
+            if self._captures.joins_other_data:
+                keys = KeyAgreement(self._mesh.world_cpu, self._settings.fixed_shapes)
+            number = self._num_capturing if kind.has_backward else 1
+            self._phases[kind] = CapturePhase(kind, self._num_eager, number, keys)
+        return self._phases[kind]
 
-    def _end_step(self) -> None:
-        if self._addresses is None:
-            self._num_eager_left -= 1
+    def _end_step(self, phase: CapturePhase) -> None:
+        if not phase.has_begun:
+            phase.num_eager_left -= 1
             return
-        if self._num_capturing_left > 0:
-            self._num_capturing_left -= 1
-            self._exchange_failures()
-            if self._num_capturing_left == 0 and not self.is_off:
-                self._say()
+        has_captured = self._has_captured(phase)
+        if has_captured:
+            self._is_unsaid = True
+            if not self._captures.is_joint:
+                self._exchange_failures()
+        is_settled = not has_captured if self._captures.is_joint else not phase.num_capturing_left
+        if self._is_unsaid and is_settled and not self.is_off:
+            self._is_unsaid = False
+            self._say()
         self._name_eager()
 
-    def _look(self, epoch: int) -> None:
+    def _has_captured(self, phase: CapturePhase) -> bool:
+        """Return whether a rank may have captured in a step; the same on all ranks."""
+        number = self._captures.num_graphs
+        has_new = number > self._num_known
+        self._num_known = number
+        if self._captures.is_joint:
+            return has_new
+        if phase.num_capturing_left > 0:
+            phase.num_capturing_left -= 1
+            return True
+        captures_new = self._settings.on_new_shape == "capture"
+        return captures_new and is_true_anywhere(has_new, self._mesh.world_cpu)
+
+    def _look(self, phase: CapturePhase, looks: bool) -> None:
         """Release the graphs of all ranks if what those of one rank use has changed."""
-        is_shared = self._must_look or self._settings.check or epoch != self._epoch
-        self._epoch = epoch
-        self._must_look = False
-        if not is_shared or self._addresses is None:
+        is_shared = self._must_look or self._settings.check or looks
+        if not is_shared or not phase.has_begun:
             return
-        change = Addresses.of(self._module).change_from(self._addresses)
-        if is_true_anywhere(self._has_changed or change is not None, self._mesh.world_cpu):
-            what = change or "parameters have changed on another rank"
-            rank_zero_info(f"CUDA graphs are captured again after one eager step: {what}.")
-            self._captures.release()
-            self._addresses = None
-            self._num_eager_left = 1
+        assert phase.addresses is not None, "the captures have begun"
+        self._must_look = False
+        change = Addresses.of(self._module).change_from(phase.addresses)
+        # A capture may have failed after the steps in which ranks exchange failures.
+        has_failed = self._captures.failure is not None
+        is_changed = self._has_changed or change is not None
         self._has_changed = False
+        if not is_true_anywhere(is_changed or has_failed, self._mesh.world_cpu):
+            return
+        self._exchange_failures()
+        if self.is_off:
+            return
+        what = change or "parameters have changed on another rank"
+        rank_zero_info(f"CUDA graphs are captured again after one eager step: {what}.")
+        self._captures.release()
+        for one in self._phases.values():
+            one.start_again()
 
     def _exchange_failures(self) -> None:
         failure = failure_of_any(self._captures.failure, self._mesh.world_cpu)
         if failure is not None:
             self.is_off = True
-            self._captures.permit(False)
             self._captures.close()
-            self._addresses = None
+            self._phases.clear()
             words = eager_warning(failure, raises=self._settings.on_failure == "error")
             rank_zero_warn(words, category=SpeedWarning)
 
     def _name_eager(self) -> None:
-        """Name captured parts that ran eagerly, each with its reason once."""
+        """Name what ran eagerly although parts are captured, each with its reason once."""
         for part, reason in self._captures.eager:
             if (part, reason) in self._said:
                 continue
             if self._settings.on_new_shape == "error":
                 raise UnsupportedError(
                     f"cuda_graphs with on_new_shape='error' needs the captured shapes in every "
-                    f"step: {part} got {reason}. Use drop_last=True and one length for all "
-                    "samples, or on_new_shape='eager'."
+                    f"step: {part}, {reason}. Use drop_last=True and one length for all "
+                    "samples, or on_new_shape of eager or capture."
                 )
             self._said.add((part, reason))
             if len(self._said) <= _MOST_SENTENCES:
                 rank_zero_warn(
-                    f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape).",
+                    f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape)",
                     category=SpeedWarning,
                 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, 
 from lightning_megatron.graphs.captured_piece import CaptureTools
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
-from lightning_megatron.layers.segments import SegmentList
+from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.loss_weights import new_weight
@@ -61,11 +60,19 @@ class SegmentCaptures:
             must_be_called,
             redraws=model.recompute != "none",
             wait_for=state.main.gather.wait_for,
+            prepare=without_hooked,
+            captures_new=settings.on_new_shape == "capture",
         )
         self._runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
-        model.runner = self
+        self._runner.permit(None, False)
+        model.runner = self._runner
         executor.actions = self._runner
         executor.fixed_weight = new_weight(mesh.device)
+
+    @property
+    def is_joint(self) -> bool:
+        """Return False: stages and ranks with other data capture when they need a graph."""
+        return False
 
     @property
     def num_graphs(self) -> int:
@@ -82,25 +89,20 @@ class SegmentCaptures:
         """Return how often a reason made a captured part run eagerly, by part and reason."""
         return self._runner.eager
 
-    def begin(self) -> None:
-        """Capture from the next step on what its microbatches need."""
-        self._runner.begin()
+    def begin(self, kind: StepKind) -> None:
+        """Capture from the next step of a kind on what its microbatches need."""
+        self._runner.begin(kind)
 
-    def permit(self, replays: bool) -> None:
-        """Permit or forbid captures and replays from the next step on."""
-        self._runner.permit(replays)
+    def permit(self, kind: StepKind, replays: bool) -> None:
+        """Permit or forbid captures and replays in the next step, which is of this kind."""
+        self._runner.permit(kind, replays)
         # All ranks have the same shapes in this step, as the ranks have agreed or promised.
         self._model.compares_counts = not (replays and self.joins_other_data)
 
     def end_step(self) -> None:
-        """Let the next forward pass compare the token counts of the ranks again."""
+        """Let other passes run as without graphs, and compare token counts again."""
+        self._runner.permit(None, False)
         self._model.compares_counts = True
-
-    def run(
-        self, chunk: int, segments: SegmentList, values: tuple[Any, ...], is_last: bool
-    ) -> tuple[Any, ...]:
-        """Run a chunk, with the segments that have users' hooks eagerly; see ``ChunkRunner``."""
-        return self._runner.run(chunk, self._chunks[chunk], values, is_last)
 
     def report(self) -> GraphReport:
         """Return what is captured now."""
@@ -113,7 +115,7 @@ class SegmentCaptures:
                 for segments, eager in zip(self._chunks, reasons, strict=True)
                 for part in runs_of([one.name for one in segments], eager)
             ),
-            self._runner.num_graphs,
+            self._runner.counts,
             {name: reason for one in reasons for name, reason in one.items()},
         )
 

@@ -70,10 +70,17 @@ class TrainingSteps:
         self._buffers = buffers
         self._runner = runner
         self._overlaps_gradients = overlaps_gradients
-        #: CUDA graphs of the training steps; None without any.
-        self.graphs: RunGraphs | None = None
+        self._graphs: RunGraphs | None = None
         self._has_checked_batch = False
         self._clear_gradients: ClearGradients | None = None
+
+    def use(self, graphs: RunGraphs | None) -> None:
+        """Run steps by CUDA graphs from now on, where they serve a step.
+
+        Args:
+            graphs: The graphs; None without any.
+        """
+        self._graphs = self._runner.graphs = graphs
 
     def capture_whole(
         self,
@@ -123,8 +130,8 @@ class TrainingSteps:
         if is_automatic:
             self._check_first_batch(args[0])
         self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
-        if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self.graphs:
-            self.graphs.note_change()
+        if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
+            self._graphs.note_change()
         self._state.main.user_writes.adopt_noted()
         with self._precision.train_step_context():
             if is_automatic:
@@ -152,14 +159,14 @@ class TrainingSteps:
 
     def _by_graphs(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
         """Return the context in which graphs run what they serve of a step."""
-        if self.graphs is None or not has_backward:
+        if self._graphs is None or not has_backward:
             return nullcontext()
-        return self.graphs.step(signature_of(batch), self._module.trainer.current_epoch)
+        return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
     def look_again(self) -> None:
         """Look before the next step whether graphs still serve it; called on all ranks."""
-        if self.graphs is not None:
-            self.graphs.look_again()
+        if self._graphs is not None:
+            self._graphs.look_again()
 
     def _backward_passes(self) -> BackwardPasses:
         will_step = not accumulates(self._module.trainer)

@@ -11,6 +11,7 @@ from lightning_megatron.errors import RankMismatchError, SpeedWarning
 from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, failure_of_any
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
@@ -111,6 +112,11 @@ class WholeCaptures:
         return False
 
     @property
+    def is_joint(self) -> bool:
+        """Return True: the ranks agree on each capture, and exchange failures there."""
+        return True
+
+    @property
     def num_graphs(self) -> int:
         """Return the number of graphs that exist now."""
         return self._graphs.num_graphs
@@ -125,11 +131,11 @@ class WholeCaptures:
         """Return nothing: steps that run eagerly are named when they run."""
         return {}
 
-    def begin(self) -> None:
+    def begin(self, kind: StepKind) -> None:
         """Do nothing, because each form of a step is captured after its own eager steps."""
 
-    def permit(self, replays: bool) -> None:
-        """Permit or forbid captures and replays from the next step on."""
+    def permit(self, kind: StepKind, replays: bool) -> None:
+        """Permit or forbid captures and replays in the next step."""
         self._agreement.permits = replays
 
     def end_step(self) -> None:
@@ -138,11 +144,7 @@ class WholeCaptures:
 
     def report(self) -> GraphReport:
         """Return what is captured now."""
-        number = self._graphs.num_graphs
-        if number:
-            return GraphReport("full", ("whole steps up to the optimizer",), number)
-        reason = "no step has been captured yet"
-        return GraphReport("full", (), 0, {"training_step": reason})
+        return GraphReport("full", ("whole steps up to the optimizer",), self._graphs.counts)
 
     def release(self) -> None:
         """Free all graphs; eager steps come before the next captures."""

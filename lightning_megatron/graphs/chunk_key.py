@@ -1,0 +1,103 @@
+"""Everything about a chunk's call that its graphs take as given."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.graphs.values import TENSOR, flatten
+
+#: Shape, strides, dtype and need of a gradient of a tensor.
+_Described = tuple[tuple[int, ...], tuple[int, ...], str, bool]
+
+
+@dataclass(frozen=True)
+class PassMode:
+    """Mode in which a chunk runs, which decides what it draws and what it keeps.
+
+    Args:
+        is_training: Whether the model is in training mode.
+        has_backward: Whether a backward pass follows.
+    """
+
+    is_training: bool
+    has_backward: bool
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """Key of a chunk's graphs: calls with equal keys differ in the values of tensors alone.
+
+    Args:
+        mode: Mode of the call.
+        inputs: Names of the inputs, each with the form of its nest and with its tensors.
+    """
+
+    mode: PassMode
+    inputs: tuple[tuple[str, Hashable, tuple[_Described, ...]], ...]
+
+    @classmethod
+    def of(cls, mode: PassMode, names: Sequence[str], values: Sequence[Any]) -> ChunkKey:
+        """Return the key of a call.
+
+        Args:
+            mode: Mode of the call.
+            names: Names of the inputs.
+            values: The inputs.
+        """
+        return cls(
+            mode,
+            tuple(_input(name, value) for name, value in zip(names, values, strict=True)),
+        )
+
+    def difference_from(self, other: ChunkKey) -> tuple[str, str]:
+        """Return the first input that differs from another key, and what that key has, in words.
+
+        Args:
+            other: Key of the captured graphs.
+        """
+        for (name, form, tensors), (_, other_form, others) in zip(
+            self.inputs, other.inputs, strict=True
+        ):
+            if form != other_form:
+                return f"microbatch {name} {_words(form)}", f"captured for {_words(other_form)}"
+            for one, captured in zip(tensors, others, strict=True):
+                if one != captured:
+                    ours, theirs = _compared(one, captured)
+                    return f"microbatch {name} {ours}", f"captured for {theirs}"
+        words = {True: "training mode", False: "evaluation mode"}
+        captured_in = words[other.mode.is_training]
+        return f"a model in {words[self.mode.is_training]}", f"captured in {captured_in}"
+
+
+def _input(name: str, value: Any) -> tuple[str, Hashable, tuple[_Described, ...]]:
+    flat = flatten(value)
+    return name, flat.form, tuple(_described(tensor) for tensor in flat.tensors)
+
+
+def _described(tensor: Tensor) -> _Described:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
+
+
+def _compared(one: _Described, other: _Described) -> tuple[str, str]:
+    """Return words for two tensors, as many as show the difference."""
+    names = ("", " with strides", "", " with requires_grad")
+    place = next(place for place in (0, 2, 1, 3) if one[place] != other[place])
+    if place == 0:
+        return str(one[0]), str(other[0])
+    return (
+        f"{one[0]}{names[place]} {one[place]}",
+        f"{other[0]}{names[place]} {other[place]}",
+    )
+
+
+def _words(form: Hashable) -> str:
+    """Return words for the form of a nest, such as the value of a plain one."""
+    if form is None or form == TENSOR:
+        return "None" if form is None else "a tensor"
+    if isinstance(form, tuple) and len(form) == 2:
+        return repr(form[1])[:80]
+    return "another nest"
