@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.measure import Measure
-from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.cuda import CudaBackend, CudaGraph, private_pools
 from lightning_megatron.graphs.piece_inputs import PieceInputs
 from lightning_megatron.graphs.slot import Slot

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -13,91 +12,23 @@ from torch import Tensor
 
 from lightning_megatron.graphs.backend import (
     CAPTURE_ERRORS,
-    CaptureBackend,
     CapturedGraph,
     without_collection,
 )
-from lightning_megatron.graphs.effects import EffectObservers, Effects
+from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
+from lightning_megatron.graphs.effects import Effects
 from lightning_megatron.graphs.piece_backward import PieceBackward
 from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import GeneratorPool
-from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.stream_position import StreamPosition
 from lightning_megatron.layers.gradient_slot import GradientSlot
-from lightning_megatron.layers.segments import SegmentList
 from lightning_megatron.layers.slot_states import SlotState, fill_empty
 from lightning_megatron.layers.weight_gradient_queue import (
     Products,
-    WeightGradientQueue,
     compute_products,
 )
-
-#: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.
-GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
-
-
-@dataclass
-class CaptureNotes:
-    """What became of the captures of one model.
-
-    Args:
-        failures: What could not be captured, and why.
-        seconds: Time of all captures (seconds).
-    """
-
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class CaptureTools:
-    """What all captures of one model share.
-
-    Args:
-        backend: Backend that captures and replays.
-        observers: Recorder of the effects outside of tensors.
-        random: Random streams.
-        queue: Queue of the weight gradients of split backward passes.
-        gradient_copies: Memory for gradients that eager code computes.
-        notes: What became of the captures.
-    """
-
-    backend: CaptureBackend
-    observers: EffectObservers
-    random: RandomStreams
-    queue: WeightGradientQueue
-    gradient_copies: GradientCopies = field(default_factory=dict)
-    notes: CaptureNotes = field(default_factory=CaptureNotes)
-
-    @property
-    def failure(self) -> str | None:
-        """Return what could not be captured first, and why; None if nothing has failed."""
-        return self.notes.failures[0] if self.notes.failures else None
-
-    def note_failure(self, label: str, error: Exception) -> None:
-        """Note that a capture has failed, after which everything runs eagerly."""
-        self.notes.failures.append(f"{label}: {type(error).__name__}: {error}")
-
-
-@dataclass(frozen=True)
-class StaticPiece:
-    """Static run of a chunk's segments, for which graphs are captured.
-
-    Args:
-        label: Description of the piece, such as ``layers 3..4``.
-        segments: The segments.
-        draws: Generators from which an eager forward pass has drawn.
-        redraws: Whether the backward pass recomputes activations with random draws.
-        has_backward: Whether a backward pass follows.
-    """
-
-    label: str
-    segments: SegmentList
-    draws: GeneratorPool
-    redraws: bool = False
-    has_backward: bool = True
 
 
 class CapturedPiece:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_megatron.graphs.captured_piece import CapturedPiece, CaptureTools, StaticPiece
+from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
+from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
 from lightning_megatron.graphs.report import GraphCounts, runs_of

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lightning_megatron.graphs.captured_piece import (
-    CapturedPiece,
-    CaptureTools,
-    StaticPiece,
-)
+from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
+from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
 from lightning_megatron.groups.p2p import PendingTransfers

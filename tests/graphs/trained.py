@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.graphs.captured_piece import CapturedPiece, CaptureTools
+from lightning_megatron.graphs.capture_tools import CaptureTools
+from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -110,22 +111,37 @@ def test_validation_keeps_its_shape_and_names_another_one() -> None:
     assert found.replays == {"training": 6 * 2, "evaluation": 4 * (3 * 2 - 1)}
 
 
-def test_runs_without_training_capture_after_eager_batches() -> None:
+def test_runs_without_training_capture_after_eager_batches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = replace(EVERYTHING, mode="full")
     results: list[Any] = []
-    for graphs in (None, EVERYTHING):
-        trainer = new_trainer(graphs)
-        with counted_replays() as replays:
-            module = TinyLM(hidden_dropout=0.1)
-            tested = trainer.test(module, loader(15), verbose=False)
-            predicted = trainer.predict(module, loader(15))
-        assert predicted is not None
-        results.append((tested, predicted, replays))
-    (tested, predicted, none), (ours, outputs, replays) = results
-    assert ours == tested
-    for one, other in zip(outputs, predicted, strict=True):
-        assert torch.equal(one, other)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        for graphs in (None, EVERYTHING, whole):
+            trainer = new_trainer(graphs)
+            with counted_replays() as replays:
+                module = TinyLM(hidden_dropout=0.1)
+                tested = trainer.test(module, loader(15), verbose=False)
+                predicted = trainer.predict(module, loader(15))
+            assert predicted is not None
+            results.append((tested, torch.cat(predicted), replays))
+    eager, *by_graphs = results
+    for tested, predicted, _ in by_graphs:
+        assert tested == eager[0]
+        assert torch.equal(predicted, eager[1])
     # In each run two of four batches are eager, and the last one has a microbatch of its own.
-    assert (none, replays) == ({}, {"evaluation": 2 * 2 * 2})
+    assert [replays for *_, replays in results] == [{}, {"evaluation": 2 * 2 * 2}, {}]
+    lines = [one.partition(", capt")[0] for one in caplog.messages if one.startswith("CUDA graphs")]
+    assert (
+        lines
+        == [
+            "CUDA graphs (segments): embedding, layers 0..1, head in 1 graph (1 slot, 1 for evaluation)",
+            "CUDA graphs (segments): embedding, layers 0..1, head in 2 graphs (1 slot, 2 shapes, "
+            "2 for evaluation)",
+        ]
+        * 2
+        + ["CUDA graphs (full): whole steps up to the optimizer in 1 graph (1 for evaluation)"] * 2
+    )
 
 
 def new_trainer(graphs: CudaGraphs | None) -> Trainer:

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.bucket_cuts import bucket_cuts
 from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, without_hooked
-from lightning_megatron.graphs.captured_piece import CaptureTools
+from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
 from lightning_megatron.graphs.step_kind import StepKind

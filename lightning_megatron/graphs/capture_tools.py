@@ -1,0 +1,80 @@
+"""What the captures of one model share, and what they capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.layers.segments import SegmentList
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+
+#: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.
+GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
+
+
+@dataclass
+class CaptureNotes:
+    """What became of the captures of one model.
+
+    Args:
+        failures: What could not be captured, and why.
+        seconds: Time of all captures (seconds).
+    """
+
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CaptureTools:
+    """What all captures of one model share.
+
+    Args:
+        backend: Backend that captures and replays.
+        observers: Recorder of the effects outside of tensors.
+        random: Random streams.
+        queue: Queue of the weight gradients of split backward passes.
+        gradient_copies: Memory for gradients that eager code computes.
+        notes: What became of the captures.
+    """
+
+    backend: CaptureBackend
+    observers: EffectObservers
+    random: RandomStreams
+    queue: WeightGradientQueue
+    gradient_copies: GradientCopies = field(default_factory=dict)
+    notes: CaptureNotes = field(default_factory=CaptureNotes)
+
+    @property
+    def failure(self) -> str | None:
+        """Return what could not be captured first, and why; None if nothing has failed."""
+        return self.notes.failures[0] if self.notes.failures else None
+
+    def note_failure(self, label: str, error: Exception) -> None:
+        """Note that a capture has failed, after which everything runs eagerly."""
+        self.notes.failures.append(f"{label}: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class StaticPiece:
+    """Static run of a chunk's segments, for which graphs are captured.
+
+    Args:
+        label: Description of the piece, such as ``layers 3..4``.
+        segments: The segments.
+        draws: Generators from which an eager forward pass has drawn.
+        redraws: Whether the backward pass recomputes activations with random draws.
+        has_backward: Whether a backward pass follows.
+    """
+
+    label: str
+    segments: SegmentList
+    draws: GeneratorPool
+    redraws: bool = False
+    has_backward: bool = True
