@@ -224,7 +224,7 @@ class StepGraphs:
     def counts(self) -> GraphCounts:
         """Return what exists now, in numbers."""
         forms: dict[Hashable, set[Hashable]] = {}
-        for name, place, form, _ in self._graphs:
+        for name, place, form, *_ in self._graphs:
             forms.setdefault((name, place), set()).add(form)
         evaluating = sum(name != TRAINING.name for name, *_ in self._graphs)
         number = max(map(len, forms.values()), default=0)

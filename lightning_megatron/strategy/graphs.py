@@ -67,16 +67,15 @@ def build_graphs(
         mesh.journal.device = DeviceWord(mesh.device)
     backend = CudaBackend() if make_backend is None else make_backend(mesh)
     models = layered_modules(module)
-    num_batches = module.trainer.accumulate_grad_batches
     captures: StepCaptures
     if settings.mode == "full":
         captures = WholeCaptures(settings, steps, mesh, backend, models)
+        # Each form of a step counts its own eager steps.
         num_eager = 0
-        num_capturing = num_batches * (settings.warmup_steps + 1)
     else:
         captures = SegmentCaptures(settings, models[0], executor, state, backend)
         num_eager = settings.warmup_steps
-        num_capturing = num_batches + 1
+    num_capturing = module.trainer.accumulate_grad_batches + 1
     update: UpdateGraph[Tensor | None] | None = None
     if settings.optimizer:
         update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
