@@ -215,8 +215,8 @@ class GraphRunner:
             self._note_eager(*key.difference_from(first))
             return segments(values)
         graphs = self._graphs_of(key)
-        # The model may move tables of other lengths, which are copied before each replay.
-        constants = observer.constants if key == first else frozenset()
+        # With many lengths the model moves tables, which are then copied before each replay.
+        constants = frozenset() if self._settings.captures_new else observer.constants
         found = self._chunks[chunk].run(values, partial(self._run_piece, chunk, graphs, constants))
         if not is_last and mode.has_backward:
             return found
