@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -188,6 +189,8 @@ class Run:
         settings = self._options.graphs
         if settings is None or not (self.is_fit or settings.evaluation):
             return None
+        if not self.is_fit:
+            settings = replace(settings, optimizer=False)
         choice = self._choice
         return build_graphs(
             settings,
