@@ -21,6 +21,7 @@ from torch.utils import data
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.agreement import KeyAgreement
 from lightning_megatron.graphs.captured_piece import CapturedPiece
+from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
@@ -39,7 +40,12 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         (data.dataloader._BaseDataLoaderIter, "__next__"),
         (MegatronStrategy, "batch_to_device"),
     ),
-    "keys": ((KeyAgreement, "agree"), (CapturedPiece, "why_unfit"), (BatchForm, "of")),
+    "keys": (
+        (KeyAgreement, "agree"),
+        (ChunkKey, "of"),
+        (CapturedPiece, "why_unfit"),
+        (BatchForm, "of"),
+    ),
     "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),
     "replays": ((CudaGraph, "replay"),),
     "passes": ((PipelineExecutor, "run"), (StepGraphs, "run")),
