@@ -225,8 +225,8 @@ class RunGraphs:
             self._is_unsaid = True
             if not self._captures.is_joint:
                 self._exchange_failures()
-        is_settled = not has_captured if self._captures.is_joint else not phase.num_capturing_left
-        if self._is_unsaid and is_settled and not self.is_off:
+        is_due = not has_captured if self._captures.is_joint else not phase.num_capturing_left
+        if self._is_unsaid and is_due and not self.is_off:
             self._is_unsaid = False
             self._say()
         self._name_eager()

@@ -19,7 +19,7 @@ from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
-from lightning_megatron.pipeline.step_plans import Trial, signature_of
+from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.log_replay import LogReplay
@@ -32,7 +32,6 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
-from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import (
     BackwardPasses,
@@ -80,8 +79,6 @@ class StepRunner:
         self.reads = WeightReads(mesh)
         #: Steps as graphs; None runs all steps eagerly.
         self.whole_steps: WholeSteps | None = None
-        #: CUDA graphs of the run; None without any.
-        self.graphs: RunGraphs | None = None
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._counting = TokenCounting(mesh)
@@ -210,6 +207,7 @@ class StepRunner:
         *,
         step: int,
         key: tuple[Any, ...],
+        by_graphs: AbstractContextManager[None],
     ) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step`` on every microbatch.
 
@@ -220,6 +218,7 @@ class StepRunner:
             args: Further arguments of the step.
             step: Index of the batch (batches).
             key: Hook and dataloader, which identify the set of log calls.
+            by_graphs: Context in which graphs run what they serve of the microbatches.
 
         Returns:
             The step's output for the batch on the last stage. Every stage receives predictions, and
@@ -236,7 +235,7 @@ class StepRunner:
                 outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
             return RanMicrobatches(outputs, own)
 
-        with self._by_graphs(key, batch, step):
+        with by_graphs:
             if self.whole_steps is None or not self.whole_steps.evaluates:
                 ran = RanStep(run(microbatches, args))
             else:
@@ -260,14 +259,6 @@ class StepRunner:
             if pp_cpu.size > 1
             else merged
         )
-
-    def _by_graphs(
-        self, key: tuple[Any, ...], batch: Any, step: int
-    ) -> AbstractContextManager[None]:
-        """Return the context in which graphs run what they serve of an evaluation step."""
-        if self.graphs is None:
-            return nullcontext()
-        return self.graphs.evaluation(key, signature_of(batch), step)
 
     def _cut(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)

@@ -80,7 +80,7 @@ class TrainingSteps:
         Args:
             graphs: The graphs; None without any.
         """
-        self._graphs = self._runner.graphs = graphs
+        self._graphs = graphs
 
     def capture_whole(
         self,
@@ -242,6 +242,10 @@ class TrainingSteps:
         batch = args[0]
         rest = args[1:]
         step = rest[0] if rest and isinstance(rest[0], int) else 0
+        key = (name, *rest[1:])
+        by_graphs: AbstractContextManager[None] = nullcontext()
+        if self._graphs is not None:
+            by_graphs = self._graphs.evaluation(key, signature_of(batch), step)
         return self._runner.evaluate(
-            self._module, name, batch, rest, step=step, key=(name, *rest[1:])
+            self._module, name, batch, rest, step=step, key=key, by_graphs=by_graphs
         )
