@@ -136,6 +136,6 @@ def test_the_parts_of_a_fit() -> None:
         for place in pieces[2:]:
             assert place is not None
             assert place.begun == place.launched
-            assert place.part.startswith("embedding to head, backward, chunk 0, slot 0")
+            assert place.part.startswith("embedding, layers 0..1, head, backward, slot 0")
         # Transfers between stages lie outside of the pieces, in which nothing can hang.
         assert without == [None] * 5
