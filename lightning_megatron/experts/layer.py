@@ -18,6 +18,7 @@ from lightning_megatron.experts.transport.choose_transport import (
     choose_transport,
 )
 from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
+from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -98,6 +99,8 @@ class MixtureOfExperts(nn.Module):
         #: Factor of the current microbatch's main loss, which also scales the router losses.
         self.loss_weight = LossWeight()
         self.statistics = RouterStatistics(config, mesh.device)
+        #: Limit on the rows of this rank's experts; None without one.
+        self.row_limit: LayerRows | None = None
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
         # The mesh and the settings for which the transport and the segments were built.
@@ -121,15 +124,20 @@ class MixtureOfExperts(nn.Module):
     def _parts(self) -> tuple[TransportChoice, SegmentList]:
         """Return the dispatcher and the segments.
 
-        They are rebuilt if a later run has set another mesh, transport or other places for clones.
+        They are rebuilt if a later run has set another mesh, transport, limit or other places for
+        clones.
         """
-        settings = (self.transport, self.clones)
+        settings = (self.transport, self.clones, self.row_limit)
         built = self._built
         if built is None or built[0] is not self.mesh or built[1] != settings:
-            sizes = self.config.num_experts, self.config.top_k
-            has_shared = self.shared is not None
             choice = choose_transport(
-                *sizes, self.mesh, self.transport, has_shared=has_shared, clones=self.clones
+                self.config.num_experts,
+                self.config.top_k,
+                self.mesh,
+                self.transport,
+                has_shared=self.shared is not None,
+                clones=self.clones,
+                limit=self.row_limit,
             )
             segments = self._list_segments(choice.dispatcher.is_static)
             self._built = built = self.mesh, settings, choice, segments

@@ -28,7 +28,7 @@ from lightning_megatron.pipeline.step_run import (
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
-from lightning_megatron.plan.transfers import Compute, Program, plan_transfers
+from lightning_megatron.plan.transfers import Compute, Instruction, Program, plan_transfers
 
 #: Function from the number of microbatches, and whether there is no backward, to the schedule.
 BuildSchedule = Callable[[int, bool], Schedule]
@@ -74,6 +74,8 @@ class PipelineExecutor:
         #: Tensor from which attached losses read the weight of every microbatch, as
         #: :class:`MicrobatchWeights` describes it; None makes new tensors in each step.
         self.fixed_weight: Tensor | None = None
+        #: Function called after the last forward pass of this rank in each run; None calls nothing.
+        self.after_forwards: Callable[[], None] | None = None
 
     def run(
         self,
@@ -168,12 +170,16 @@ class PipelineExecutor:
         if self.actions is not None:
             self.actions.begin_step(schedule)
         num_actions = 0
-        for instruction in program.instructions(self.mesh.pp.rank):
+        instructions = program.instructions(self.mesh.pp.rank)
+        last = None if self.after_forwards is None else _last_forward(instructions)
+        for instruction in instructions:
             if isinstance(instruction, Compute):
                 due = points.get(num_actions, ())
                 if observer is not None and any(point.early for point in due):
                     run.announce(instruction.action, observer)
                 run.compute(instruction.action)
+                if self.after_forwards is not None and instruction is last:
+                    self.after_forwards()
                 _reduce(due, observer)
                 num_actions += 1
             else:
@@ -254,6 +260,11 @@ class PipelineExecutor:
             return None, False
         finally:
             self.model.cursor = None
+
+
+def _last_forward(instructions: Sequence[Instruction]) -> Instruction:
+    passes = [one for one in instructions if isinstance(one, Compute) and one.action.kind == "F"]
+    return passes[-1]
 
 
 def _reduce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:

@@ -38,6 +38,8 @@ class TrainingShape:
         recompute: Part that backward computes again: "none", "selective" (the attention core),
             "experts" (activations inside experts) or "full" (whole blocks).
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
+        expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
+            routing.
         zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if
             it keeps all.
         parameter_bytes: Size of a parameter's element (bytes).
@@ -62,6 +64,7 @@ class TrainingShape:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     expert_transport: Transport = "auto"
+    expert_rows: float | None = None
     zero: int = 1
     parameter_bytes: int = 2
     gradient_bytes: int = 4
@@ -200,6 +203,7 @@ def _costs_of_blocks(
         ep=layout.ep,
         etp=layout.etp,
         transport=training.expert_transport,
+        expert_rows=training.expert_rows if layout.ep > 1 else None,
     )
     dense, mixture = (
         activation_costs(

@@ -180,25 +180,31 @@ class ExpertsConfig:
 
 
 def transport_over_ep(
-    top_k: int, ep: int, transport: Transport = "auto", *, can_put: bool = False
+    top_k: int,
+    ep: int,
+    transport: Transport = "auto",
+    *,
+    can_put: bool = False,
+    is_limited: bool = False,
 ) -> ChosenTransport:
     """Choose the transport of tokens to the ranks that share the experts of a layer.
 
     An all-gather brings each rank the tokens of ep - 1 others. An all-to-all brings it top_k / ep
     times as many rows, and one-sided puts bring it only the rows of an all-gather that its experts
     need. With an all-gather or puts, expert buffers are sized for the worst routing, so that "auto"
-    takes neither where an all-to-all brings fewer rows.
+    takes neither where an all-to-all brings fewer rows, unless the rows are limited.
 
     Args:
         top_k: Number of experts for each token (experts).
         ep: Number of ranks that share the experts (ranks).
         transport: Requested transport.
         can_put: Whether "auto" may use one-sided puts instead of an all-gather.
+        is_limited: Whether buffers have rows for a multiple of an even share only.
     """
     if ep == 1:
         return "none"
     if transport != "auto":
         return transport
-    if top_k < ep:
+    if top_k < ep and not is_limited:
         return "all_to_all"
     return "one_sided" if can_put else "all_gather"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.row_limit import limited_rows
 from lightning_megatron.plan.token_buffer import TokenBuffer
 
 #: Size of an int64, the type of row positions and expert indices (bytes).
@@ -60,6 +61,8 @@ class MicrobatchShape:
         ep: Number of ranks that share the experts of a block.
         etp: Number of ranks that share the inner features of an expert.
         transport: Transport of tokens to the ranks of ep.
+        expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
+            routing.
     """
 
     num_tokens: int
@@ -69,6 +72,7 @@ class MicrobatchShape:
     ep: int = 1
     etp: int = 1
     transport: Transport = "auto"
+    expert_rows: float | None = None
 
     @property
     def own_tokens(self) -> int:
@@ -122,8 +126,9 @@ def mixture_costs(
     """Compute the bytes of a mixture of experts.
 
     Without expert parallelism, with an all-gather and with one-sided puts, buffers are sized for
-    the worst routing. With an all-to-all they have the size of the actual routing, which is assumed
-    to be balanced: a rank receives as many rows as it sends. No token is assumed to be dropped.
+    the worst routing, or have the rows of a limit. With an all-to-all they have the size of the
+    actual routing, which is assumed to be balanced: a rank receives as many rows as it sends. No
+    token is assumed to be dropped.
 
     Args:
         model: Shape of the model, which has experts.
@@ -215,13 +220,17 @@ class _RowCounts:
 
     @classmethod
     def of(cls, experts: ExpertsConfig, batch: MicrobatchShape) -> _RowCounts:
-        transport = transport_over_ep(experts.top_k, batch.ep, batch.transport)
+        limit = batch.expert_rows
+        sizes = experts.top_k, batch.ep
+        transport = transport_over_ep(*sizes, batch.transport, is_limited=limit is not None)
         sent = batch.own_tokens * batch.etp
         if transport == "all_to_all":
             return cls(sent, sent * experts.top_k, sent * experts.top_k, are_exchanged=True)
         tokens = sent * batch.ep
         gathered = sent if transport == "one_sided" else tokens
         buffer = tokens * min(experts.top_k, experts.num_experts // batch.ep)
+        if limit is not None:
+            buffer = min(buffer, limited_rows(limit, sent * experts.top_k))
         return cls(gathered, tokens * experts.top_k, buffer, are_put=transport == "one_sided")
 
     @property

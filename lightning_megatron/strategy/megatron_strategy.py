@@ -88,6 +88,7 @@ class MegatronStrategy(TrainerAnswers):
         order: str = "tp-cp-ep-dp-pp",
         recompute: Recompute | None = None,
         expert_transport: Transport = "auto",
+        expert_rows: float | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -248,8 +249,7 @@ class MegatronStrategy(TrainerAnswers):
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
         full = to_own_names(self.user_module, full)
-        main = self.run.state.main
-        load_full_weights(full, self.user_module, main, self.mesh, strict)
+        load_full_weights(full, self.user_module, self.run.state.main, self.mesh, strict)
 
     @property
     @override

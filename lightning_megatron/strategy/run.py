@@ -55,6 +55,7 @@ from lightning_megatron.strategy.private.loops import call_before_epoch_ends, re
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
+from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
@@ -156,7 +157,14 @@ class Run:
         if self._options.schedule == "auto" and self.is_fit and self.mesh.pp.size > 1:
             name = self._options.schedule_name
             self._choice = ScheduleChoice(self.mesh, self.executor, name)
-        return StepRunner(self.mesh, self.executor, rule, kept, trials, self._choice)
+        runner = StepRunner(self.mesh, self.executor, rule, kept, trials, self._choice)
+        limit = self.mixtures.row_limit
+        if limit is not None:
+            runner.limited_rows = LimitedRows(
+                *(self.module, self.mesh, limit, self.mixtures.running),
+                *(self.executor, self.state.gradients),
+            )
+        return runner
 
     def _training_state(
         self,

@@ -83,4 +83,4 @@ def start_mixtures(
         UnsupportedError: If ``recompute`` is ``experts`` and no model has experts.
     """
     check_experts(models, mesh.layout, options.recompute)
-    return MixtureRuntime(models, mesh, options.expert_transport)
+    return MixtureRuntime(models, mesh, options.expert_transport, options.expert_rows)

@@ -13,10 +13,12 @@ from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import Dispatcher
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.row_limit import limited_rows
 from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
@@ -92,6 +94,31 @@ def _compare(rank: int, size: int) -> None:
                 assert all(
                     torch.equal(one, other) for one, other in zip(found, again, strict=True)
                 ), what
+    mesh.destroy()
+
+
+def _limit(rank: int, size: int) -> None:
+    """With too few rows puts compute what an all-gather does with as many, and say what they need."""
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
+    limits = [RowLimit(1.0), RowLimit(1.0)]
+    ways: Any = ("one_sided", "all_gather")
+    one_sided, gather = (
+        choose_transport(NUM_EXPERTS, TOP_K, mesh, way, limit=LayerRows(limit, 0, size)).dispatcher
+        for way, limit in zip(ways, limits, strict=True)
+    )
+    experts = experts_on(mesh, torch.bfloat16)
+    exceeding = 0
+    for number, length in enumerate(LENGTHS):
+        for routing in ROUTINGS:
+            tokens = Tokens(length, routing, 10 * number + rank, torch.bfloat16)
+            with limits[0].limiting(), limits[1].limiting():
+                found, wanted = (passed(tokens, way, experts) for way in (one_sided, gather))
+                needs, expected = (limit.start_read().wait() for limit in limits)
+            what = f"{length} tokens, {routing}, rank {rank}"
+            _assert_alike(found, wanted, what, is_exact=size == 2)
+            assert needs == expected, what
+            exceeding += sum(one.rows > limited_rows(1.0, one.share) for one in needs)
+    assert exceeding or rank < size - 1, "the limit leaves out some rows of the last rank"
     mesh.destroy()
 
 
@@ -176,6 +203,12 @@ def _require(size: int) -> None:
 def test_outputs_and_gradients_are_those_of_an_all_gather(size: int) -> None:
     _require(size)
     run_world(_compare, size, backend="nccl")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_limited_rows_are_those_of_an_all_gather(size: int) -> None:
+    _require(size)
+    run_world(_limit, size, backend="nccl")
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -70,6 +70,7 @@ def check_peer_rows(draw: Draw, cases: tuple[tuple[int, int, int, int, int], ...
         ranks = Ranks(draw, *case)
         check_tokens(ranks, f"ranks, tokens, experts, choices, width {case}")
         check_sums(ranks, f"ranks, tokens, experts, choices, width {case}")
+        check_sums(ranks, f"limited rows; ranks, tokens, experts, choices, width {case}", limit=0.5)
 
 
 def check_tokens(ranks: Ranks, what: str) -> None:
@@ -109,22 +110,25 @@ def check_tokens(ranks: Ranks, what: str) -> None:
                 )
 
 
-def check_sums(ranks: Ranks, what: str) -> None:
+def check_sums(ranks: Ranks, what: str, limit: float = 1.0) -> None:
+    """Rows beyond a limit, of which a token may have all of its own, count as zero."""
     count, width, top_k = ranks.slots.count, ranks.slots.width, ranks.slots.top_k
     ranks.clear()
     total = torch.zeros(count, width, dtype=torch.float64, device=ranks.draw.device)
     gathered = torch.zeros(count * top_k, device=ranks.draw.device)
     for rank in range(ranks.slots.num_ranks):
-        row_map = sort_by_expert(ranks.experts, rank * ranks.each, ranks.each)
+        here = rank * ranks.each, ranks.each
+        row_map = sort_by_expert(ranks.experts, *here)
+        if limit < 1.0:
+            row_map = sort_by_expert(ranks.experts, *here, int(limit * int(row_map.needed)))
         values, scales = (
             ranks.whole(row_map.num_rows, width),
             torch.rand(row_map.num_rows, device=gathered.device),
         )
         end = int(row_map.ends[-1])
         values[end:], scales[end:] = torch.nan, torch.nan
-        kernels.put_sums(
-            values, scales, row_map.rows, row_map.ends, ranks.pointers, rank, ranks.slots
-        )
+        lies = row_map.rows, row_map.ends, row_map.needed
+        kernels.put_sums(values, scales, *lies, ranks.pointers, rank, ranks.slots)
         pairs = row_map.pairs[:end]
         total.index_add_(0, pairs // top_k, values[:end].double())
         gathered[pairs] = scales[:end]

@@ -5,6 +5,7 @@ need at their peak.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_megatron.experts.transport.dispatchers import (
     LocalDispatcher,
 )
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -169,23 +171,31 @@ def peak_bytes(model: GPT, config: GPTConfig, batch: int = BATCH) -> int:
 
 # Two ranks.
 
-LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport]] = {
-    "etp 2": ({"tp": 2}, True, "auto"),
-    "etp 2 without sequence parallelism": ({"tp": 2}, False, "auto"),
-    "etp 1 inside tp 2": ({"tp": 2, "etp": 1}, True, "auto"),
-    "ep 2 inside tp 2": ({"tp": 2, "etp": 1, "ep": 2}, True, "all_gather"),
-    "ep 2 by an all-gather": ({"ep": 2}, False, "auto"),
-    "ep 2 by an all-to-all": ({"ep": 2}, False, "all_to_all"),
-    "ep 2 by puts": ({"ep": 2}, False, "one_sided"),
-    "ep 2 inside tp 2 by puts": ({"tp": 2, "etp": 1, "ep": 2}, True, "one_sided"),
+#: Sizes, sequence parallelism, transport, and limit on the rows of experts.
+LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
+    "etp 2": ({"tp": 2}, True, "auto", None),
+    "etp 2 without sequence parallelism": ({"tp": 2}, False, "auto", None),
+    "etp 1 inside tp 2": ({"tp": 2, "etp": 1}, True, "auto", None),
+    "ep 2 inside tp 2": ({"tp": 2, "etp": 1, "ep": 2}, True, "all_gather", None),
+    "ep 2 by an all-gather": ({"ep": 2}, False, "auto", None),
+    "ep 2 by an all-gather, limited": ({"ep": 2}, False, "auto", 1.0),
+    "ep 2 by an all-to-all": ({"ep": 2}, False, "all_to_all", None),
+    "ep 2 by puts": ({"ep": 2}, False, "one_sided", None),
+    "ep 2 by puts, limited": ({"ep": 2}, False, "one_sided", 1.25),
+    "ep 2 inside tp 2 by puts": ({"tp": 2, "etp": 1, "ep": 2}, True, "one_sided", None),
 }
 
 
-def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport) -> GPT:
+def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport, limit: RowLimit) -> GPT:
     model = built(config, torch.bfloat16, mesh)
-    for layer in model.mixtures().values():
+    for number, layer in model.mixtures().items():
         layer.transport, layer.router.forced_balance = transport, True
+        layer.row_limit = LayerRows(limit, number, mesh.ep.size)
     return model
+
+
+def limiting(limit: RowLimit, rows: float | None) -> AbstractContextManager[None]:
+    return nullcontext() if rows is None else limit.limiting()
 
 
 def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int]]]:
@@ -196,14 +206,21 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2
     )
     found = {}
-    for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
+    for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        model = balanced(config, mesh, transport)
+        limit = RowLimit(rows or 1.0)
+        model = balanced(config, mesh, transport, limit)
         check_parameters(model, config, layout)
-        how = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "transport": transport}
-        expected = estimated_bytes(config, torch.bfloat16, ep=layout.ep, etp=layout.etp, **how)
-        kept = kept_bytes(model, config, patience=0.5)
+        how: dict[str, Any] = {
+            "tp": layout.tp,
+            "sequence_parallel": sequence_parallel,
+            "transport": transport,
+        }
+        how |= {"ep": layout.ep, "etp": layout.etp, "expert_rows": rows}
+        expected = estimated_bytes(config, torch.bfloat16, **how)
+        with limiting(limit, rows):
+            kept = kept_bytes(model, config, patience=0.5)
         run = Run(
             dict(model.named_parameters()),
             mesh,
@@ -233,18 +250,21 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 256}, hidden_size=128
     )
     found = {}
-    for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
+    for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        model = balanced(config, mesh, transport)
+        limit = RowLimit(rows or 1.0)
+        model = balanced(config, mesh, transport, limit)
         training = TrainingShape(
             seq_length=LENGTH,
             microbatch_size=BATCH,
             sequence_parallel=sequence_parallel,
             expert_transport=transport,
+            expert_rows=rows,
         )
         (estimate,) = estimate_memory(config.memory_shape(), layout, training)
-        found[name] = peak_bytes(model, config), estimate.peak - estimate.static
+        with limiting(limit, rows):
+            found[name] = peak_bytes(model, config), estimate.peak - estimate.static
         mesh.destroy()
     return found
 
@@ -274,5 +294,9 @@ def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
     asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
     for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
-        chosen = choose_transport(8, top_k, mesh, transport).dispatcher
-        assert transport_over_ep(top_k, ep, transport) == kinds[type(chosen)]
+        for is_limited in (False, True) if ep > 1 and transport != "all_to_all" else (False,):
+            limit = LayerRows(RowLimit(1.5), 0, ep) if is_limited else None
+            chosen = choose_transport(8, top_k, mesh, transport, limit=limit).dispatcher
+            found = transport_over_ep(top_k, ep, transport, is_limited=is_limited)
+            assert found == kinds[type(chosen)]
+            assert found != "all_to_all" or not is_limited

@@ -13,6 +13,7 @@ from lightning_megatron.experts.transport.dispatchers import (
 )
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.peer_transfer import transfer_over, why_no_puts
+from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
@@ -42,13 +43,15 @@ def choose_transport(
     *,
     has_shared: bool = False,
     clones: CloneSettings | None = None,
+    limit: LayerRows | None = None,
 ) -> TransportChoice:
     """Choose the transport of a layer's tokens.
 
     An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
     ``top_k / ep`` times as many rows. One-sided puts send only the tokens of the rank's
     experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
-    access, unless the all-gather can overlap with a shared expert.
+    access, unless the all-gather can overlap with a shared expert. A limit on the rows of experts
+    needs one of these two, because an all-to-all has exactly the rows that come.
 
     Args:
         num_experts: Number of experts of the layer.
@@ -57,6 +60,7 @@ def choose_transport(
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
         clones: Places for clones of busy experts; None means none.
+        limit: Limit on the rows of a rank's experts; None without one.
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or a rank has more places for clones
@@ -67,14 +71,14 @@ def choose_transport(
         where puts may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-    resolved, why = _transport(top_k, mesh, transport, has_shared)
+    resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
     if clones is None:
-        dispatcher, what = _over_ep(here, num_experts, mesh, resolved)
+        dispatcher, what = _over_ep(here, num_experts, mesh, resolved, limit)
     else:
         layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
         size = layout.homes + layout.places
         physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
-        inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved)
+        inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved, limit)
         dispatcher = CloningDispatcher(inner, mesh.ep, num_experts, clones)
         what = f"{what}, to experts and {clones.places} places for clones a rank"
     reason = f"{what}: {why}"
@@ -85,7 +89,7 @@ def choose_transport(
 
 
 def _transport(
-    top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool
+    top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool, is_limited: bool
 ) -> tuple[ChosenTransport, str]:
     """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
@@ -94,8 +98,10 @@ def _transport(
     if asked != "auto":
         return transport_over_ep(top_k, ep, asked), "asked for"
     why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
-    if top_k < ep or mesh.device.type != "cuda":
-        return transport_over_ep(top_k, ep), why
+    if is_limited and top_k < ep:
+        why = "expert_rows limits buffers of static sizes"
+    if (top_k < ep and not is_limited) or mesh.device.type != "cuda":
+        return transport_over_ep(top_k, ep, is_limited=is_limited), why
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
     if not has_shared:
@@ -104,18 +110,23 @@ def _transport(
         why += ", and these GPUs write into each other's memory"
     else:
         why += f"; no puts: {reason}"
-    return transport_over_ep(top_k, ep, can_put=reason is None), why
+    can_put = reason is None
+    return transport_over_ep(top_k, ep, can_put=can_put, is_limited=is_limited), why
 
 
 def _over_ep(
-    here: ShardRange, num_experts: int, mesh: ParallelMesh, transport: ChosenTransport
+    here: ShardRange,
+    num_experts: int,
+    mesh: ParallelMesh,
+    transport: ChosenTransport,
+    limit: LayerRows | None,
 ) -> tuple[Dispatcher, str]:
-    local = LocalDispatcher(here)
+    local = LocalDispatcher(here, limit)
     ep = mesh.ep
     if transport == "none":
         return local, "no dispatch"
     if transport == "one_sided":
-        puts = OneSidedDispatcher(here, transfer_over(ep, here.size, mesh.device))
+        puts = OneSidedDispatcher(here, transfer_over(ep, here.size, mesh.device), limit)
         return puts, "one-sided puts over ep, of static sizes"
     if transport == "all_gather":
         return GatherDispatcher(local, ep), "all-gather over ep, of static sizes"

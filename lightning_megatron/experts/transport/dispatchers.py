@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
+from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.experts.transport.transit import (
     AllToAllSizes,
     Dispatched,
@@ -91,9 +92,11 @@ class LocalDispatcher:
 
     Args:
         here: Experts of this rank. Selections of other experts are ignored.
+        limit: Limit on the rows of these experts; None without one.
     """
 
     here: ShardRange
+    limit: LayerRows | None = None
 
     @property
     def is_static(self) -> bool:
@@ -122,7 +125,8 @@ class LocalDispatcher:
 
     def receive(self, sent: Sent) -> Dispatched:
         """Sort the tokens of this rank's experts."""
-        row_map = map_rows(sent.experts.wait(), self.here.start, self.here.size)
+        experts = sent.experts.wait()
+        row_map = map_within(self.limit, experts, self.here.start, self.here.size)
         return Dispatched(
             *permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map
         )

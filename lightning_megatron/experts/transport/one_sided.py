@@ -11,6 +11,7 @@ from lightning_megatron.experts.transport.peer_transfer import (
     from_experts,
     to_experts,
 )
+from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.plan.shards import ShardRange
@@ -29,6 +30,7 @@ class OneSidedDispatcher:
     Args:
         here: Experts of this rank; all ranks have the same number.
         transfer: Transfer of tokens and of sums of outputs.
+        limit: Limit on the rows of this rank's experts; None without one.
 
     Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
         of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients. A barrier
@@ -37,6 +39,7 @@ class OneSidedDispatcher:
 
     here: ShardRange
     transfer: PeerTransfer
+    limit: LayerRows | None = None
 
     @property
     def is_static(self) -> bool:
@@ -66,9 +69,8 @@ class OneSidedDispatcher:
     def receive(self, sent: Sent) -> Dispatched:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
-        arrived = to_experts(
-            sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer
-        )
+        tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
+        arrived = to_experts(*tokens, self.here, self.transfer, self.limit)
         return Dispatched(*arrived, sent_experts=experts)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:

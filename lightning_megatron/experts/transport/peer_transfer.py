@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.transport.permute import (
     RowMap,
-    map_rows,
     permute,
     permute_both,
     read_selections,
     unpermute,
 )
+from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
 from lightning_megatron.groups.peer_memory import PeerRegion
@@ -179,7 +179,8 @@ class Puts:
         self.axis.note("put_sums")
         buffer.region.wait()
         where = buffer.region.pointers, self.axis.rank, buffer.layout
-        self.kernels.put_sums(values, scales, row_map.rows, row_map.ends, *where)
+        lies = row_map.rows, row_map.ends, row_map.needed
+        self.kernels.put_sums(values, scales, *lies, *where)
         buffer.region.wait()
         return self.kernels.add_buffer_rows(buffer.rows, buffer.scales, experts, self.experts_each)
 
@@ -271,6 +272,7 @@ def to_experts(
     experts: Int[Tensor, "tokens top_k"],
     here: ShardRange,
     transfer: PeerTransfer,
+    limit: LayerRows | None = None,
 ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
     """Transfer tokens to the ranks of their experts, and sort them there by expert.
 
@@ -280,12 +282,13 @@ def to_experts(
         experts: Experts selected for them; -1 means none.
         here: Experts of this rank.
         transfer: Transfer between the ranks.
+        limit: Limit on the rows; None without one.
 
     Returns:
         Rows of the received tokens, their probabilities, and the map from the selections of all
         ranks' tokens to the rows.
     """
-    return _ToExperts.apply(hidden, probabilities, experts, here, transfer)
+    return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit)
 
 
 def from_experts(
@@ -319,11 +322,12 @@ class _ToExperts(torch.autograd.Function):
         experts: Tensor,
         here: ShardRange,
         transfer: PeerTransfer,
+        limit: LayerRows | None,
     ) -> tuple[Tensor, Tensor, RowMap]:
         buffer = transfer.spread(hidden, probabilities, experts)
         assert buffer.scales is not None, "probabilities were sent"
         assert buffer.experts is not None, "selected experts were sent"
-        row_map = map_rows(buffer.experts, here.start, here.size)
+        row_map = map_within(limit, buffer.experts, here.start, here.size)
         ctx.save_for_backward(experts)
         ctx.row_map = row_map
         ctx.transfer = transfer
@@ -333,7 +337,8 @@ class _ToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (experts,) = ctx.saved_tensors
-        return *ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts), None, None, None
+        gradients = ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts)
+        return *gradients, None, None, None, None
 
 
 class _FromExperts(torch.autograd.Function):

@@ -18,21 +18,24 @@ class RowMap:
     """Map between the selections of tokens and the rows of a buffer that is sorted by expert.
 
     Selection ``t * k + j`` is the j-th selection of token t. The rows of one expert keep the order
-    of their selections. The buffer has the largest number of rows that any routing needs. Rows past
-    the last end belong to no local expert, and nothing reads them.
+    of their selections. The buffer has the largest number of rows that any routing needs, or fewer
+    under a limit. Rows past the last end belong to no local expert, and nothing reads them.
 
-    The ends are int32, the other tensors int64.
+    The ends and the needed rows are int32, the other tensors int64.
 
     Args:
         pairs: Index of the selection in each row.
-        rows: Index of the row of each selection. For experts of other ranks it lies past the last
-            end, and may lie past the buffer.
+        rows: Index of the row of each selection. For experts of other ranks, and for selections
+            beyond a limit, it lies past the last end, and may lie past the buffer.
         ends: Index one past the last row of each local expert, on the device.
+        needed: Number of selections of local experts, on the device: the last end, or more if a
+            limit has left out some.
     """
 
     pairs: Int[Tensor, "rows"]
     rows: Int[Tensor, "tokens top_k"]
     ends: Int[Tensor, "experts"]
+    needed: Int[Tensor, "1"]
 
     @property
     def top_k(self) -> int:
@@ -45,28 +48,33 @@ class RowMap:
         return self.pairs.shape[0]
 
 
-def map_rows(experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int) -> RowMap:
+def map_rows(
+    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, most: int | None = None
+) -> RowMap:
     """Sort the selections of tokens by expert.
 
     An expert is selected for a token at most once. Selections of experts of other ranks, and of no
     expert (-1), come last. All sizes follow from shapes, and nothing is copied from the device to
     the host.
 
-    Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows.
+    Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows, and at most ``most``.
 
     Args:
         experts: Experts selected for each token.
         first: Index of the first local expert.
         num_experts: Number of local experts.
+        most: Limit on the rows of the buffer. Selections beyond it have no row. None means no limit
+            (rows).
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
-        return sort_by_expert(experts, first, num_experts)
-    pairs, rows, ends = kernels.sort_selections(experts, first, num_experts)
-    return RowMap(pairs[: _num_rows(experts, num_experts)], rows, ends)
+        return sort_by_expert(experts, first, num_experts, most)
+    return _within(most, *kernels.sort_selections(experts, first, num_experts))
 
 
-def sort_by_expert(experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int) -> RowMap:
+def sort_by_expert(
+    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, most: int | None = None
+) -> RowMap:
     """Sort the selections of tokens by expert with operators of torch, as :func:`map_rows` does."""
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
@@ -76,12 +84,19 @@ def sort_by_expert(experts: Int[Tensor, "tokens top_k"], first: int, num_experts
     )
     numbers = torch.arange(num_experts, device=key.device, dtype=key.dtype)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    return RowMap(pairs[: _num_rows(experts, num_experts)], rows.view_as(experts), ends)
+    return _within(most, pairs, rows.view_as(experts), ends)
 
 
-def _num_rows(experts: Tensor, num_experts: int) -> int:
-    num_tokens, top_k = experts.shape
-    return num_tokens * min(top_k, num_experts)
+def _within(most: int | None, pairs: Tensor, rows: Tensor, ends: Tensor) -> RowMap:
+    """Return the map for a buffer of the rows of the worst routing, or of fewer."""
+    num_tokens, top_k = rows.shape
+    num_rows = num_tokens * min(top_k, ends.shape[0])
+    needed = ends[-1:]
+    if most is not None and most < num_rows:
+        num_rows = most
+        # Selections beyond the limit are those of no expert to whoever compares rows with ends.
+        ends = ends.clamp(max=most)
+    return RowMap(pairs[:num_rows], rows, ends, needed)
 
 
 def permute(

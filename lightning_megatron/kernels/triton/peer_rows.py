@@ -65,13 +65,15 @@ def put_sums(
     scales: Float[Tensor, "rows"] | None,
     rows: Int[Tensor, "buffer_rows top_k"],
     ends: Int[Tensor, "experts"],
+    needed: Int[Tensor, "1"],
     pointers: Int[Tensor, "ranks"],
     rank: int,
     layout: TokenBuffer,
 ) -> None:
     """Sum the rows of every token in float32 and write the sum to the token's rank.
 
-    Tokens without rows on this rank are skipped. The gradients of probabilities are written next to
+    Tokens without an expert on this rank are skipped. Rows past the last end count as zero: a limit
+    on the rows has left them out. The gradients of probabilities are written next to
     the sums. They are zero for selections without a row on this rank. Float64 rows are summed in
     float64.
 
@@ -83,6 +85,7 @@ def put_sums(
         rows: Row of every selection of the tokens of all ranks; past the last end for experts of
             other ranks.
         ends: End (exclusive) of the rows of every expert, on the device.
+        needed: Number of rows that all selections of this rank's experts need, on the device.
         pointers: Address of the buffer of every rank.
         rank: Position of this rank on the expert axis.
         layout: Memory layout of the buffer.
@@ -93,7 +96,7 @@ def put_sums(
     top_k = rows.shape[1]
     with on_device_of(values):
         _put_sums[(min(_PROGRAMS, rows.shape[0]),)](
-            values, rows if scales is None else scales.contiguous(), rows, ends, pointers,
+            values, rows if scales is None else scales.contiguous(), rows, ends, needed, pointers,
             values.stride(0), width, values.shape[0], ends.shape[0], layout.num_tokens, rank,
             layout.scales_at, NUM_RANKS=layout.num_ranks, K=top_k, PADDED_K=power_of_two(top_k),
             HAS_SCALES=scales is not None, IS_WIDE=_is_wide(values), BLOCK=_block(width),
@@ -193,6 +196,7 @@ def _put_sums(
     scales: tl.tensor,
     rows: tl.tensor,
     ends: tl.tensor,
+    needed: tl.tensor,
     pointers: tl.tensor,
     value_stride: tl.tensor,
     width: tl.tensor,
@@ -210,13 +214,15 @@ def _put_sums(
 ) -> None:
     selections = tl.arange(0, PADDED_K)
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
+    all_needed = tl.load(needed)
     for item in range(tl.program_id(0), num_tokens * NUM_RANKS, tl.num_programs(0)):
         token = tl.cast(item // NUM_RANKS, tl.int64)
         peer = (item + rank) % NUM_RANKS
         source = token + peer * num_tokens
         buffer_row = token + rank * num_tokens
-        lies = tl.load(rows + source * K + selections, mask=selections < K, other=num_rows)
-        is_needed = tl.min(lies, axis=0) < end
+        lies = tl.load(rows + source * K + selections, mask=selections < K, other=all_needed)
+        # The token's rank reads a sum from here, also if no row of the token is before the end.
+        is_needed = tl.min(lies, axis=0) < all_needed
         base = tl.multiple_of(tl.load(pointers + peer), 16)
         target = tl.multiple_of(base.to(tl.pointer_type(values.dtype.element_ty)), 16)
         for start in range(0, width, BLOCK):

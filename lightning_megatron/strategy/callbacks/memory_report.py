@@ -269,6 +269,7 @@ def training_shape(
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
         expert_transport=strategy.run.mixtures.transport,
+        expert_rows=strategy.run.mixtures.expert_rows,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,

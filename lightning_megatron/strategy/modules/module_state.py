@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any
@@ -50,10 +50,13 @@ class ModuleState:
 
     Args:
         module: Module to record, with all its submodules.
+        parts: Submodules to record, with their names; None records all.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._held = list(_dictionaries(module))
+    def __init__(
+        self, module: nn.Module, parts: Iterable[tuple[str, nn.Module]] | None = None
+    ) -> None:
+        self._held = list(_dictionaries(module.named_modules() if parts is None else parts))
         self._recorded: dict[int, _Recorded] = {}
         with torch.no_grad():
             for one in self._held:
@@ -138,9 +141,24 @@ class _Attributes:
         return _values(self.held, self.skipped)
 
 
-def _dictionaries(module: nn.Module) -> Iterator[_Attributes]:
-    """Return the attribute and buffer dictionaries of a module and its submodules."""
-    for name, part in module.named_modules():
+def own_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a module and its submodules that are not of this package, with their names.
+
+    Of the modules of this package only the routers' statistics change in a step.
+
+    Args:
+        module: User's module.
+    """
+    return [
+        (name, part)
+        for name, part in module.named_modules()
+        if not type(part).__module__.startswith(_PACKAGE)
+    ]
+
+
+def _dictionaries(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[_Attributes]:
+    """Return the attribute and buffer dictionaries of modules."""
+    for name, part in parts:
         prefix = f"self.{name}" if name else "self"
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
         skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES

@@ -12,10 +12,12 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.statistics import (
+    RouterStatistics,
     StepStatistics,
     clear_statistics_,
     step_statistics,
 )
+from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
@@ -31,10 +33,15 @@ class MixtureRuntime:
         models: Models that are trained; layer indices run through all of them.
         mesh: The groups of this rank.
         transport: Transport of tokens over the ranks of ep.
+        rows: Limit on the rows of a rank's experts over an even share; None without one.
     """
 
     def __init__(
-        self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport
+        self,
+        models: Sequence[LayeredModule],
+        mesh: ParallelMesh,
+        transport: Transport,
+        rows: float | None = None,
     ) -> None:
         self._mesh = mesh
         self._transport = transport
@@ -51,10 +58,15 @@ class MixtureRuntime:
         self.is_used = bool(mixtures)
         if any(one.has_losses for one in mixtures):
             self.loss_weight = LossWeight()
-        for layer in self._layers.values():
+        #: Limit on the rows of experts' buffers; None without one.
+        self.row_limit = None if rows is None else RowLimit(rows)
+        for number, layer in self._layers.items():
             layer.transport = transport
             layer.loss_weight = self.loss_weight or LossWeight()
-        clear_statistics_([layer.statistics for layer in self._layers.values()])
+            layer.row_limit = None
+            if self.row_limit is not None:
+                layer.row_limit = LayerRows(self.row_limit, number, mesh.ep.size)
+        clear_statistics_(self.running)
         #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
         self._has_ended = False
@@ -100,7 +112,7 @@ class MixtureRuntime:
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(statistics[number].load)
-        clear_statistics_([layer.statistics for layer in self._layers.values()])
+        clear_statistics_(self.running)
         return statistics
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
@@ -116,6 +128,16 @@ class MixtureRuntime:
                 for (number, one), own in zip(statistics.items(), sums, strict=True)
             }
         self._has_ended = True
+
+    @property
+    def running(self) -> list[RouterStatistics]:
+        """Return the statistics of this stage's layers, which the passes of a step add to."""
+        return [layer.statistics for layer in self._layers.values()]
+
+    @property
+    def expert_rows(self) -> float | None:
+        """Return the limit as it is now: rows of a buffer over an even share; None without one."""
+        return None if self.row_limit is None else self.row_limit.factor
 
     @property
     def transport(self) -> Transport:

@@ -97,6 +97,12 @@ class StepGradients:
         else:
             self._show()
 
+    def discard(self) -> None:
+        """Discard the gradients of backward passes that must not count, and wait for their sums."""
+        names = set(self._main.trained)
+        self._reducer.clear(names)
+        self._main.exposed_gradients.withdraw(names)
+
     def finish_for(self, optimizer: Optimizer) -> None:
         """Finish the gradients of an optimizer that user code has left unfinished, if any.
 

@@ -11,6 +11,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.swap.families import find_family
 
@@ -35,10 +36,13 @@ def check_sizes(
 
     Raises:
         ParallelPlanError: If sizes are incompatible.
-        UnsupportedError: If pp is above 1 with manual optimization, or if a GPT cannot represent
-            the model in the folder.
+        UnsupportedError: If pp is above 1 with manual optimization, if a GPT cannot represent the
+            model in the folder, or if steps of this training cannot be run again for expert_rows.
     """
     check_optimization(module, layout.pp)
+    if options.expert_rows is not None and "train_dataloaders" in arguments:
+        accumulated = arguments["trainer"].accumulate_grad_batches
+        check_limited_step(accumulated, module.automatic_optimization)
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
     batch_size, seq_length = getattr(

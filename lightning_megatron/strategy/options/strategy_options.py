@@ -33,6 +33,7 @@ from lightning_megatron.plan.schedule import (
     ScheduleOption,
 )
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
+from lightning_megatron.strategy.options.expert_option import check_expert_rows
 from lightning_megatron.strategy.options.schedule_option import (
     check_named_schedule,
     check_own_order,
@@ -113,6 +114,10 @@ class StrategyOptions:
             needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment. auto means all_to_all if a
             token has fewer experts than ep. Otherwise, auto means one_sided if GPUs support it and
             no shared expert runs concurrently, else all_gather.
+        expert_rows: Rows that a rank's buffers of experts have, as a multiple of the even share, at
+            least 1; all_to_all has no such buffers, and auto does not take it then. A step that
+            needs more rows is run again without a limit. After the second time the limit grows.
+            None means the rows of the worst routing.
         tensor_parallel_plan: Name patterns and kinds of cuts of plain torch.nn modules over tp,
             such as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
         pipeline_plan: Parts of a model from outside this package that are cut into stages:
@@ -188,6 +193,7 @@ class StrategyOptions:
     order: str
     recompute: Recompute | None
     expert_transport: Transport
+    expert_rows: Annotated[float, Range(least=1)] | None
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
     timeout: Annotated[float, _PATIENCE] | Annotated[timedelta, _PATIENCE] | None
@@ -211,6 +217,7 @@ class StrategyOptions:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         coerce_fields(self)
+        check_expert_rows(self.expert_rows, self.ep, self.expert_transport, self.graphs)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
         check_schedule_name(self.schedule)

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
@@ -37,6 +38,7 @@ from lightning_megatron.strategy.step.step_values import (
     BackwardPasses,
     RanMicrobatches,
     StepResult,
+    own_outputs,
 )
 from lightning_megatron.strategy.step.token_counting import TokenCounting
 from lightning_megatron.strategy.step.weight_reads import WeightReads
@@ -77,6 +79,8 @@ class StepRunner:
         self._choice = choice
         self._order_check = OwnOrderCheck(mesh, rule.schedule)
         self.reads = WeightReads(mesh)
+        #: Steps whose experts have a limit on their rows; None without a limit.
+        self.limited_rows: LimitedRows | None = None
         #: Steps as graphs; None runs all steps eagerly.
         self.whole_steps: WholeSteps | None = None
         self._has_said_size = False
@@ -155,7 +159,7 @@ class StepRunner:
         mean: Any = loss.to(losses.dtype)
         merged = None
         if returns_more:
-            merged = self._merged(_own_outputs(ran), microbatches, counts)
+            merged = self._merged(own_outputs(ran), microbatches, counts)
         if replayed.returns_more:
             merged = self._kept.outputs_after("training_step", merged)
         return replace(
@@ -192,8 +196,10 @@ class StepRunner:
         if self.whole_steps is None or passes is None or self._is_choosing:
             if self.whole_steps is not None:
                 self.whole_steps.begin_gather()
+            runs = partial(run, microbatches, factor, args=args)
             with nullcontext() if passes is not None else torch.no_grad():
-                return RanStep(run(microbatches, factor, passes, args))
+                limited = self.limited_rows
+                return RanStep(runs(passes) if limited is None else limited.train(runs, passes))
         return self.whole_steps.train(
             microbatches, args, passes, run, step=step, factor=factor, divisor=divisor
         )
@@ -235,12 +241,14 @@ class StepRunner:
                 outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
             return RanMicrobatches(outputs, own)
 
+        limited = self.limited_rows
         with by_graphs:
             if self.whole_steps is None or not self.whole_steps.evaluates:
-                ran = RanStep(run(microbatches, args))
+                runs = partial(run, microbatches, args)
+                ran = RanStep(runs() if limited is None else limited.run(runs, runs))
             else:
                 ran = self.whole_steps.evaluate(key, microbatches, args, run, step=step)
-        outputs = _own_outputs(ran)
+        outputs = own_outputs(ran)
         recorder = ran.result.recorder
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
@@ -252,13 +260,10 @@ class StepRunner:
             return self._kept.outputs_after(name, merged)
         self._kept.share_after(name)
         pp_cpu = self._mesh.pp_cpu
-        return (
-            broadcast_object(
-                apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1
-            )
-            if pp_cpu.size > 1
-            else merged
-        )
+        if pp_cpu.size == 1:
+            return merged
+        on_cpu = apply_to_collection(merged, Tensor, Tensor.cpu)
+        return broadcast_object(on_cpu, pp_cpu, pp_cpu.size - 1)
 
     def _cut(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
@@ -325,6 +330,7 @@ class StepRunner:
         guard: AbstractContextManager[Any] | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> list[Any]:
+        is_repeated = self._mesh.pp.size > 1 or self.limited_rows is not None
         sizes = {id(part.data): part.num_samples for part in microbatches}
         step_fn = getattr(module, name)
         trial = Trial(name, partial(keeping_state, module, name))
@@ -338,8 +344,8 @@ class StepRunner:
                 naming_uncut_modules(module, self._mesh),
                 self._kept.trial() if self._executor.is_repeated else nullcontext(),
             ):
-                # A step may remove entries from its batch, and stages try it before they run it.
-                return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
+                # A step may remove entries from its batch, and another run needs them again.
+                return step_fn(own_containers(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)
@@ -392,9 +398,3 @@ class StepRunner:
     def _is_choosing(self) -> bool:
         """Return whether the schedule may change, because its actions are still measured."""
         return self._choice is not None and self._choice.measured is None
-
-
-def _own_outputs(ran: RanStep[RanMicrobatches]) -> list[Any]:
-    """Return the outputs of a step; copies of those that the next replay overwrites."""
-    outputs = ran.result.outputs
-    return outputs if ran.graph is None else apply_to_collection(outputs, Tensor, torch.clone)

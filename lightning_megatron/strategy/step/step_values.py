@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.statistics import StepStatistics
+from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
@@ -87,3 +90,13 @@ class StepResult:
     output: Any
     loss: Tensor
     num_tokens: Tensor | None
+
+
+def own_outputs(ran: RanStep[RanMicrobatches]) -> list[Any]:
+    """Return the outputs of a step; copies of those that the next replay overwrites.
+
+    Args:
+        ran: Step that has run, eagerly or by a graph.
+    """
+    outputs = ran.result.outputs
+    return outputs if ran.graph is None else apply_to_collection(outputs, Tensor, torch.clone)

@@ -20,6 +20,7 @@ from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.private.loops import (
     accumulates,
     call_after_backward_hooks,
@@ -141,6 +142,8 @@ class TrainingSteps:
     def _train(self, args: tuple[Any, ...], step: int) -> Any:
         """Run a step of automatic optimization."""
         trainer = self._module.trainer
+        if self._runner.limited_rows is not None:
+            check_limited_step(trainer.accumulate_grad_batches, is_automatic=True)
         passes = None if skips_backward(trainer) else self._backward_passes()
         with self._by_graphs(args[0], passes is not None):
             result = self._runner.train(
@@ -204,6 +207,8 @@ class TrainingSteps:
 
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
         """Run a step of manual optimization, whose backward passes user code runs."""
+        if self._runner.limited_rows is not None:
+            check_limited_step(1, is_automatic=False)
         self._state.main.wait()
         self._mesh.random.begin_microbatch(step, self._mesh.dp.rank)
         if self._mixtures.loss_weight is not None:

@@ -1,0 +1,31 @@
+"""Limits on the rows of experts, in whole tiles, and the factors that would have been enough."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from lightning_megatron.plan.row_limit import enough_for, grown_factor, limited_rows
+
+
+@pytest.mark.parametrize(
+    ("factor", "share", "rows"),
+    [(1.0, 128, 128), (1.0, 129, 256), (1.25, 32_768, 40_960), (1.01, 128, 256), (1.0, 0, 0)],
+)
+def test_limits_are_multiples_of_a_tile(factor: float, share: int, rows: int) -> None:
+    assert limited_rows(factor, share) == rows
+
+
+def test_the_factor_that_would_do_has_room_and_a_hundredth_less_may_not() -> None:
+    draw = random.Random(1)
+    assert enough_for(42_112, 32_768) == 1.29
+    for _ in range(2000):
+        share = draw.randint(1, 10**6)
+        needed = draw.randint(share, 8 * share)
+        enough = enough_for(needed, share)
+        assert limited_rows(enough, share) >= needed
+        assert Fraction(round(enough * 100) - 1, 100) * share < needed
+        assert grown_factor(needed, share) >= 1.1 * needed / share
+        assert grown_factor(needed, share) < 1.1 * needed / share + 0.0101

@@ -1,0 +1,170 @@
+"""Steps that need more rows than ``expert_rows`` allows are run again, and leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from tests.strategy.limited_fits import Excess, Record, Watched, fit
+from tests.strategy.tiny import loader
+from tests.world import run_world
+
+AGAIN = "the step was run again without a limit"
+#: One row too many, in the first microbatch of the second step.
+ONE_ROW: Excess = {("train", 1, 0, 0): 1}
+TWICE: Excess = {("train", 1, 0, 0): 1, ("train", 2, 1, 1): 12, ("train", 3, 0, 0): 100}
+#: Excess, further settings, number of second runs, words of the warnings.
+CASES: dict[str, tuple[Excess, dict[str, Any], list[str]]] = {
+    "one row": (
+        ONE_ROW,
+        {},
+        [
+            "experts: layer 0 needed 129 rows on rank 0, expert_rows=1 has 128: "
+            f"{AGAIN}; 1.01 would do."
+        ],
+    ),
+    "exactly full": ({("train", 1, 0, 0): 0}, {}, []),
+    "second microbatch, other rank, last layer": (
+        {("train", 1, 1, 1): -128},
+        {},
+        [
+            f"experts: layer 1 needed 256 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 2 would do."
+        ],
+    ),
+    "the largest counts": (
+        {("train", 0, 0, 0): 3, ("train", 0, 1, 1): -7},
+        {},
+        [f"layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 1.06 would do."],
+    ),
+    "twice": (
+        TWICE,
+        {},
+        [
+            f"129 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.01 would do.",
+            f"140 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.1 would do, and expert_rows "
+            "is 1.21 from now on.",
+        ],
+    ),
+    "evaluation": ({("val", 0, 1, 0): 2}, {}, ["layer 0 needed 130 rows", "layer 0 needed 130"]),
+    "all-gather": (ONE_ROW, {"expert_transport": "all_gather"}, ["layer 0 needed 129 rows"]),
+    "everything recomputed": (ONE_ROW, {"recompute": "full"}, ["layer 0 needed 129 rows"]),
+    "experts recomputed, zero=0": (
+        ONE_ROW,
+        {"recompute": "experts", "zero": 0},
+        ["layer 0 needed 129 rows"],
+    ),
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp": 2, "microbatch_size": 8},
+    "zb-h1": {"pp": 2, "microbatch_size": 8, "schedule": "zb-h1"},
+}
+
+
+def world_of_two(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: (fit(None, excess, **options), fit(1.0, excess, **options))
+        for name, (excess, options, _) in CASES.items()
+    }
+    checkpoint = f"{folder}/half"
+    half = {"max_steps": 2}
+    fit(1.0, ONE_ROW, saves=checkpoint, trainer=half)
+    resumed = fit(1.0, TWICE, ckpt_path=checkpoint)
+    fit(None, ONE_ROW, saves=f"{folder}/other", trainer=half)
+    found["resumed"] = fit(None, TWICE, ckpt_path=f"{folder}/other"), resumed
+    return found
+
+
+def world_of_four(rank: int, size: int) -> dict[str, tuple[Record, Record]]:
+    excess: Excess = {("train", 1, 1, 1): 5, ("val", 0, 0, 0): 5}
+    return {
+        name: (fit(None, excess, size, **options), fit(1.0, excess, size, **options))
+        for name, options in STAGES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(world_of_two, 2, str(tmp_path_factory.mktemp("rows")))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_that_needs_more_rows_counts_as_without_a_limit(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    expected = CASES[name][2]
+    for rank, ranks in enumerate(found):
+        without, limited = ranks[name]
+        assert limited.differences_from(without) == [], f"rank {rank}"
+        assert limited.num_failures == len(expected), f"rank {rank}"
+        assert without.num_failures == 0
+        assert len(limited.losses) == 4
+        assert limited.warnings == [] if rank else len(limited.warnings) == len(expected)
+    for words, warning in zip(expected, found[0][name][1].warnings, strict=True):
+        assert words in warning
+
+
+def test_the_limit_grows_on_all_ranks_after_the_second_failure(
+    found: list[dict[str, Any]],
+) -> None:
+    for ranks in found:
+        assert ranks["one row"][1].factor == 1.0
+        # A tenth more than 140 rows, and room for the 228 of the next step.
+        assert ranks["twice"][1].factor == 1.21
+
+
+def test_a_fit_goes_on_after_a_step_that_was_run_again(found: list[dict[str, Any]]) -> None:
+    for ranks in found:
+        without, resumed = ranks["resumed"]
+        assert resumed.differences_from(without) == []
+        assert resumed.num_failures == 2
+        assert len(resumed.losses) == 2
+
+
+@pytest.mark.slow
+def test_all_stages_of_a_pipeline_run_a_step_again() -> None:
+    for rank, found in enumerate(run_world(world_of_four, 4)):
+        for name, (without, limited) in found.items():
+            assert limited.differences_from(without) == [], f"{name}, rank {rank}"
+            # The third step with too many rows has room: the limit has grown.
+            assert limited.num_failures == 2, name
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"expert_rows": 0.99, "ep": 2}, ParallelPlanError, "at least 1"),
+        ({"expert_rows": 1.25}, ParallelPlanError, r"expert_rows \(1.25\) needs ep above 1"),
+        (
+            {"expert_rows": 1.25, "ep": 2, "expert_transport": "all_to_all"},
+            ParallelPlanError,
+            "needs expert_transport of one_sided, all_gather or auto",
+        ),
+        (
+            {"expert_rows": 1.25, "ep": 2, "cuda_graphs": "segments"},
+            UnsupportedError,
+            "cannot be used with cuda_graphs",
+        ),
+    ],
+)
+def test_a_limit_that_nothing_could_have_is_refused(
+    options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        MegatronStrategy(**options)
+
+
+def test_steps_that_could_not_be_run_again_are_refused_before_a_launch() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
+    module = Watched(mlp_bias=False)
+    trainer = Trainer(
+        **options, strategy=MegatronStrategy(ep=2, expert_rows=1.25), accumulate_grad_batches=3
+    )
+    with pytest.raises(UnsupportedError, match=r"accumulate_grad_batches \(3\) above 1"):
+        trainer.fit(module, loader())
+    module.automatic_optimization = False
+    trainer = Trainer(**options, strategy=MegatronStrategy(ep=2, expert_rows=1.25))
+    with pytest.raises(UnsupportedError, match="needs automatic optimization"):
+        trainer.fit(module, loader())
