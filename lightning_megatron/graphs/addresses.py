@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.layers.gradient_slot import slot_of
 
 #: Address, shape, dtype and need of a gradient of a tensor, with the address of its gradients.
@@ -14,18 +15,21 @@ _Entry = tuple[int, tuple[int, ...], str, bool, int]
 
 @dataclass(frozen=True)
 class Addresses:
-    """Addresses of a module's parameters, gradients and buffers, and the modes of its parts.
+    """Addresses of a module's parameters, gradients and buffers; modes and hooks of its parts.
 
     A graph uses the memory that its capture has seen. It computes on old values if a parameter has
-    moved since, and skips the gradient of a parameter that has been thawed since.
+    moved since, and skips the gradient of a parameter that has been thawed since, or a hook that
+    has been registered since.
 
     Args:
         tensors: Address, shape, dtype and need of a gradient, by name.
         modes: Names of the parts that are in training mode.
+        hooks: Name of a user's hook, by the name of its part.
     """
 
     tensors: dict[str, _Entry]
     modes: frozenset[str]
+    hooks: dict[str, str]
 
     @classmethod
     def of(cls, module: nn.Module) -> Addresses:
@@ -37,7 +41,8 @@ class Addresses:
         named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         named |= dict(module.named_buffers(remove_duplicate=False))
         modes = frozenset(name for name, part in module.named_modules() if part.training)
-        return cls({name: _entry(tensor) for name, tensor in named.items()}, modes)
+        entries = {name: _entry(tensor) for name, tensor in named.items()}
+        return cls(entries, modes, modules_with_user_hooks(module))
 
     def change_from(self, earlier: Addresses) -> str | None:
         """Return what differs from earlier addresses, in words; None if nothing does.
@@ -53,6 +58,11 @@ class Addresses:
         for name in sorted(earlier.modes ^ self.modes):
             mode = "training" if name in self.modes else "evaluation"
             return f"{name or 'the module'} is now in {mode} mode"
+        for name in {**earlier.hooks, **self.hooks}:
+            hook = self.hooks.get(name)
+            if hook != earlier.hooks.get(name):
+                has = f"now has the hook {hook}" if hook else "has its hook no longer"
+                return f"{name or 'the module'} {has}"
         return None
 
 

@@ -46,6 +46,11 @@ class ChunkPieces:
         self._parameters = [piece.parameters for piece in self.pieces]
         self._dropped = _last_reads(self.pieces, segments.outputs)
 
+    @property
+    def runs(self) -> list[tuple[bool, tuple[str, ...]]]:
+        """Return of each piece whether it is static, and the names of its segments."""
+        return [(piece.is_static, tuple(one.name for one in piece)) for piece in self.pieces]
+
     def names_outside(self, number: int) -> frozenset[str]:
         """Return the names of the segments of all pieces but one.
 

@@ -84,6 +84,8 @@ class GraphRunner:
         self._rank = rank
         self._settings = settings
         self._chunks: dict[int, ChunkPieces] = {}
+        # Chunks whose segments may have got users' hooks, which a replay would not call.
+        self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
         self._slots: dict[tuple[int, int], Slot] = {}
         #: Keys of the first captures, by chunk and kind of step.
@@ -103,6 +105,7 @@ class GraphRunner:
     def begin(self, kind: StepKind = TRAINING) -> None:
         """Capture from the next step of a kind on what its microbatches need."""
         self._begun.add(kind)
+        self._unchecked.update(self._chunks)
 
     def permit(self, kind: StepKind | None, replays: bool) -> None:
         """Serve steps of a kind from now on.
@@ -117,6 +120,7 @@ class GraphRunner:
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""
         self._begun.clear()
+        self._unchecked.update(self._chunks)
         self._first_keys.clear()
         self._tools.notes.failures.clear()
         for slot in self._slots.values():
@@ -235,19 +239,30 @@ class GraphRunner:
         return is_own and kind.has_backward == self._has_backward == mode.has_backward
 
     def _observer(self, chunk: int, segments: SegmentList, mode: PassMode) -> ChunkObserver:
-        if chunk not in self._chunks:
-            settings = self._settings
-            self._chunks[chunk] = ChunkPieces(
-                settings.prepare(segments),
-                settings.scopes,
-                settings.cuts,
-                settings.keeps_whole,
-                settings.wait_for,
-            )
+        if chunk not in self._chunks or chunk in self._unchecked:
+            self._unchecked.discard(chunk)
+            self._prepare(chunk, segments)
         if (chunk, mode) not in self._observers:
             observer = ChunkObserver(self._chunks[chunk], self._tools.random)
             self._observers[chunk, mode] = observer
         return self._observers[chunk, mode]
+
+    def _prepare(self, chunk: int, segments: SegmentList) -> None:
+        """Divide a chunk into pieces, if it is not divided as it should be."""
+        settings = self._settings
+        pieces = ChunkPieces(
+            settings.prepare(segments),
+            settings.scopes,
+            settings.cuts,
+            settings.keeps_whole,
+            settings.wait_for,
+        )
+        earlier = self._chunks.get(chunk)
+        if earlier is not None and earlier.runs == pieces.runs:
+            return
+        self._chunks[chunk] = pieces
+        for place in [one for one in self._observers if one[0] == chunk]:
+            del self._observers[place]
 
     def _graphs_of(self, key: ChunkKey) -> dict[int, CapturedPiece]:
         """Let the unit occupy its slot, and return the graphs of the static pieces by number."""

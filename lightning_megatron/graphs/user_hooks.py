@@ -43,6 +43,20 @@ def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
     return found
 
 
+def why_hooked(root: nn.Module) -> str | None:
+    """Return why no graph can hold a whole module; None if no user has put a hook on a part of it.
+
+    Args:
+        root: Module to search, with all its parts.
+    """
+    for name, hook in modules_with_user_hooks(root).items():
+        return (
+            f"a hook on {name or 'the module'} ({hook}) would not run at a replay. Remove it, or "
+            "use mode segments, which runs this part eagerly."
+        )
+    return None
+
+
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
     for kind in _KINDS:
         yield from getattr(module, kind).values()

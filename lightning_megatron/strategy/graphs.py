@@ -12,7 +12,7 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
-from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
+from lightning_megatron.graphs.user_hooks import why_hooked
 from lightning_megatron.groups.device_word import DeviceWord
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
@@ -90,14 +90,8 @@ def _warn(sentence: str) -> None:
 def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
     """Return why nothing of a module can be captured; None if something can."""
     if settings.mode == "full":
-        hooks = modules_with_user_hooks(module)
-        name, hook = next(iter(hooks.items()), ("", ""))
-        if not hooks:
-            return None
-        return (
-            f"A hook on {name or 'the module'} ({hook}) would not run at a replay. Remove it, or "
-            "use mode segments, which runs this part eagerly."
-        )
+        hook = why_hooked(module)
+        return None if hook is None else hook[0].upper() + hook[1:]
     models = layered_modules(module)
     if len(models) == 1:
         return None

@@ -64,6 +64,20 @@ def test_new_values_at_the_same_addresses_are_no_change() -> None:
     assert Addresses.of(module).change_from(before) is None
 
 
+def test_hooks_that_come_and_go_are_changes() -> None:
+    module = net()
+    before = Addresses.of(module)
+
+    def see(module: nn.Module, args: Any) -> None: ...
+
+    handle = module[0].register_forward_pre_hook(see)
+    hooked = Addresses.of(module)
+    assert (hooked.change_from(before) or "").startswith("0 now has the hook ")
+    assert hooked.change_from(hooked) is None
+    handle.remove()
+    assert Addresses.of(module).change_from(hooked) == "0 has its hook no longer"
+
+
 def test_hooks_of_users_are_found_and_those_of_the_package_are_not() -> None:
     module = net()
     ParameterGather().wait_before([module], [])

@@ -349,6 +349,60 @@ def test_a_module_with_a_users_hook_stays_eager_and_is_named(
     assert "Eager: layers.1.mlp: hook" in lines[0]
 
 
+class HookLater(Callback):
+    """Register a hook on a block, and remove it eight steps later.
+
+    Args:
+        place: Hook of the callback that registers.
+        step: First step before which it does so (steps).
+    """
+
+    def __init__(self, place: str, step: int) -> None:
+        self.calls = 0
+        self._step = step
+        self._handle: Any = None
+        setattr(self, place, self._register)
+
+    def _register(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        if self._handle is None and step == self._step:
+            part = module.get_submodule("net.layers.1.mlp")
+            self._handle = part.register_forward_hook(self._count)
+        elif self._handle is not None and step == self._step + 8:
+            self._handle.remove()
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [("on_fit_start", 0), ("on_train_batch_start", 1), ("on_train_epoch_start", 4)],
+)
+def test_hooks_that_come_later_are_called_and_keep_their_part_eager(
+    place: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"max_steps": 16, "num_samples": 16, "val_check_interval": 1.0}
+    later, eager = HookLater(place, step), HookLater(place, step)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        found = fit(SEGMENTS, callbacks=(later,), **options)
+    assert found.differences_from(fit(None, callbacks=(eager,), **options)) == []
+    assert later.calls == eager.calls > 0
+    lines = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
+    assert any("Eager: layers.1.mlp: hook" in one for one in lines)
+    assert found.num_graphs[-1] > 0
+
+
+def test_a_hook_that_comes_later_ends_the_graphs_of_whole_steps() -> None:
+    options: dict[str, Any] = {"max_steps": 12, "num_samples": 16, "val_check_interval": 1.0}
+    later, eager = (HookLater("on_train_epoch_start", 4) for _ in range(2))
+    with pytest.warns(SpeedWarning, match="hook on net.layers.1.mlp .*would not run at a replay"):
+        found = fit(FULL, callbacks=(later,), **options)
+    assert found.differences_from(fit(None, callbacks=(eager,), **options)) == []
+    assert later.calls == eager.calls > 0
+    assert found.num_graphs[3] > 0 == found.num_graphs[-1]
+
+
 def test_new_shapes_run_eagerly_and_are_named_once() -> None:
     with pytest.warns(SpeedWarning, match="run eagerly .said once") as caught:
         fit(SEGMENTS, num_samples=19, max_epochs=2, max_steps=-1)

@@ -13,6 +13,7 @@ from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
 from lightning_megatron.graphs.step_kind import StepKind
+from lightning_megatron.layers.segments import SegmentList
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.loss_weights import new_weight
@@ -52,11 +53,10 @@ class SegmentCaptures:
             mesh.random,
             state.reducer.weight_gradients,
         )
-        self._chunks = [without_hooked(model.segments(one)) for one in range(model.num_chunks)]
         buckets = list(_shared_buckets(state))
         self._segments = SegmentSettings(
             settings.scopes,
-            tuple(cut for chunk in self._chunks for cut in bucket_cuts(chunk, buckets)),
+            tuple(cut for chunk in self._chunks() for cut in bucket_cuts(chunk, buckets)),
             must_be_called,
             redraws=model.recompute != "none",
             wait_for=state.main.gather.wait_for,
@@ -107,17 +107,22 @@ class SegmentCaptures:
     def report(self) -> GraphReport:
         """Return what is captured now."""
         scopes = self._segments.scopes
-        reasons = [eager_reasons(one, scopes) for one in self._chunks]
+        chunks = self._chunks()
+        reasons = [eager_reasons(one, scopes) for one in chunks]
         return GraphReport(
             "segments",
             tuple(
                 part
-                for segments, eager in zip(self._chunks, reasons, strict=True)
+                for segments, eager in zip(chunks, reasons, strict=True)
                 for part in runs_of([one.name for one in segments], eager)
             ),
             self._runner.counts,
             {name: reason for one in reasons for name, reason in one.items()},
         )
+
+    def _chunks(self) -> list[SegmentList]:
+        """Return the segments of all chunks, with the users' hooks that exist now."""
+        return [without_hooked(self._model.segments(one)) for one in range(self._model.num_chunks)]
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""

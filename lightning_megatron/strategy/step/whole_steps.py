@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.captured_index import CapturedIndex
 from lightning_megatron.graphs.step_graph import RanStep, Step, StepGraphs
+from lightning_megatron.graphs.user_hooks import why_hooked
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -223,16 +224,22 @@ class WholeSteps:
 
 @contextmanager
 def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
-    """Refuse steps that change attributes of the module in Python, and undo the changes.
+    """Refuse steps that a replay would not repeat, and undo what they change.
+
+    A replay runs no Python: neither hooks on the parts of the module nor changes of attributes.
 
     Args:
         module: Module of the step.
         step: Name of the step.
 
     Raises:
-        UnsupportedError: At the end of the block, if an attribute has changed or a metric was
-            updated. Changes of tensors in place are allowed, because replays repeat them.
+        UnsupportedError: If a part of the module has a hook of a user. At the end of the block, if
+            an attribute has changed or a metric was updated. Changes of tensors in place are
+            allowed, because replays repeat them.
     """
+    hook = why_hooked(module)
+    if hook is not None:
+        raise UnsupportedError(f"a captured {step} must call no hooks of users: {hook}")
     state = ModuleState(module)
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     updates = {name: metric._update_count for name, metric in metrics.items()}
