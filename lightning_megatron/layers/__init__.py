@@ -25,6 +25,11 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``vocab_local``: columns of the logits on this rank, the padded vocabulary divided by tp (tokens).
 - ``tokens``: tokens of this rank, ordered by position, then by sequence (tokens).
 - ``experts``: experts of a layer, or of this rank where the text says so (experts).
+- ``homes``: experts at home on each rank, whose parameters it holds (experts).
+- ``places``: places for clones of experts, of all ranks in a plan and of this rank in its products
+  (places); ``all_places`` are those of all ranks where both meet.
+- ``groups``: homes and places of this rank (groups).
+- ``passes``: passes of layers that a step has noted (passes).
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).

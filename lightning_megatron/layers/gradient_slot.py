@@ -154,7 +154,7 @@ class GradientSlot:
         part.is_empty = self.is_empty
         return part
 
-    def add_last_part(self, first: GradientSlot, gradient: Tensor) -> None:
+    def add_last_part(self, first: GradientSlot, gradient: Float[Tensor, "..."]) -> None:
         """Add the last part of a gradient, as :meth:`add` does.
 
         Args:

@@ -68,7 +68,8 @@ class ParameterGather:
         """
         self.wait()
         # A stage without trained parameters defers, too, so that all ranks choose the same graph.
-        if mesh.data.size > 1:
+        # Experts can have replicas where other parameters have none, if etp is smaller than tp.
+        if mesh.data.size > 1 or mesh.edp.size > 1:
             self._deferred = tuple(buffers), mesh
         if not self.defers:
             self.begin()

@@ -88,6 +88,6 @@ class CloneCollectives:
 
 
 def _wide(
-    mask: Bool[Tensor, "*places"], matrices: Float[Tensor, "stack out_local in_local"]
-) -> Bool[Tensor, "*places 1 1"]:
+    mask: Bool[Tensor, "*shape"], matrices: Float[Tensor, "_ out_local in_local"]
+) -> Bool[Tensor, "*shape 1 1"]:
     return mask.view(*mask.shape, *[1] * (matrices.dim() - 1))
