@@ -27,7 +27,8 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``experts``: experts of a layer, or of this rank where the text says so (experts).
 - ``homes``: experts at home on each rank, whose parameters it holds (experts).
 - ``places``: places for clones of experts, of all ranks in a plan and of this rank in its products
-  (places); ``all_places`` are those of all ranks where both meet.
+  (places).
+- ``all_places``: places of all ranks, beside those of this rank (places).
 - ``groups``: homes and places of this rank (groups).
 - ``passes``: passes of layers that a step has noted (passes).
 - ``top_k``: experts selected for each token (experts).

@@ -29,6 +29,8 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
     "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
     "tp4 +sp, ep4, all-to-all": {"tp": 4, "ep": 4, "etp": 1, "expert_transport": "all_to_all"},
+    # Only experts have replicas.
+    "tp4 +sp, ep2 edp2": {"tp": 4, "ep": 2, "etp": 1},
     "tp4, etp4": {"tp": 4, "sequence_parallel": False},
     "tp2, etp2 ep2, one-sided": {
         "tp": 2,
