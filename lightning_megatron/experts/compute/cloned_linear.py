@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.experts.compute import grouped_operator
 from lightning_megatron.experts.compute.backends import Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
+from lightning_megatron.experts.compute.grouped_linear import hand_over
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
 from lightning_megatron.layers.gradient_slot import GradientSlot, slots_of
 from lightning_megatron.shapes import Float, Int
@@ -109,20 +110,15 @@ class _ClonedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             every = [*weights, *ctx.clones.fetch(weights).unbind()]
             grad_rows = ctx.backend.input_gradient(grad, every, ends)
-        grad_weights: list[Tensor | None] = [None] * len(weights)
         slots = [slot for slot in ctx.slots if slot is not None]
         if len(slots) == len(weights):
             _add_to_slots(grad, rows, ends, ctx.backend, ctx.clones, slots)
-            return grad_rows, None, None, None, *grad_weights
+            return grad_rows, None, None, None, *([None] * len(weights))
         # Also if all weights here are frozen: those of the clones' homes may not be.
         found = ctx.backend.weight_gradients(grad, rows, ends)
         homes, places = found.tensor_split((len(weights),))
         total = homes + ctx.clones.give_back(places)
-        for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
-            if slot is not None:
-                slot.add(total[number])
-            elif ctx.needs_input_grad[4 + number]:
-                grad_weights[number] = total[number].to(weight.dtype)
+        grad_weights = hand_over(total, weights, ctx.slots, ctx.needs_input_grad[4:])
         return grad_rows, None, None, None, *grad_weights
 
 

@@ -245,9 +245,28 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if rows is not None:
             found = ctx.backend.weight_gradients(grad, rows, ends)
-            for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
-                if slot is not None:
-                    slot.add(found[number])
-                elif ctx.needs_input_grad[4 + number]:
-                    grad_weights[number] = found[number].to(weight.dtype)
+            grad_weights = hand_over(found, weights, ctx.slots, ctx.needs_input_grad[4:])
         return grad_rows, None, None, None, *grad_weights
+
+
+def hand_over(
+    gradients: Float[Tensor, "experts out_local in_local"],
+    weights: Sequence[Float[Tensor, "out_local in_local"]],
+    slots: Sequence[GradientSlot | None],
+    needed: Sequence[bool],
+) -> list[Float[Tensor, "out_local in_local"] | None]:
+    """Add the gradients of weights to their slots, and return those that autograd hands on.
+
+    Args:
+        gradients: Gradients of all weights as one stack.
+        weights: One weight for each expert.
+        slots: Slot of each weight; None means that autograd hands its gradient on.
+        needed: Whether each weight needs a gradient.
+    """
+    found: list[Tensor | None] = [None] * len(weights)
+    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        if slot is not None:
+            slot.add(gradients[number])
+        elif needed[number]:
+            found[number] = gradients[number].to(weight.dtype)
+    return found
