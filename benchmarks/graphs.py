@@ -5,10 +5,11 @@
     python -m benchmarks.graphs --works llama8b_half:pp2:8:64 --modes eager segments
 
 A work is ``model:layout:layers:samples``, as in ``benchmarks/train_shapes.py``; the last two are
-optional. A mode is eager, segments, full or a JSON object with the fields of ``cuda_graphs``. Every
-case is one run of each rank: steps for which the host waits, then steps in a row, then steps whose
-host time is divided, then profiled steps. A case that fails prints its last error, and the others
-go on. ``--seconds`` limits all cases together.
+optional. A mode is eager, segments, full, one of the last two with ``+update`` (the update of the
+parameters is captured, too), or a JSON object with the fields of ``cuda_graphs``. Every case is one
+run of each rank: steps for which the host waits, then steps in a row, then steps whose host time is
+divided, then profiled steps. A case that fails prints its last error, and the others go on.
+``--seconds`` limits all cases together.
 
 The peer is a program as in ``benchmarks/data_parallel.py`` that also takes ``--graph IMPLEMENTATION
 --scope NAMES`` and prints row_ms, the mean time of a step in a row (ms).
@@ -31,6 +32,8 @@ from benchmarks.train_shapes import LAYOUTS, SHAPES, Layout
 from lightning_megatron.models.config import GPTConfig
 
 MODES = ("eager", "segments", "full")
+#: End of a mode whose update of the parameters is captured, too.
+_UPDATE = "+update"
 #: The peer's graphs for models without and with experts, as implementation and scopes.
 PEER_GRAPHS = {
     False: ("full_iteration", "transformer_engine:attn,mlp", "none"),
@@ -140,15 +143,18 @@ def mode_of(text: str) -> tuple[str, str, Any]:
             settings = json.loads(text)
         except json.JSONDecodeError as error:
             raise ArgumentTypeError(f"a mode must be valid JSON: {text!r}: {error}.") from None
+    elif text.endswith(_UPDATE) and text != f"eager{_UPDATE}":
+        settings = {"mode": text.removesuffix(_UPDATE), "optimizer": True}
     mode = settings.get("mode") if isinstance(settings, dict) else settings
     if mode not in MODES:
         raise ArgumentTypeError(
-            f"a mode must be one of {', '.join(MODES)}, or a JSON object with one: {text!r}."
+            f"a mode must be one of {', '.join(MODES)}, one of the last two with {_UPDATE}, or a "
+            f"JSON object with one: {text!r}."
         )
     if mode == "eager":
         return "eager", "eager", None
-    if isinstance(settings, str):
-        return mode, mode, mode
+    if not text.startswith("{"):
+        return text, mode, settings
     rest = [f"{name} {value}" for name, value in settings.items() if name != "mode"]
     return " ".join([mode, *rest]), mode, settings
 
@@ -251,7 +257,10 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--works", nargs="+", type=work_of, default=[Work("tiny", "single")])
     result.add_argument(
-        "--modes", nargs="*", type=mode_of, default=[mode_of(name) for name in MODES]
+        "--modes",
+        nargs="*",
+        type=mode_of,
+        default=[mode_of(name) for name in (*MODES, f"full{_UPDATE}")],
     )
     result.add_argument("--peer", default="", help="program to compare with")
     result.add_argument("--peer-path", default="", help="folders for its imports alone")

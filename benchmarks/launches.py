@@ -17,7 +17,7 @@ from benchmarks.step_profile import ON_DEVICE, Interval
 #: Name of the launch of a graph.
 GRAPH_LAUNCH = "cudaGraphLaunch"
 #: Beginnings of the names of the calls that launch one kernel.
-_KERNEL_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
+KERNEL_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Launch:
     @property
     def is_kernel(self) -> bool:
         """Return whether it launches one kernel."""
-        return self.call.startswith(_KERNEL_LAUNCHES)
+        return self.call.startswith(KERNEL_LAUNCHES)
 
 
 def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:

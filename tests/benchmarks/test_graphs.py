@@ -47,10 +47,12 @@ def test_a_work_has_the_sizes_of_its_name() -> None:
 def test_a_mode_is_a_name_or_the_fields_of_the_option() -> None:
     assert mode_of("eager") == ("eager", "eager", None)
     assert mode_of("full") == ("full", "full", "full")
+    captured = {"mode": "full", "optimizer": True}
+    assert mode_of("full+update") == ("full+update", "full", captured)
     fields = {"mode": "segments", "scopes": ["attention"]}
     text = '{"mode": "segments", "scopes": ["attention"]}'
     assert mode_of(text) == ("segments scopes ['attention']", "segments", fields)
-    for wrong in ("half", '{"scopes": ["all"]}', "{"):
+    for wrong in ("half", "eager+update", '{"scopes": ["all"]}', "{"):
         with pytest.raises(ArgumentTypeError, match="a mode must be"):
             mode_of(wrong)
 
@@ -84,7 +86,7 @@ def test_ours_and_the_peer_run_and_a_failing_case_ends_no_other(tmp_path: Path) 
 def test_cases_stop_when_the_time_is_over(tmp_path: Path) -> None:
     args = parser().parse_args(["--seconds", "0", "--out", str(tmp_path)])
     found = run_cases(cases_of(args), args)
-    assert [one.failure for one in found] == ["not run: 0 s were over"] * 3
+    assert [one.failure for one in found] == ["not run: 0 s were over"] * 4
 
 
 def test_ranks_that_wait_for_a_failed_one_are_killed(tmp_path: Path) -> None:

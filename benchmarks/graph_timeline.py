@@ -1,0 +1,239 @@
+"""Picture of a training step without and with CUDA graphs, drawn from measured traces.
+
+    python -m benchmarks.graph_timeline --svg docs/cuda_graphs_step.svg
+    python -m benchmarks.graph_timeline --measured runs/graph_timeline.json --svg step.svg
+
+The first line trains a few steps of each mode on one GPU (about a minute), writes the measured
+timelines to ``--measured``, and draws them. If ``--measured`` exists already, nothing is trained.
+Each mode has two rows with one scale of time: the calls with which the host starts work, and what
+runs on the device by class of kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from benchmarks.graphs import mode_of
+from benchmarks.step_profile import Interval, union
+from benchmarks.step_timeline import GRAPHS, LAUNCHES, StepTimeline, Timeline, timeline_of
+from benchmarks.train_shapes import SHAPES, Tokens, Trained
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.models.config import GPTConfig
+
+MODES = ("eager", "segments", "full", "full+update")
+_COLORS = {
+    LAUNCHES: "#777",
+    GRAPHS: "#d81b60",
+    "matmul": "#3949ab",
+    "attention": "#00897b",
+    "elementwise and reductions": "#7cb342",
+    "optimizer": "#fb8c00",
+    "copy and fill": "#8e24aa",
+    "communication": "#e53935",
+    "router": "#6d4c41",
+    "permutes": "#c0ca33",
+}
+_STYLE = "font-family='sans-serif' font-size='13' fill='#333'"
+_LEFT = 70
+_WIDTH = 860
+_PANEL = 84
+_BAR = 22
+_TOP = 62
+#: Gaps that are shorter than this are drawn as if there were none (pixels).
+_FINEST = 0.4
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Measured step of one mode.
+
+    Args:
+        name: Name of the mode.
+        timeline: The step.
+    """
+
+    name: str
+    timeline: Timeline
+
+    def title(self) -> str:
+        """Return the mode with its figures."""
+        one = self.timeline
+        calls = [
+            f"{number} {kind}"
+            for kind in (GRAPHS, LAUNCHES)
+            if (number := one.num_launches.get(kind))
+        ]
+        idle = f"nothing runs for {one.idle:.1f} ms"
+        return f"{self.name}: {one.duration:.1f} ms; {', '.join(calls)}; {idle}"
+
+
+def trained(config: GPTConfig, mode: str, callback: Callback, steps: int, accelerator: str) -> None:
+    """Train a few steps in this process with a mode of ``benchmarks.graphs``.
+
+    Args:
+        config: Configuration of the model.
+        mode: Name of the mode.
+        callback: Callback that measures.
+        steps: Number of steps.
+        accelerator: ``cuda`` or ``cpu``.
+    """
+    graphs: Any = mode_of(mode)[2]
+    strategy = MegatronStrategy(cuda_graphs=graphs)
+    if graphs is not None and accelerator == "cpu":
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    data = DataLoader(Tokens(config, steps), batch_size=1, pin_memory=accelerator == "cuda")
+    trainer.fit(Trained(config, forced_balance=True), data)
+    del trainer, strategy
+    gc.collect()
+    if accelerator == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(
+    args: argparse.Namespace, read: Callable[[Sequence[dict[str, Any]]], Timeline] = timeline_of
+) -> list[Panel]:
+    """Train with each mode and return its step.
+
+    Args:
+        args: Arguments of the program.
+        read: Function that finds a step in the events of a trace.
+    """
+    found = []
+    for mode in args.modes:
+        callback = StepTimeline(args.warmup)
+        trained(SHAPES[args.model], mode, callback, callback.last, args.accelerator)
+        found.append(Panel(mode, read(callback.events)))
+        print(found[-1].title(), flush=True)
+    return found
+
+
+def picture(panels: Sequence[Panel], title: str) -> str:
+    """Return the steps as SVG, one above the other with one scale of time.
+
+    Args:
+        panels: The steps.
+        title: Heading of the picture.
+    """
+    longest = max(one.timeline.duration for one in panels)
+    scale = _WIDTH / longest
+    width, height = _LEFT + _WIDTH + 20, _TOP + _PANEL * len(panels) + 34
+    lines = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}'>",
+        f"<rect width='{width}' height='{height}' fill='white'/>",
+        f"<text x='10' y='20' {_STYLE}>{title}</text>",
+        *_legend(panels),
+    ]
+    for number, one in enumerate(panels):
+        y = _TOP + _PANEL * number
+        lines.append(f"<text x='10' y='{y + 14}' {_STYLE}>{one.title()}</text>")
+        rows = {"host": one.timeline.host, "device": one.timeline.device}
+        for row, (name, kinds) in enumerate(rows.items()):
+            top = y + 20 + row * (_BAR + 4)
+            lines.append(f"<text x='10' y='{top + 16}' {_STYLE}>{name}</text>")
+            lines.append(
+                f"<rect x='{_LEFT}' y='{top}' width='{one.timeline.duration * scale:.1f}' "
+                f"height='{_BAR}' fill='#eee'/>"
+            )
+            lines += [_bars(kind, spans, top, scale) for kind, spans in kinds.items()]
+    return "\n".join([*lines, *_axis(longest, scale, height), "</svg>"]) + "\n"
+
+
+def _legend(panels: Sequence[Panel]) -> list[str]:
+    shown = {kind for one in panels for kind in (*one.timeline.host, *one.timeline.device)}
+    lines = []
+    x = 10
+    for kind in [kind for kind in _COLORS if kind in shown]:
+        lines.append(f"<rect x='{x}' y='32' width='12' height='12' fill='{_COLORS[kind]}'/>")
+        lines.append(f"<text x='{x + 16}' y='43' {_STYLE}>{kind}</text>")
+        x += 34 + 7 * len(kind)
+    return lines
+
+
+def _bars(kind: str, spans: Sequence[Interval], top: int, scale: float) -> str:
+    """Return intervals as one path; those that no screen could tell apart are joined."""
+    wide = [(start * scale, max(stop, start) * scale + _FINEST) for start, stop in spans]
+    steps = [
+        f"M{_LEFT + start:.1f} {top}h{max(stop - start - _FINEST, 0.3):.1f}v{_BAR}"
+        f"H{_LEFT + start:.1f}z"
+        for start, stop in union(wide)
+    ]
+    return f"<path fill='{_COLORS[kind]}' d='{''.join(steps)}'/>"
+
+
+def _axis(longest: float, scale: float, height: int) -> list[str]:
+    """Return marks of the time below the panels, at most about twelve."""
+    every = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if longest / step <= 12)
+    lines = []
+    for number in range(int(longest / every) + 1):
+        x = _LEFT + number * every * scale
+        lines.append(f"<path stroke='#aaa' d='M{x:.1f} {height - 30}v6'/>")
+        label = f"{number * every:g} ms"
+        lines.append(f"<text x='{x - 8:.1f}' y='{height - 10}' {_STYLE}>{label}</text>")
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the options."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model", default="tiny", choices=list(SHAPES))
+    result.add_argument("--modes", nargs="+", default=MODES, help="modes of benchmarks.graphs")
+    result.add_argument("--warmup", type=int, default=12, help="steps before the recorded ones")
+    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    result.add_argument(
+        "--measured", default="runs/graph_timeline.json", help="file of the measured timelines"
+    )
+    result.add_argument("--svg", default="runs/graph_timeline.svg", help="file of the picture")
+    return result
+
+
+def main() -> None:
+    """Measure unless that has been done, and draw."""
+    args = parser().parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    path = Path(args.measured)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        steps = {one.name: one.timeline.as_dict() for one in measure(args)}
+        name = torch.cuda.get_device_name()
+        path.write_text(
+            json.dumps({"title": f"One step of {args.model} on one {name}", "steps": steps})
+        )
+    found = json.loads(path.read_text())
+    panels = [Panel(name, Timeline.of_dict(one)) for name, one in found["steps"].items()]
+    Path(args.svg).write_text(picture(panels, found["title"]))
+    print(f"drawn: {args.svg}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

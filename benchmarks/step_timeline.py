@@ -1,0 +1,183 @@
+"""Timeline of one training step: the launches of the host, and what runs on the device.
+
+The host waits for the device before and after each recorded step, so a step begins with an idle
+device at the end of one wait and ends with the next.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from benchmarks.launches import GRAPH_LAUNCH, KERNEL_LAUNCHES
+from benchmarks.step_profile import Interval, kernels_of, length, read_events, union
+
+#: Calls of the host that start work on the device.
+LAUNCHES = "launches of kernels"
+GRAPHS = "launches of graphs"
+_WAIT = "cudaDeviceSynchronize"
+_COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, whose times count from its beginning (ms).
+
+    Args:
+        duration: Time until the device is idle again (ms).
+        host: Intervals of the host's calls by kind, :data:`LAUNCHES` or :data:`GRAPHS`.
+        device: Intervals of the work on the device by class of kernel.
+        num_launches: Number of calls of each kind (calls).
+    """
+
+    duration: float
+    host: Mapping[str, Sequence[Interval]]
+    device: Mapping[str, Sequence[Interval]]
+    num_launches: Mapping[str, int]
+
+    @property
+    def idle(self) -> float:
+        """Return the time in which nothing runs on the device (ms)."""
+        busy = [one for intervals in self.device.values() for one in intervals]
+        return self.duration - length(busy)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what :meth:`of_dict` reads, for a file."""
+        return {
+            "duration": self.duration,
+            "host": {kind: list(map(list, found)) for kind, found in self.host.items()},
+            "device": {kind: list(map(list, found)) for kind, found in self.device.items()},
+            "num_launches": dict(self.num_launches),
+        }
+
+    @classmethod
+    def of_dict(cls, found: Mapping[str, Any]) -> Timeline:
+        """Return the timeline that :meth:`as_dict` has written."""
+        host, device = (
+            {kind: [(one, other) for one, other in spans] for kind, spans in found[row].items()}
+            for row in ("host", "device")
+        )
+        return cls(found["duration"], host, device, found["num_launches"])
+
+
+def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
+    """Return the step of median length in a trace.
+
+    Args:
+        events: Events of a torch.profiler trace, in which the host waits around each step.
+
+    Raises:
+        ValueError: If no kernel runs between two waits.
+    """
+    events = [one for one in events if one.get("ph") == "X"]
+    calls = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+    kernels = kernels_of(events)
+    waits = sorted(_end(one) for one in calls if one["name"] == _WAIT)
+    steps = [
+        (begin, end)
+        for begin, end in zip(waits, waits[1:], strict=False)
+        if sum(begin <= one.start < end for one in kernels) > 1
+    ]
+    if not steps:
+        raise ValueError(
+            f"a trace must have kernels between two calls of {_WAIT}: it has {len(waits)} calls "
+            f"and {len(kernels)} kernels. Record on a GPU, with the host waiting around each step."
+        )
+    middle = statistics.median_high(end - begin for begin, end in steps)
+    begin, end = next(one for one in steps if one[1] - one[0] == middle)
+
+    host: dict[str, list[Interval]] = defaultdict(list)
+    for one in calls:
+        kind = _kind_of(one["name"])
+        if kind is not None and begin <= float(one["ts"]) < end:
+            host[kind].append(((float(one["ts"]) - begin) / 1e3, (_end(one) - begin) / 1e3))
+    device: dict[str, list[Interval]] = defaultdict(list)
+    last = begin
+    for kernel in kernels:
+        if begin <= kernel.start < end:
+            last = max(last, kernel.stop)
+            span = ((kernel.start - begin) / 1e3, (kernel.stop - begin) / 1e3)
+            device[kernel.kind].append(span)
+    return Timeline(
+        (last - begin) / 1e3,
+        {kind: union(spans) for kind, spans in host.items()},
+        {kind: union(spans) for kind, spans in device.items()},
+        {kind: len(spans) for kind, spans in host.items()},
+    )
+
+
+def _end(event: Mapping[str, Any]) -> float:
+    return float(event["ts"]) + float(event["dur"])
+
+
+def _kind_of(call: str) -> str | None:
+    if call.startswith(GRAPH_LAUNCH):
+        return GRAPHS
+    return LAUNCHES if call.startswith((*KERNEL_LAUNCHES, *_COPIES)) else None
+
+
+class StepTimeline(Callback):
+    """Callback that records the events of a few steps, around which the host waits.
+
+    Args:
+        first: Number of the step before the one in which the profiler warms up.
+        steps: Number of recorded steps.
+    """
+
+    #: Nothing reads gradients or parameters.
+    reads_gradients = False
+
+    def __init__(self, first: int, steps: int = 3) -> None:
+        self.first = first
+        #: Number of the last step that the callback needs.
+        self.last = first + 1 + steps
+        #: Events of the trace, once the training has ended.
+        self.events: list[dict[str, Any]] = []
+        self._profiler: Any = None
+        self._steps = steps
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Start, advance or end the profiler."""
+        step = trainer.global_step
+        if not self.first <= step <= self.last:
+            return
+        wait_for(trainer)
+        if step == self.first:
+            self._start(trainer)
+        else:
+            self._profiler.step()
+        if step == self.last:
+            self._profiler.stop()
+        # This wait is part of the trace, and the step begins at its end.
+        wait_for(trainer)
+
+    def _start(self, trainer: Trainer) -> None:
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        kind = torch.profiler.ProfilerActivity
+        self._profiler = torch.profiler.profile(
+            # Operators of the host are not recorded on a GPU, since that would slow the host down.
+            activities=[kind.CUDA if on_gpu else kind.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1),
+            on_trace_ready=self._read,
+        )
+        self._profiler.start()
+
+    def _read(self, profiler: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            self.events = read_events(path)
+
+
+def wait_for(trainer: Trainer) -> None:
+    """Let the host wait for the device of a training."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
