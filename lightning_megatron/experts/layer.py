@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.experts.choose_clone_source import choose_clone_source
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.router import Router
@@ -17,7 +18,6 @@ from lightning_megatron.experts.transport.choose_transport import (
     TransportChoice,
     choose_transport,
 )
-from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
@@ -233,7 +233,8 @@ class MixtureOfExperts(nn.Module):
     def _compute(self, dispatched: Dispatched) -> Tensor:
         clones = None
         if dispatched.clones is not None:
-            clones = CloneCollectives(self.mesh.ep, dispatched.clones)
+            transport = self.transport_choice.transport
+            clones = choose_clone_source(self.mesh, transport, dispatched.clones)
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones
         return (
             recomputed(self.experts, *arguments)
