@@ -12,27 +12,18 @@ runs on the device by class of kernel.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
-from torch.utils.data import DataLoader
 
-from benchmarks.graphs import mode_of
+from benchmarks.graph_runs import be_quiet, train
 from benchmarks.step_profile import Interval, union
 from benchmarks.step_timeline import GRAPHS, LAUNCHES, StepTimeline, Timeline, timeline_of
-from benchmarks.train_shapes import SHAPES, Tokens, Trained
-from lightning_megatron import MegatronStrategy
-from lightning_megatron.graphs.tape import TapeBackend
-from lightning_megatron.models.config import GPTConfig
+from benchmarks.train_shapes import SHAPES
 
 MODES = ("eager", "segments", "full", "full+update")
 _COLORS = {
@@ -81,42 +72,6 @@ class Panel:
         return f"{self.name}: {one.duration:.1f} ms; {', '.join(calls)}; {idle}"
 
 
-def trained(config: GPTConfig, mode: str, callback: Callback, steps: int, accelerator: str) -> None:
-    """Train a few steps in this process with a mode of ``benchmarks.graphs``.
-
-    Args:
-        config: Configuration of the model.
-        mode: Name of the mode.
-        callback: Callback that measures.
-        steps: Number of steps.
-        accelerator: ``cuda`` or ``cpu``.
-    """
-    graphs: Any = mode_of(mode)[2]
-    strategy = MegatronStrategy(cuda_graphs=graphs)
-    if graphs is not None and accelerator == "cpu":
-        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
-    trainer = Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=strategy,
-        precision="bf16-mixed",
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.gettempdir(),
-    )
-    data = DataLoader(Tokens(config, steps), batch_size=1, pin_memory=accelerator == "cuda")
-    trainer.fit(Trained(config, forced_balance=True), data)
-    del trainer, strategy
-    gc.collect()
-    if accelerator == "cuda":
-        torch.cuda.empty_cache()
-
-
 def measure(
     args: argparse.Namespace, read: Callable[[Sequence[dict[str, Any]]], Timeline] = timeline_of
 ) -> list[Panel]:
@@ -129,7 +84,7 @@ def measure(
     found = []
     for mode in args.modes:
         callback = StepTimeline(args.warmup)
-        trained(SHAPES[args.model], mode, callback, callback.last, args.accelerator)
+        train(SHAPES[args.model], mode, [callback], callback.last, args.accelerator)
         found.append(Panel(mode, read(callback.events)))
         print(found[-1].title(), flush=True)
     return found
@@ -219,8 +174,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Measure unless that has been done, and draw."""
     args = parser().parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    be_quiet()
     path = Path(args.measured)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,20 +77,9 @@ def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
     Raises:
         ValueError: If no kernel runs between two waits.
     """
-    events = [one for one in events if one.get("ph") == "X"]
-    calls = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
-    kernels = kernels_of(events)
-    waits = sorted(_end(one) for one in calls if one["name"] == _WAIT)
-    steps = [
-        (begin, end)
-        for begin, end in zip(waits, waits[1:], strict=False)
-        if sum(begin <= one.start < end for one in kernels) > 1
-    ]
-    if not steps:
-        raise ValueError(
-            f"a trace must have kernels between two calls of {_WAIT}: it has {len(waits)} calls "
-            f"and {len(kernels)} kernels. Record on a GPU, with the host waiting around each step."
-        )
+    events = list(events)
+    steps = steps_between_waits(events)
+    calls, kernels = _calls_of(events), kernels_of(events)
     middle = statistics.median_high(end - begin for begin, end in steps)
     begin, end = next(one for one in steps if one[1] - one[0] == middle)
 
@@ -112,6 +101,37 @@ def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
         {kind: union(spans) for kind, spans in device.items()},
         {kind: len(spans) for kind, spans in host.items()},
     )
+
+
+def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
+    """Return beginning and end of each step (µs).
+
+    Args:
+        events: Events of a torch.profiler trace, in which the host waits around each step.
+
+    Raises:
+        ValueError: If no kernel runs between two waits.
+    """
+    events = list(events)
+    kernels = kernels_of(events)
+    waits = sorted(_end(one) for one in _calls_of(events) if one["name"] == _WAIT)
+    steps = [
+        (begin, end)
+        for begin, end in zip(waits, waits[1:], strict=False)
+        if sum(begin <= one.start < end for one in kernels) > 1
+    ]
+    if not steps:
+        raise ValueError(
+            f"a trace must have kernels between two calls of {_WAIT}: it has {len(waits)} calls "
+            f"and {len(kernels)} kernels. Record on a GPU, with the host waiting around each step."
+        )
+    return steps
+
+
+def _calls_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of the host to the driver."""
+    kinds = ("cuda_runtime", "cuda_driver")
+    return [one for one in events if one.get("ph") == "X" and one.get("cat") in kinds]
 
 
 def _end(event: Mapping[str, Any]) -> float:

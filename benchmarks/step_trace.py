@@ -142,8 +142,8 @@ class Tracer(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         """Digest the gradients."""
-        slices = [one for _, one in _own_slices(trainer)]
-        self._gradients.append(torch.stack([_digest(one.gradient) for one in slices]))
+        slices = [one for _, one in own_slices(trainer)]
+        self._gradients.append(torch.stack([digest(one.gradient) for one in slices]))
         sums = [one.gradient.abs().sum(dtype=torch.float64) for one in slices]
         self._magnitudes.append(torch.stack(sums))
 
@@ -152,17 +152,17 @@ class Tracer(Callback):
     ) -> None:
         """Digest the updated parameters, and note the loss."""
         self._losses.append(outputs["loss"].detach().double())
-        updated = [_digest(one.main.detach()) for _, one in _own_slices(trainer)]
+        updated = [digest(one.main.detach()) for _, one in own_slices(trainer)]
         self._updated.append(torch.stack(updated))
         if self._waits and updated[0].is_cuda:
             torch.cuda.synchronize()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the traces of all ranks."""
-        strategy = _strategy_of(trainer)
+        strategy = strategy_of(trainer)
         trace = Trace(
             torch.stack(self._losses).tolist(),
-            tuple(name for name, _ in _own_slices(trainer)),
+            tuple(name for name, _ in own_slices(trainer)),
             *(
                 torch.stack(digests).cpu()
                 for digests in (self._gradients, self._magnitudes, self._updated)
@@ -176,18 +176,18 @@ class Tracer(Callback):
         self.transports = tuple(dict.fromkeys(found))
 
 
-def _strategy_of(trainer: Trainer) -> MegatronStrategy:
+def strategy_of(trainer: Trainer) -> MegatronStrategy:
     assert isinstance(trainer.strategy, MegatronStrategy)
     return trainer.strategy
 
 
-def _own_slices(trainer: Trainer) -> list[tuple[str, MainSlice]]:
+def own_slices(trainer: Trainer) -> list[tuple[str, MainSlice]]:
     """List this rank's parts of parameters in the order of the backward pass."""
-    main = _strategy_of(trainer).run.state.main
+    main = strategy_of(trainer).run.state.main
     return [(name, main.slices[name]) for name in reversed(main.names) if name in main.slices]
 
 
-def _digest(tensor: Tensor) -> Tensor:
+def digest(tensor: Tensor) -> Tensor:
     """Return a number on the device that depends on the bits of all elements."""
     bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
     bits = bits.to(torch.int64, copy=True).mul_(_MIX)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.attention_repeats import attention_repeats
 from benchmarks.drift_settings import Setting, chosen_settings, settings_of
 from benchmarks.graph_drift import Search, lines_of, parser
-from benchmarks.step_trace import Trace, _digest, first_difference, largest_gap
+from benchmarks.step_trace import Trace, digest, first_difference, largest_gap
 from benchmarks.train_shapes import LAYOUTS, SHAPES
 from lightning_megatron.training.gradients import GradientReducer
 
@@ -62,13 +62,13 @@ def test_the_first_difference_is_the_earliest_stage_of_the_earliest_step() -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_digest_sees_single_bits_that_a_sum_would_not(dtype: torch.dtype) -> None:
     one = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
-    assert torch.equal(_digest(one), _digest(one.clone()))
+    assert torch.equal(digest(one), digest(one.clone()))
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     other = one.clone()
     other.view(bits)[0] += 1
     other.view(bits)[3] -= 1
     assert one.view(bits).sum() == other.view(bits).sum()
-    assert not torch.equal(_digest(one), _digest(other))
+    assert not torch.equal(digest(one), digest(other))
     assert one.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 

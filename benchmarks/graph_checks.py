@@ -1,0 +1,295 @@
+"""Checks of CUDA graphs on one GPU, with one row of a table for each demand.
+
+    python -m benchmarks.graph_checks
+    python -m benchmarks.graph_checks --checks waits launches
+
+* ``bits``: 500 steps of ``tiny``, a validation every 100, saved and loaded in the middle. Graphs
+  have the bits of eager steps wherever two eager trainings agree, and memory does not grow.
+* ``waits``: no step by graphs waits for the device.
+* ``launches``: calls that start work in a step, and the names of kernels launched alone.
+* ``memory``: 64 microbatches need at most 5 % more than 8 in mode segments.
+* ``capture``: seconds of the captures for the shapes of Qwen3, with as many layers as fit.
+
+All run in one process, in about five minutes. The command ends with the number of failed rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.graph_figures import CaptureTimes
+from benchmarks.graph_runs import Bits, NoWaits, Peak, SaveAt, be_quiet, train
+from benchmarks.launches import count_launches, launches_of
+from benchmarks.step_timeline import StepTimeline, steps_between_waits
+from benchmarks.train_shapes import SHAPES
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
+
+_MIB = 2**20
+_GIB = 2**30
+#: Steps before those that are measured; the capture is among them.
+_WARMUP = 8
+_MOST_NAMES = 6
+#: Part of the free memory that a training may take by its estimate.
+_SHARE = 0.92
+
+
+@dataclass(frozen=True)
+class Row:
+    """One demand and what was found.
+
+    Args:
+        check: Name of the check.
+        setting: Model and mode.
+        found: What was found.
+        demand: What is demanded; empty for a figure alone.
+        is_met: Whether it is.
+    """
+
+    check: str
+    setting: str
+    found: str
+    demand: str = ""
+    is_met: bool = True
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        word = ("yes" if self.is_met else "NO") if self.demand else ""
+        cells = (self.check, self.setting, self.found, self.demand, word)
+        return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def check_bits(args: argparse.Namespace) -> Iterator[Row]:
+    """Compare long trainings by graphs with eager ones."""
+    eager = _long_training("eager", args)
+    repeated = _long_training("eager", args).differences_from(eager)
+    yield Row("bits", f"{args.model} eager again", _words(repeated, args.steps))
+    demand = f"equal but for {', '.join(repeated)}" if repeated else "equal"
+    for mode in args.modes:
+        found = _long_training(mode, args)
+        wrong = found.differences_from(eager)
+        words = f"{_words(wrong, args.steps)}, {found.num_graphs} graphs"
+        # What differs between two eager trainings can differ here, too.
+        is_met = found.num_graphs > 0 and wrong.keys() <= repeated.keys()
+        yield Row("bits", f"{args.model} {mode}", words, demand, is_met)
+        yield from _growth(f"{args.model} {mode}", found)
+
+
+def _words(differences: Mapping[str, int], steps: int) -> str:
+    found = [f"{name} differ from number {first} on" for name, first in differences.items()]
+    return "; ".join(found) or f"equal in all bits of {steps} steps"
+
+
+def _long_training(mode: str, args: argparse.Namespace) -> Bits:
+    half = args.steps // 2
+    bits = Bits(args.steps)
+    config = SHAPES[args.model]
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        path = Path(folder) / "half.ckpt"
+        options = {"epoch": half, "validates_every": args.steps // 5}
+        train(config, mode, [bits, SaveAt(half, path)], half, args.accelerator, **options)
+        train(config, mode, [bits], args.steps, args.accelerator, checkpoint=path, **options)
+    return bits
+
+
+def _growth(setting: str, bits: Bits) -> Iterator[Row]:
+    """Compare the memory at the first and the last validation after the load."""
+    late = sorted(bits.in_use)[-3:]
+    if len(late) < 3:
+        return
+    grown = [sizes[late[-1]] - sizes[late[0]] for sizes in (bits.in_use, bits.taken)]
+    words = f"{grown[0] / _MIB:.2f} MiB in use, {grown[1] / _MIB:.2f} of the device"
+    demand = f"below 1 and 8 MiB, steps {late[0]} to {late[-1]}"
+    is_met = grown[0] < _MIB and grown[1] < 8 * _MIB
+    yield Row("growth", setting, words, demand, is_met)
+
+
+def check_waits(args: argparse.Namespace) -> Iterator[Row]:
+    """Let steps raise that wait for the device."""
+    for model in (args.model, args.mixture):
+        for mode in args.modes:
+            watch = NoWaits(_WARMUP)
+            try:
+                train(SHAPES[model], mode, [watch], _WARMUP + 8, args.accelerator)
+                found = f"none in {watch.num_steps} steps"
+            except RuntimeError as error:
+                found = str(error).splitlines()[0][:200]
+            is_met = watch.num_steps == 8
+            yield Row("waits", f"{model} {mode}", found, "none", is_met)
+
+
+def check_launches(args: argparse.Namespace) -> Iterator[Row]:
+    """Count the calls that start work in a step."""
+    num_microbatches = 4
+    for mode in args.modes:
+        timeline, watch = StepTimeline(_WARMUP), Bits(_WARMUP + 9)
+        train(
+            SHAPES[args.model],
+            mode,
+            [timeline, watch],
+            timeline.last,
+            args.accelerator,
+            batch=num_microbatches,
+        )
+        steps = steps_between_waits(timeline.events)
+        found = count_launches(launches_of(timeline.events), steps)
+        captures_update = mode.endswith("+update")
+        if mode.startswith("full"):
+            most = 1 + captures_update
+            demand, is_met = f"{most} graphs", found["graphs"] == most
+        else:
+            # One slot has three graphs of each segment: the first backward pass has its own.
+            most = 2 * (watch.num_graphs // 3) * num_microbatches + 5
+            demand, is_met = f"at most {most} graphs", 0 < found["graphs"] <= most
+        calls = ", ".join(f"{number:g} {name}" for name, number in found["calls"].items())
+        yield Row("launches", f"{args.model} {mode}", calls, demand, is_met)
+        names = Counter(found["names"]).most_common(_MOST_NAMES)
+        listed = ", ".join(f"{number:g} {name.split('<')[0][:60]}" for name, number in names)
+        yield Row("launches", f"{args.model} {mode}", f"kernels alone: {listed or 'none'}")
+
+
+def check_memory(args: argparse.Namespace) -> Iterator[Row]:
+    """Compare the memory of few and many microbatches."""
+    peaks = []
+    for number in (8, 64):
+        peak = Peak()
+        train(SHAPES[args.model], "segments", [peak], 6, args.accelerator, batch=number)
+        peaks.append(peak)
+        words = (
+            f"in use {peak.in_use / _GIB:.3f} GiB, reserved {peak.reserved / _GIB:.3f}, pools "
+            f"{peak.pools / _GIB:.3f}"
+        )
+        yield Row("memory", f"{args.model} segments, {number} microbatches", words)
+    few, many = peaks
+    if not few.in_use:
+        return
+    more = [many.in_use / few.in_use - 1, many.reserved / few.reserved - 1]
+    words = f"{more[0]:+.1%} in use, {more[1]:+.1%} reserved"
+    is_met = max(more) <= 0.05
+    yield Row("memory", f"{args.model} segments, 64 against 8", words, "at most +5 %", is_met)
+
+
+def check_capture(args: argparse.Namespace) -> Iterator[Row]:
+    """Time the captures of a large model, and compare its memory with the estimate."""
+    config = SHAPES[args.large]
+    for mode in ("segments", "full"):
+        layers = args.layers or layers_that_fit(config, CudaGraphs(mode))
+        sized = GPTConfig(**{**vars(config), "num_layers": layers})
+        times, report = CaptureTimes(), MemoryReport(after_steps=4)
+        times.install()
+        try:
+            train(sized, mode, [report], _WARMUP, args.accelerator, batch=2)
+        finally:
+            times.remove()
+        setting = f"{args.large} {mode}, {layers} layers, 2 microbatches"
+        all_layers = times.seconds / layers * config.num_layers
+        words = (
+            f"{times.seconds:.2f} s for {times.num_captures} captures, {all_layers:.2f} s for "
+            f"{config.num_layers} layers"
+        )
+        yield Row("capture", setting, words, "below 20 s", 0 < all_layers < 20)
+        one = report.reports[0]
+        if one.graphs:
+            words = f"pools {one.graphs / _GIB:.3f} GiB, estimated {one.estimate.graphs / _GIB:.3f}"
+            is_met = abs(one.estimate.graphs / one.graphs - 1) <= 0.1
+            yield Row("capture", setting, words, "estimate within 10 %", is_met)
+
+
+def layers_that_fit(config: GPTConfig, graphs: CudaGraphs) -> int:
+    """Return the most layers whose training fits into the free memory of the GPU.
+
+    Args:
+        config: Configuration of the model.
+        graphs: Settings of the graphs.
+    """
+    free = torch.cuda.mem_get_info()[0] * _SHARE
+    training = TrainingShape(
+        seq_length=config.max_seq_length, num_microbatches=2, cuda_graphs=graphs
+    )
+
+    def peak(layers: int) -> int:
+        sized = GPTConfig(**{**vars(config), "num_layers": layers})
+        return estimate_memory(sized.memory_shape(), ParallelLayout(world_size=1), training)[0].peak
+
+    fitting = [number for number in range(1, config.num_layers + 1) if peak(number) <= free]
+    return max(fitting, default=1)
+
+
+CHECKS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "launches": check_launches,
+    "waits": check_waits,
+    "memory": check_memory,
+    "bits": check_bits,
+    "capture": check_capture,
+}
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Run the chosen checks, and print each row when it is found."""
+    rows = []
+    start = time.perf_counter()
+    for name in args.checks:
+        try:
+            for row in CHECKS[name](args):
+                rows.append(row)
+                print(f"{time.perf_counter() - start:6.1f} s {row.line()}", flush=True)
+        except Exception as error:
+            # The other checks are as valuable, and time on a GPU is short.
+            words = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            rows.append(Row(name, args.model, words, "no error", is_met=False))
+            print(rows[-1].line(), flush=True)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a table in Markdown."""
+    heading = ["| check | setting | found | demand | met |", "|---|---|---|---|---|"]
+    return "\n".join([*heading, *[row.line() for row in rows]])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the options."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
+    result.add_argument("--modes", nargs="+", default=["segments", "full", "full+update"])
+    result.add_argument("--model", default="tiny", choices=list(SHAPES))
+    result.add_argument("--mixture", default="tiny_moe", choices=list(SHAPES))
+    result.add_argument("--large", default="qwen3_12", choices=list(SHAPES))
+    result.add_argument(
+        "--layers", type=int, default=0, help="layers of the large one (0: by memory)"
+    )
+    result.add_argument("--steps", type=int, default=500, help="steps of the long trainings")
+    result.add_argument("--folder", default="", help="folder for checkpoints (default: temporary)")
+    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    result.add_argument("--out", default="runs/graph_checks.md", help="file of the table")
+    return result
+
+
+def main() -> int:
+    """Run the checks, print the table, and return the number of demands that are not met."""
+    args = parser().parse_args()
+    be_quiet()
+    rows = run(args)
+    path = Path(args.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(table(rows) + "\n")
+    print(table(rows), flush=True)
+    return sum(not row.is_met for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Trainings of this process with a mode of CUDA graphs, and callbacks that watch them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.graphs import mode_of
+from benchmarks.step_trace import digest, own_slices, strategy_of
+from benchmarks.train_shapes import Tokens, Trained
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.graphs.cuda import private_pools
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.models.config import GPTConfig
+
+
+class Validated(Trained):
+    """GPT that trains on its mean loss, and has a validation step."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss."""
+        return self.training_step(batch, batch_idx)
+
+
+def train(
+    config: GPTConfig,
+    mode: str,
+    callbacks: Sequence[Callback],
+    steps: int,
+    accelerator: str,
+    *,
+    batch: int = 1,
+    epoch: int = 0,
+    validates_every: int = 0,
+    checkpoint: Path | None = None,
+) -> None:
+    """Train on one device in this process, with microbatches of one sample.
+
+    Args:
+        config: Configuration of the model.
+        mode: Name of a mode of ``benchmarks.graphs``.
+        callbacks: Callbacks that measure.
+        steps: Number of the last step.
+        accelerator: ``cuda`` or ``cpu``, where graphs run on the backend for the CPU.
+        batch: Samples of a step (samples).
+        epoch: Steps of an epoch; 0 makes one epoch of all steps (steps).
+        validates_every: Steps between two validations; 0 validates never (steps).
+        checkpoint: Checkpoint with which the training goes on.
+    """
+    graphs: Any = mode_of(mode)[2]
+    if graphs is not None:
+        # A failed capture must not be measured as if it were a replay.
+        fields = {"mode": graphs} if isinstance(graphs, str) else graphs
+        graphs = {"on_failure": "error", **fields}
+    strategy = MegatronStrategy(cuda_graphs=graphs, microbatch_size=1)
+    if graphs is not None and accelerator == "cpu":
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=list(callbacks),
+        val_check_interval=validates_every or None,
+        check_val_every_n_epoch=None if validates_every else 1,
+        limit_val_batches=4 if validates_every else 0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    options = {"batch_size": batch, "pin_memory": accelerator == "cuda"}
+    data = DataLoader(Tokens(config, (epoch or steps) * batch), **options)
+    others = DataLoader(Tokens(config, 4 * batch), **options)
+    try:
+        trainer.fit(
+            Validated(config, forced_balance=True),
+            data,
+            others if validates_every else None,
+            ckpt_path=checkpoint,
+            weights_only=False,
+        )
+    finally:
+        del trainer, strategy
+        gc.collect()
+        if accelerator == "cuda":
+            torch.cuda.empty_cache()
+
+
+def be_quiet() -> None:
+    """Show no warnings and messages of trainings."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Bits(Callback):
+    """Callback that keeps losses of all steps, and bits of parameters and memory at validations.
+
+    Args:
+        steps: Number of steps of the whole training.
+    """
+
+    #: The digests are those of main parameters.
+    reads_gradients = False
+
+    def __init__(self, steps: int) -> None:
+        #: Losses of the validations, and digests of all parameters at their ends.
+        self.evaluated: list[float] = []
+        self.digests: list[list[int]] = []
+        #: Memory in use, and memory of the device that is not free, by step (bytes).
+        self.in_use: dict[int, int] = {}
+        self.taken: dict[int, int] = {}
+        #: Most graphs that existed.
+        self.num_graphs = 0
+        self._losses: Tensor | None = None
+        self._steps = steps
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the losses of all steps."""
+        return [] if self._losses is None else self._losses.tolist()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        """Keep the loss."""
+        loss = outputs["loss"].detach()
+        if self._losses is None:
+            # One tensor for all steps, since new ones would look like a leak.
+            self._losses = torch.zeros(self._steps, device=loss.device)
+        self._losses[trainer.global_step - 1] = loss
+        graphs = strategy_of(trainer).run.graphs
+        self.num_graphs = max(self.num_graphs, 0 if graphs is None else graphs.num_graphs)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        """Keep the loss of the validation."""
+        self.evaluated.append(float(outputs))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the bits of the parameters, and the memory."""
+        found = [digest(one.main.detach()) for _, one in own_slices(trainer)]
+        self.digests.append(torch.stack(found).tolist())
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            self.in_use[trainer.global_step] = torch.cuda.memory_allocated()
+            self.taken[trainer.global_step] = total - free
+
+    def differences_from(self, other: Bits) -> dict[str, int]:
+        """Return the number of the first difference in what is not the same bit for bit."""
+        pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+            "losses": (self.losses, other.losses),
+            "validation losses": (self.evaluated, other.evaluated),
+            "parameters": (self.digests, other.digests),
+        }
+        found = {}
+        for name, both in pairs.items():
+            equal = [mine == theirs for mine, theirs in zip(*both, strict=True)]
+            if not all(equal):
+                found[name] = equal.index(False) + 1
+        return found
+
+
+class SaveAt(Callback):
+    """Callback that saves a checkpoint after a step.
+
+    Args:
+        step: Number of the step.
+        path: The checkpoint.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Save."""
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class NoWaits(Callback):
+    """Callback that lets steps raise if the host waits for the device.
+
+    Args:
+        first: Number of the step after which they do.
+    """
+
+    #: Nothing reads gradients.
+    reads_gradients = False
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        #: Number of checked steps.
+        self.num_steps = 0
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Let the step raise."""
+        if trainer.global_step >= self.first and _is_on_gpu(trainer):
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Permit waits between the steps."""
+        if _is_on_gpu(trainer):
+            torch.cuda.set_sync_debug_mode("default")
+        self.num_steps += trainer.global_step > self.first
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        """Permit waits again."""
+        if _is_on_gpu(trainer):
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class Peak(Callback):
+    """Callback that reads the peak of torch's allocator, and the memory of the graphs' pools."""
+
+    #: Nothing reads gradients.
+    reads_gradients = False
+
+    def __init__(self) -> None:
+        #: Peaks of the memory in use and of the reserved memory, and the pools (bytes).
+        self.in_use = 0
+        self.reserved = 0
+        self.pools = 0
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        """Forget the peak of earlier trainings."""
+        if _is_on_gpu(trainer):
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Read the figures."""
+        if _is_on_gpu(trainer):
+            self.in_use = torch.cuda.max_memory_allocated()
+            self.reserved = torch.cuda.max_memory_reserved()
+            self.pools = sum(private_pools(trainer.strategy.root_device).values())
+
+
+def _is_on_gpu(trainer: Trainer) -> bool:
+    return bool(trainer.strategy.root_device.type == "cuda")
