@@ -7,6 +7,9 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``seq``: positions of a sequence (tokens).
 - ``seq_local``: positions of a sequence that this rank holds, ``seq / tp`` under sequence
   parallelism and ``seq`` otherwise (tokens).
+- ``seq_part``: positions of a sequence that the ranks of one position on the cp axis hold,
+  ``seq / cp`` (tokens).
+- ``keys``: positions of keys and values, where they differ from those of queries (tokens).
 - ``batch``: sequences of a microbatch (sequences).
 - ``hidden``: hidden size, the features of the residual stream (elements).
 - ``heads``: query heads of this rank (heads).

@@ -1,0 +1,131 @@
+"""Attention whose heads, instead of its positions, are divided among ranks during a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_to_all_rows
+from lightning_megatron.layers.context_parallel.ring import ring_attention
+from lightning_megatron.layers.context_parallel.sequence_order import (
+    in_rank_order,
+    in_sequence_order,
+)
+from lightning_megatron.plan.context import ContextCut, kv_heads_of, split_heads_over
+from lightning_megatron.shapes import Float
+
+#: Attention of some heads over the positions that a rank then holds.
+Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def exchanged_attention(
+    query: Float[Tensor, "seq_part batch heads head_dim"],
+    key: Float[Tensor, "seq_part batch kv_heads head_dim"],
+    value: Float[Tensor, "seq_part batch kv_heads head_dim"],
+    axis: MeshAxis,
+    core: Core,
+) -> Float[Tensor, "seq_part batch heads*head_dim"]:
+    """Compute attention with the heads divided among the ranks and all positions on each of them.
+
+    An all-to-all gives each rank all positions of its share of the heads, and another one brings
+    the results back. Ranks have equally many heads if their number divides them; otherwise some
+    have one head more, and there may be ranks without a head. Key/value heads travel to each rank
+    whose query heads need them, as copies if there are too few.
+
+    Equal to ``core`` of the whole sequence, bit for bit if it computes heads independently.
+
+    Args:
+        query: Queries of this rank's pieces.
+        key: Keys of this rank's pieces.
+        value: Values of this rank's pieces.
+        axis: Ranks that share the sequence, in the order of the cut.
+        core: Attention of some heads, called with ``(seq, batch, heads, head_dim)`` in the order
+            of the sequence; its result is ``(seq, batch, heads * head_dim)``.
+
+    Communication: two all-to-alls forward, two backward.
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+    cut = ContextCut(axis.size, axis.size * query.shape[0])
+    return _exchanged(query, key, value, axis, core, cut, range(axis.size))
+
+
+def hierarchical_attention(
+    query: Float[Tensor, "seq_part batch heads head_dim"],
+    key: Float[Tensor, "seq_part batch kv_heads head_dim"],
+    value: Float[Tensor, "seq_part batch kv_heads head_dim"],
+    inner: MeshAxis,
+    outer: MeshAxis,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "seq_part batch heads*head_dim"]:
+    """Compute attention with an all-to-all over neighbours and a ring across them.
+
+    The ranks of ``inner`` divide the heads and join their positions. Joined, they are one rank of
+    the cut over ``outer``, whose ranks form a ring for these heads.
+
+    Equal to :func:`~lightning_megatron.layers.context_parallel.ring.ring_attention` over all ranks.
+
+    Args:
+        query: Queries of this rank's pieces.
+        key: Keys of this rank's pieces.
+        value: Values of this rank's pieces.
+        inner: Neighbouring ranks of the cut, such as those of one host.
+        outer: Ranks with the same place among their neighbours.
+        causal: Whether a position attends only to itself and to earlier positions.
+        window: Number of positions that a query attends to, itself included; None means all
+            (tokens).
+        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+
+    Communication: two all-to-alls over ``inner`` and a ring over ``outer``, forward and backward.
+    Source: Fang and Zhao 2024 (unified sequence parallelism).
+    """
+    size = inner.size * outer.size
+    cut = ContextCut(size, size * query.shape[0])
+    first = outer.rank * inner.size
+
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ring_attention(query, key, value, outer, causal=causal, window=window, scale=scale)
+
+    return _exchanged(query, key, value, inner, core, cut, range(first, first + inner.size))
+
+
+def _exchanged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: MeshAxis,
+    core: Core,
+    cut: ContextCut,
+    ranks: range,
+) -> Tensor:
+    heads = query.shape[2]
+    kv_heads = key.shape[2]
+    shares = split_heads_over(heads, axis.size)
+    needed = [list(kv_heads_of(share, heads, kv_heads)) for share in shares]
+    own = len(shares[axis.rank])
+    own_kv = len(needed[axis.rank])
+    all_heads = [*query.unbind(2), *key.unbind(2), *value.unbind(2)]
+    # Heads of queries, keys and values together, by destination, so that one message carries them.
+    order = chain.from_iterable(
+        [*share, *(heads + one for one in kv), *(heads + kv_heads + one for one in kv)]
+        for share, kv in zip(shares, needed, strict=True)
+    )
+    rows = torch.stack([all_heads[head] for head in order])
+    sends = [len(share) + 2 * len(kv) for share, kv in zip(shares, needed, strict=True)]
+    received = all_to_all_rows(rows, sends, [own + 2 * own_kv] * axis.size, axis)
+    parts = (
+        received.unflatten(0, (axis.size, own + 2 * own_kv)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    )
+    mine = in_sequence_order(parts, cut, ranks).split([own, own_kv, own_kv], dim=2)
+    # A rank without heads has nothing to compute, but its backward pass communicates too.
+    mixed = core(*mine).unflatten(-1, (own, query.shape[3])) if own else sum(mine)
+    parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
+    rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)
+    back = all_to_all_rows(rows, [own] * axis.size, [len(share) for share in shares], axis)
+    return back.permute(1, 2, 0, 3).flatten(2)

@@ -1,0 +1,250 @@
+"""Zig-zag cut of sequences over the ranks of context parallelism, and the work of their attention.
+
+A sequence is cut into 2 cp equal pieces, and rank r holds the pieces r and 2 cp - 1 - r. Under
+causal attention the keys of a query are those before it, so the early piece of a rank is as much
+cheaper than the mean as its late piece is dearer, and all ranks have the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Attention of some queries to some keys, with one rule for all of them.
+
+    Query ``i`` and key ``j``, counted from the starts of the ranges, see each other if
+    ``is_causal`` is False, or if ``0 <= offset + i - j < window``.
+
+    Args:
+        queries: Rows of the queries (tokens).
+        keys: Rows of the keys (tokens).
+        is_causal: Whether queries see the keys at or before their own position only.
+        offset: Position of the first query minus that of the first key; 0 if not causal (tokens).
+        window: Number of positions that a query sees, itself included; None means all (tokens).
+    """
+
+    queries: range
+    keys: range
+    is_causal: bool = False
+    offset: int = 0
+    window: int | None = None
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return whether the last query sees the last key, and no mask but the causal one holds."""
+        at_end = self.offset == len(self.keys) - len(self.queries)
+        return self.is_causal and self.window is None and at_end
+
+    @property
+    def num_pairs(self) -> int:
+        """Return how many pairs of a query and a key see each other."""
+        if not self.is_causal:
+            return len(self.queries) * len(self.keys)
+        total = 0
+        for i in range(len(self.queries)):
+            last = min(self.offset + i, len(self.keys) - 1)
+            first = 0 if self.window is None else max(0, self.offset + i - self.window + 1)
+            total += max(0, last - first + 1)
+        return total
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """Zig-zag cut of a sequence over ``size`` ranks.
+
+    A rank's tokens are those of its two pieces, the earlier piece first.
+
+    Args:
+        size: Ranks that share the sequence (ranks).
+        seq_length: Length of the whole sequence (tokens).
+
+    Raises:
+        ParallelPlanError: If the length is not a multiple of ``2 size``.
+    """
+
+    size: int
+    seq_length: int
+
+    def __post_init__(self) -> None:
+        require_positive("cp", self.size)
+        require_positive("seq_length", self.seq_length)
+        check_context_length(self.seq_length, self.size)
+
+    @property
+    def piece(self) -> int:
+        """Return the length of a piece (tokens)."""
+        return self.seq_length // (2 * self.size)
+
+    @property
+    def local_length(self) -> int:
+        """Return the number of tokens of a rank (tokens)."""
+        return self.seq_length // self.size
+
+    def pieces(self, rank: int) -> tuple[int, int]:
+        """Return the indices of a rank's two pieces."""
+        require_index("rank", rank, "cp", self.size)
+        return rank, 2 * self.size - 1 - rank
+
+    def ranges(self, rank: int) -> tuple[range, range]:
+        """Return the positions of a rank's two pieces."""
+        early, late = self.pieces(rank)
+        return self._positions_of(early), self._positions_of(late)
+
+    def positions(self, rank: int) -> list[int]:
+        """Return the position of each token of a rank, in the order in which it holds them."""
+        early, late = self.ranges(rank)
+        return [*early, *late]
+
+    def sequence_order(self, ranks: range | None = None) -> list[int]:
+        """Return the order that sorts the pieces of some ranks, whose parts were joined by rank.
+
+        Entry ``i`` is the place among the joined pieces of the one that comes ``i``-th in the
+        sequence.
+
+        Args:
+            ranks: Ranks whose parts were joined; None means all.
+        """
+        ranks = range(self.size) if ranks is None else ranks
+        places = [piece for rank in ranks for piece in self.pieces(rank)]
+        return sorted(range(len(places)), key=places.__getitem__)
+
+    def _positions_of(self, piece: int) -> range:
+        return range(piece * self.piece, (piece + 1) * self.piece)
+
+    def ring_blocks(
+        self, rank: int, source: int, causal: bool, window: int | None = None
+    ) -> list[AttentionBlock]:
+        """Return the attention of a rank's queries to the keys of a rank of the ring.
+
+        Rows count within the parts of the two ranks. Without a window no block needs a mask but the
+        causal one: keys of an earlier rank are seen by all queries, as far as they are of its early
+        piece, and keys of a later rank by the queries of the late piece.
+
+        Args:
+            rank: Rank that holds the queries.
+            source: Rank whose keys these are.
+            causal: Whether a token sees only itself and earlier tokens.
+            window: Number of positions that a query sees, itself included; None means all. Only
+                with ``causal`` (tokens).
+        """
+        half = self.piece
+        whole = range(2 * half)
+        if not causal:
+            return [AttentionBlock(whole, whole)]
+        if window is not None:
+            return list(self._windowed(rank, source, window))
+        if source == rank:
+            return [AttentionBlock(whole, whole, is_causal=True)]
+        if source < rank:
+            return [AttentionBlock(whole, range(half))]
+        return [AttentionBlock(range(half, 2 * half), whole)]
+
+    def _windowed(self, rank: int, source: int, window: int) -> Iterator[AttentionBlock]:
+        half = self.piece
+        for i, query_piece in enumerate(self.pieces(rank)):
+            for j, key_piece in enumerate(self.pieces(source)):
+                offset = (query_piece - key_piece) * half
+                if offset < 0 or offset - half + 1 >= window:
+                    continue
+                rows = range(i * half, (i + 1) * half), range(j * half, (j + 1) * half)
+                if offset >= half and offset + half <= window:
+                    yield AttentionBlock(*rows)
+                else:
+                    seen = None if half <= window and not offset else window
+                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=seen)
+
+    def gathered_blocks(
+        self, rank: int, causal: bool, window: int | None = None
+    ) -> list[AttentionBlock]:
+        """Return the attention of a rank's queries to the keys of the whole sequence, in its order.
+
+        Args:
+            rank: Rank that holds the queries.
+            causal: Whether a token sees only itself and earlier tokens.
+            window: Number of positions that a query sees, itself included; None means all. Only
+                with ``causal`` (tokens).
+        """
+        if not causal:
+            return [AttentionBlock(range(self.local_length), range(self.seq_length))]
+        found = []
+        for i, seen in enumerate(self.ranges(rank)):
+            first = 0 if window is None else max(0, seen.start - window + 1)
+            found.append(
+                AttentionBlock(
+                    range(i * self.piece, (i + 1) * self.piece),
+                    range(first, seen.stop),
+                    is_causal=True,
+                    offset=seen.start - first,
+                    window=window if window is not None and window < seen.stop else None,
+                )
+            )
+        return found
+
+
+def legal_context_lengths(seq_length: int, multiple: int) -> list[int]:
+    """Return the legal lengths next to a length: below, if there is one, and above (tokens)."""
+    below = seq_length // multiple * multiple
+    return [length for length in (below, below + multiple) if length]
+
+
+def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> None:
+    """Raise if a sequence cannot be cut zig-zag over cp ranks.
+
+    Args:
+        seq_length: Length of the whole sequence (tokens).
+        cp: Ranks that share a sequence (ranks).
+        sequence_shards: Ranks that share the tokens of a cp rank: tp under sequence parallelism,
+            else 1 (ranks).
+
+    Raises:
+        ParallelPlanError: If the length is not a multiple of ``2 cp``, or the tokens of a cp rank
+            do not divide by ``sequence_shards``.
+    """
+    multiple = cp * sequence_shards if sequence_shards % 2 == 0 else 2 * cp * sequence_shards
+    if cp == 1 or seq_length % multiple == 0:
+        return
+    shared = f"2 cp ({2 * cp})"
+    why = "each rank holds two of 2 cp equal pieces of the sequence"
+    if sequence_shards > 1:
+        shared = f"{multiple}, for cp ({cp}) and tp ({sequence_shards}) under sequence parallelism"
+        why += ", and its tp ranks share them evenly"
+    raise ParallelPlanError(
+        f"seq_length ({seq_length}) must be a multiple of {shared}, because {why}. Use "
+        f"{join_or(legal_context_lengths(seq_length, multiple))}."
+    )
+
+
+def split_heads_over(heads: int, ranks: int) -> list[range]:
+    """Return the heads of each rank: neighbouring heads, whose numbers differ by at most one.
+
+    Args:
+        heads: Number of heads (heads).
+        ranks: Ranks that divide them (ranks).
+    """
+    require_positive("cp", ranks)
+    stops = [-(-heads * (rank + 1) // ranks) for rank in range(ranks)]
+    return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def kv_heads_of(queries: range, heads: int, kv_heads: int) -> Sequence[int]:
+    """Return the key/value heads that attention over some query heads needs, in order.
+
+    The query heads divide evenly among the returned heads. A key/value head is listed once if its
+    query heads allow that, and otherwise once for each of them.
+
+    Args:
+        queries: Query heads of a rank.
+        heads: Query heads of all ranks (heads).
+        kv_heads: Key/value heads of all ranks (heads).
+    """
+    group = heads // kv_heads
+    needed = [head // group for head in queries]
+    once = list(dict.fromkeys(needed))
+    counts = {needed.count(head) for head in once}
+    return once if len(counts) <= 1 else needed
