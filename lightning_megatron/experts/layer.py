@@ -18,6 +18,7 @@ from lightning_megatron.experts.transport.choose_transport import (
     TransportChoice,
     choose_transport,
 )
+from lightning_megatron.experts.transport.rank_rows import RankRows
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
@@ -99,6 +100,8 @@ class MixtureOfExperts(nn.Module):
         #: Factor of the current microbatch's main loss, which also scales the router losses.
         self.loss_weight = LossWeight()
         self.statistics = RouterStatistics(config, mesh.device)
+        #: Rows of this rank's experts in a step; they are counted once they are on.
+        self.rank_rows = RankRows(mesh.device)
         #: Limit on the rows of this rank's experts; None without one.
         self.row_limit: LayerRows | None = None
         #: Whether the backward pass recomputes the activations of the experts.
@@ -228,7 +231,11 @@ class MixtureOfExperts(nn.Module):
         return self.transport_choice.dispatcher.send(prepared)
 
     def _receive(self, sent: Sent) -> Dispatched:
-        return self.transport_choice.dispatcher.receive(sent)
+        dispatched = self.transport_choice.dispatcher.receive(sent)
+        if self.training and not self.mesh.random.position.is_replay:
+            here = dispatched.row_map.needed, dispatched.clones, self.mesh.ep.rank
+            self.rank_rows.add_(*here)
+        return dispatched
 
     def _compute(self, dispatched: Dispatched) -> Tensor:
         clones = None

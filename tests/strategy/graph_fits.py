@@ -21,7 +21,7 @@ from tests.strategy.tiny import TinyLM, loader
 SEGMENTS = CudaGraphs("segments", warmup_steps=2)
 FULL = CudaGraphs("full", warmup_steps=2)
 
-_COMPARED = ("losses", "logged", "counts", "evaluated")
+_COMPARED = ("losses", "logged", "counts", "evaluated", "rows")
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Fit:
         num_graphs: Number of graphs after each step.
         counts: Number of collectives of each axis over the device's groups.
         evaluated: Losses of all validation batches.
+        rows: Counts of the rows of this rank's experts in every step, by layer.
         replays: Replays of forward graphs of segments, of training and of evaluation.
     """
 
@@ -46,6 +47,7 @@ class Fit:
     num_graphs: list[int] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     evaluated: list[float] = field(default_factory=list)
+    rows: list[dict[int, list[int]]] = field(default_factory=list)
     replays: dict[str, int] = field(default_factory=dict)
 
     def differences_from(self, other: Fit) -> list[str]:
@@ -62,14 +64,20 @@ def _differ(one: Fit, other: Fit, name: str) -> bool:
 
 
 class Watch(Callback):
-    """Note losses, graphs and final weights."""
+    """Note losses, rows of experts, graphs and final weights."""
 
     def __init__(self, fit: Fit) -> None:
         self.fit = fit
 
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy_of(trainer).run.mixtures.count_rows()
+
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.fit.losses.append(float(outputs["loss"]))
         self.fit.num_graphs.append(num_graphs_of(trainer))
+        statistics = strategy_of(trainer).expert_statistics or {}
+        counts = {layer: one.rows for layer, one in statistics.items() if one.rows is not None}
+        self.fit.rows.append({layer: one.tolist() for layer, one in counts.items()})
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: Any, outputs: Tensor | None, *_: Any

@@ -47,6 +47,7 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     loads: list[dict[int, list[int]]] = field(default_factory=list)
+    rows: list[dict[int, list[int]]] = field(default_factory=list)
     attributes: list[Any] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
     num_failures: int = 0
@@ -55,7 +56,7 @@ class Record:
 
     def differences_from(self, other: Record) -> list[str]:
         """Return what is not the same bit for bit."""
-        plain = ("losses", "logged", "loads", "attributes", "generators")
+        plain = ("losses", "logged", "loads", "rows", "attributes", "generators")
         found = [name for name in plain if getattr(self, name) != getattr(other, name)]
         for name in ("weights", "buffers"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -111,6 +112,9 @@ class Watch(Callback):
 
         return choose
 
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy_of(trainer).run.mixtures.count_rows()
+
     def on_validation_start(self, *_: Any) -> None:
         self.is_validating = True
 
@@ -121,6 +125,9 @@ class Watch(Callback):
         self.record.losses.append(float(outputs["loss"]))
         statistics = strategy_of(trainer).expert_statistics or {}
         self.record.loads.append({n: one.load.tolist() for n, one in statistics.items()})
+        rows = {n: one.rows for n, one in statistics.items() if one.rows is not None}
+        assert rows, "ranks share the experts"
+        self.record.rows.append({n: one.tolist() for n, one in rows.items()})
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         strategy, record = strategy_of(trainer), self.record

@@ -267,6 +267,7 @@ def test_evaluation_and_each_shape_are_captured_in_every_layout() -> None:
 def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:
     for rank, found in enumerate(run_world(_on_two_ranks, 2)):
         for name, (eager, *by_graphs) in found.items():
+            assert any(eager.rows) == ("ep2" in name), "ranks share the experts"
             for one, mode in zip(by_graphs, ("segments", "full"), strict=True):
                 assert_same(one, eager, f"{name}, {mode}, rank {rank}")
 

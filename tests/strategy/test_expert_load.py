@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,35 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron import ExpertLoad, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.experts.routing.statistics import StepStatistics
-from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.experts.transport.rank_rows import StepRows
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.strategy.callbacks import expert_load
-from lightning_megatron.strategy.callbacks.expert_load import draw_load, gather_layers, names_of
-from tests.strategy.tiny import TinyLM, loader
+from lightning_megatron.strategy.callbacks import expert_load, expert_load_picture
+from lightning_megatron.strategy.callbacks.expert_load import (
+    figures_of,
+    gather_layers,
+    names_of,
+    rank_figures_of,
+)
+from lightning_megatron.strategy.callbacks.expert_load_picture import draw_load
+from tests.strategy.tiny import LENGTH, TinyLM, loader
 from tests.world import run_world
 
 LAYERS, NUM_EXPERTS = (1, 3), 4
 FIGURES = {"max_over_mean", "dropped", "entropy", "balance_loss", "z_loss"}
+RANK_FIGURES = (
+    "rank_max_over_mean",
+    "rank_max_over_mean_after",
+    "moved",
+    "clones",
+    "rows_needed",
+)
+CUT: dict[str, dict[str, Any]] = {
+    "pp": {"pp": 2},
+    "vpp": {"pp": 2, "vpp": 2},
+    "ep": {"ep": 2},
+    "again": {"ep": 2, "recompute": "full"},
+}
 # As hyperparameters of a module hold it.
 EXPERTS = {
     "num_experts": NUM_EXPERTS,
@@ -109,10 +130,31 @@ def check_rows(rows: dict[int, dict[str, float]]) -> None:
     assert any(row["experts/dropped"] > 0 for row in rows.values())
 
 
+def check_ranks(row: dict[str, float], twin: dict[str, float]) -> None:
+    """Check the figures of ranks, and remove them from a row; in the twin whole blocks run twice."""
+    for layer in LAYERS:
+        before, after, moved, clones, needed = (
+            row[f"experts/layer_{layer}/{name}"] for name in RANK_FIGURES
+        )
+        assert 1.0 <= before <= 2.0
+        assert after == before
+        assert (moved, clones) == (0.0, 0.0)
+        dropped = row[f"experts/layer_{layer}/dropped"]
+        shares = [row[f"experts/layer_{layer}/load/expert_{expert}"] for expert in range(4)]
+        # In some microbatch some rank has at least the mean.
+        share = (LENGTH - 1) * EXPERTS["top_k"]
+        assert (1.0 - dropped) * share <= needed <= 2 * share
+        if not dropped:
+            assert before == pytest.approx(2 * max(sum(shares[:2]), sum(shares[2:])))
+    for name in [name for name in row if name.rpartition("/")[2] in RANK_FIGURES]:
+        assert row.pop(name) == twin[name], name
+
+
 def fit_cut(rank: int, size: int, folder: str) -> None:
-    for name, layout in (("pp", {"pp": 2}), ("vpp", {"pp": 2, "vpp": 2}), ("ep", {"ep": 2})):
+    for name, layout in CUT.items():
         # Two data ranks take a batch of four together.
-        fit(f"{folder}/{name}", batch_size=2 if name == "ep" else 4, devices=size, layout=layout)
+        batch_size = 2 if layout.get("ep") else 4
+        fit(f"{folder}/{name}", batch_size=batch_size, devices=size, layout=layout)
 
 
 def test_every_layout_logs_what_one_process_logs(tmp_path: Path) -> None:
@@ -121,10 +163,13 @@ def test_every_layout_logs_what_one_process_logs(tmp_path: Path) -> None:
     expected = logged(tmp_path / "one")
     check_rows(expected)
     run_world(fit_cut, 2, str(tmp_path))
+    twin = logged(tmp_path / "again")
     for name in ("pp", "vpp", "ep"):
         rows = logged(tmp_path / name)
         assert list(rows) == list(expected), name
         for step, row in expected.items():
+            if name == "ep":
+                check_ranks(rows[step], twin[step])
             assert rows[step] == pytest.approx(row, rel=1e-4), f"{name}, step {step}"
     for name in ("one", "pp", "vpp", "ep"):
         assert (tmp_path / name / "expert_load.png").read_bytes().startswith(b"\x89PNG")
@@ -153,7 +198,9 @@ def step_of(load: list[int], dropped: int = 0) -> StepStatistics:
 
 
 def test_figures_are_those_of_the_counts() -> None:
-    layers = gather_layers({2: step_of([6, 2, 0, 0], 2), 0: step_of([1, 1, 1, 1])}, MeshAxis("pp"))
+    layers = gather_layers(
+        {2: step_of([6, 2, 0, 0], 2), 0: step_of([1, 1, 1, 1])}, ParallelMesh.single()
+    )
     assert list(layers) == [0, 2]
     values = {name: float(value) for name, value in names_of(layers, per_expert=True).items()}
     assert values["experts/layer_2/max_over_mean"] == 3.0
@@ -170,9 +217,38 @@ def test_figures_are_those_of_the_counts() -> None:
 
 def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
-    layers = gather_layers({7: step_of([5, 5])}, MeshAxis("pp"))
+    layers = gather_layers({7: step_of([5, 5])}, ParallelMesh.single())
     draw_load(layers, {99: torch.ones(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
+    even = StepRows(torch.ones(2), torch.ones(2), *torch.zeros(3))
+    layers[7] |= rank_figures_of(even)
+    draw_load(layers, {99: torch.ones(1)}, tmp_path / "ranks.png")
+    layers[7] |= rank_figures_of(replace(even, before=torch.tensor([2.0, 0.0])))
+    draw_load(layers, {99: torch.ones(1)}, tmp_path / "clones.png")
+    sizes = [(tmp_path / f"{name}.png").stat().st_size for name in ("one", "ranks", "clones")]
+    assert sizes == sorted(set(sizes)), "each has more to show"
+
+
+def test_figures_of_ranks_are_those_of_their_rows() -> None:
+    rows = StepRows(
+        before=torch.tensor([30.0, 10.0, 0.0, 0.0]),
+        after=torch.tensor([12.0, 10.0, 10.0, 8.0]),
+        moved=torch.tensor(0.45),
+        clones=torch.tensor(2.5),
+        needed=torch.tensor(7.0),
+    )
+    layers = {number: figures_of(step_of([5, 5])) for number in (0, 1)}
+    assert not [name for name in names_of(layers, per_expert=False) if "rank" in name]
+    layers[0] |= rank_figures_of(rows)
+    layers[1] |= rank_figures_of(replace(rows, before=rows.after))
+    values = {name: float(value) for name, value in names_of(layers, per_expert=False).items()}
+    assert values["experts/layer_0/rank_max_over_mean"] == 3.0
+    assert values["experts/rank_max_over_mean"] == pytest.approx(2.1)
+    assert values["experts/rank_max_over_mean_after"] == pytest.approx(1.2)
+    assert values["experts/layer_1/moved"] == pytest.approx(0.45)
+    assert values["experts/layer_1/clones"] == 2.5
+    assert values["experts/layer_1/rows_needed"] == 7.0
+    assert len(values) == (5 + 5) * 3
 
 
 @pytest.fixture
@@ -189,7 +265,7 @@ def test_without_matplotlib_or_a_folder_training_ends_well_and_says_why(
     def missing(module: str, extra: str) -> None:
         raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
 
-    monkeypatch.setattr(expert_load, "import_extra", missing)
+    monkeypatch.setattr(expert_load_picture, "import_extra", missing)
     fit(tmp_path)
     assert 'pip install "lightning-megatron[plot]"' in said[-1]
     fit(tmp_path, logger=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,13 @@ from lightning_megatron.experts.routing.router import Routing
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
-from lightning_megatron.shapes import Float, Shaped
+from lightning_megatron.shapes import Float, Int, Shaped
+
+
+class RunningSums(Protocol):
+    """Interface of sums over the microbatches of a step, which start at zero."""
+
+    sums: Tensor
 
 
 class RouterStatistics:
@@ -83,11 +90,13 @@ class StepStatistics:
         sums: Sums of :class:`RouterStatistics` over all ranks with different tokens.
         config: Settings of the mixture.
         num_parts: Number of ranks that share the tokens of a microbatch, each of which counted it.
+        rows: Counts of this rank's rows, as ``RankRows`` sums them; None if they are not counted.
     """
 
     sums: Float[Tensor, "sums"]
     config: ExpertsConfig
     num_parts: int
+    rows: Int[Tensor, "6"] | None = None
 
     @property
     def load(self) -> Shaped[Tensor, "experts"]:
@@ -125,10 +134,10 @@ class StepStatistics:
 
 
 @torch.no_grad()
-def clear_statistics_(layers: Sequence[RouterStatistics]) -> None:
-    """Reset the sums of all layers for the next step."""
-    if layers:
-        torch._foreach_zero_([layer.sums for layer in layers])
+def clear_statistics_(running: Sequence[RunningSums]) -> None:
+    """Reset sums for the next step."""
+    if running:
+        torch._foreach_zero_([one.sums for one in running])
 
 
 @torch.no_grad()

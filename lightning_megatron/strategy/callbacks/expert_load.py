@@ -14,15 +14,24 @@ from typing_extensions import override
 
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.experts.routing.statistics import StepStatistics
-from lightning_megatron.extras import import_extra
-from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.experts.transport.rank_rows import StepRows, gather_rows
 from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.settings import coerced_arguments
+from lightning_megatron.strategy.callbacks.expert_load_picture import draw_load
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.loops import accumulates, is_logged, logged_step
 
 #: Names of the values that are logged for every layer, and as means over the layers.
 _FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
+#: The same where ranks share the experts.
+_RANK_FIGURES = (
+    "rank_max_over_mean",
+    "rank_max_over_mean_after",
+    "moved",
+    "clones",
+    "rows_needed",
+)
 
 
 class ExpertLoad(Callback):
@@ -38,8 +47,21 @@ class ExpertLoad(Callback):
     * ``balance_loss`` and ``z_loss``: router losses without their coefficients; 0 if the model has
       none.
 
+    If ranks share the experts (ep above 1), also:
+
+    * ``rank_max_over_mean``: rows of the busiest rank's own experts divided by the mean over ranks.
+      All ranks wait for the busiest one. The best value is 1; the worst is ep.
+    * ``rank_max_over_mean_after``: the same for the rows that ranks compute after clones have taken
+      some; equal without clones.
+    * ``moved``: fraction of the rows that clones compute.
+    * ``clones``: mean number of clones of all ranks in a microbatch.
+    * ``rows_needed``: most rows that any rank needed in one microbatch (rows). Divided by an even
+      share, the tokens of a rank times ``top_k``, it is the smallest ``expert_rows`` with room for
+      this step.
+
     With ``per_expert``, ``experts/layer_3/load/expert_5`` is the fraction of the layer's token
-    assignments that went to an expert, including dropped ones. Values cover all ranks and
+    assignments that went to an expert, including dropped ones. Clones count as the expert that they
+    are clones of. Values cover all ranks and
     microbatches of one optimizer step. They are read from the device and logged every
     ``log_every_n_steps`` steps of the Trainer.
 
@@ -51,7 +73,8 @@ class ExpertLoad(Callback):
         UnsupportedError: If the strategy is not a :class:`MegatronStrategy`, or no model has
             experts.
 
-    Communication: at logged steps, one gather of objects over pp on the CPU.
+    Communication: at logged steps, one gather of objects over pp on the CPU, and that of
+        :func:`~lightning_megatron.experts.transport.rank_rows.gather_rows`.
     """
 
     def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
@@ -76,6 +99,9 @@ class ExpertLoad(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last = {}
         self._busiest = {}
+        strategy = trainer.strategy
+        assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
+        strategy.run.mixtures.count_rows()
 
     @override
     def on_train_batch_end(
@@ -85,7 +111,7 @@ class ExpertLoad(Callback):
             return
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
-        layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh.pp_cpu)
+        layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh)
         if not layers:
             raise UnsupportedError(
                 "ExpertLoad needs a model with experts: no router has counted a token in this "
@@ -123,20 +149,26 @@ class ExpertLoad(Callback):
 
 
 def gather_layers(
-    statistics: Mapping[int, StepStatistics], pp: MeshAxis
+    statistics: Mapping[int, StepStatistics], mesh: ParallelMesh
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the logged figures and expert loads of the layers of all stages, on every rank.
+    """Return the logged figures and loads of the layers of all stages, on every rank.
 
     Args:
         statistics: Statistics of this stage's layers, by layer index.
-        pp: The pp axis whose group runs on the CPU.
+        mesh: The groups of this rank.
 
-    Communication: one gather of objects over pp on the CPU.
+    Communication: one gather of objects over pp on the CPU, and that of
+        :func:`~lightning_megatron.experts.transport.rank_rows.gather_rows`.
     """
-    here = {number: figures_of(step) for number, step in statistics.items()}
+    counts = {number: step.rows for number, step in statistics.items() if step.rows is not None}
+    rows = gather_rows(counts, mesh)
+    here = {
+        number: figures_of(step) | (rank_figures_of(rows[number]) if number in rows else {})
+        for number, step in statistics.items()
+    }
     joined = {
         number: figures
-        for stage in all_gather_objects(here, pp)
+        for stage in all_gather_objects(here, mesh.pp_cpu)
         for number, figures in stage.items()
     }
     # With several chunks on a stage, the layers of a stage are not consecutive.
@@ -160,6 +192,22 @@ def figures_of(step: StepStatistics) -> dict[str, Tensor]:
     }
 
 
+def rank_figures_of(rows: StepRows) -> dict[str, Tensor]:
+    """Return the figures of a layer's ranks by name, and their rows over the mean."""
+    mean = rows.after.mean().clamp(min=1.0)
+    before = rows.before / mean
+    after = rows.after / mean
+    return {
+        "before": before,
+        "after": after,
+        "rank_max_over_mean": before.max(),
+        "rank_max_over_mean_after": after.max(),
+        "moved": rows.moved,
+        "clones": rows.clones,
+        "rows_needed": rows.needed,
+    }
+
+
 def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> dict[str, Tensor]:
     """Return all values by the names under which they are logged.
 
@@ -167,60 +215,20 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
         layers: Figures of every layer, by layer index.
         per_expert: Whether to include the share of each expert.
     """
+    figures = [
+        name
+        for name in (*_FIGURES, *_RANK_FIGURES)
+        if all(name in layer for layer in layers.values())
+    ]
     values = {
         f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean()
-        for name in _FIGURES
+        for name in figures
     }
     for number, layer in layers.items():
-        values.update({f"experts/layer_{number}/{name}": layer[name] for name in _FIGURES})
+        values.update({f"experts/layer_{number}/{name}": layer[name] for name in figures})
         if per_expert:
             shares = enumerate(layer["load"].unbind())
             values.update(
                 {f"experts/layer_{number}/load/expert_{expert}": share for expert, share in shares}
             )
     return values
-
-
-def draw_load(
-    layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path
-) -> None:
-    """Plot each expert's load at the last step, and the busiest experts' load over all steps.
-
-    Shapes: each value of ``busiest`` is ``(layers,)``.
-
-    Args:
-        layers: Figures of every layer at the last step, by layer index.
-        busiest: Load of the busiest expert of every layer divided by the mean load, by step.
-        picture: Path of the plot; the file extension selects the format.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
-    figure = import_extra("matplotlib.figure", "plot").Figure(
-        figsize=(11, 4.2), layout="constrained"
-    )
-    centred = import_extra("matplotlib.colors", "plot").TwoSlopeNorm
-    steps = list(busiest)
-    now = torch.stack([layer["load"] * layer["load"].numel() for layer in layers.values()])
-    experts, training = figure.subplots(1, 2)
-    # The mean load is white.
-    norm = centred(1.0, vmin=0.0, vmax=max(2.0, float(now.max())))
-    image = experts.imshow(
-        now.numpy(), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm
-    )
-    figure.colorbar(image, ax=experts, label="load over mean")
-    experts.set(title=f"step {steps[-1]}", xlabel="expert")
-    over_time = torch.stack(list(busiest.values()), 1)
-    width = steps[1] - steps[0] if len(steps) > 1 else 1
-    extent = (steps[0] - width / 2, steps[-1] + width / 2, len(layers) - 0.5, -0.5)
-    image = training.imshow(
-        over_time.numpy(), aspect="auto", interpolation="nearest", vmin=1.0, extent=extent
-    )
-    figure.colorbar(image, ax=training, label="load of the busiest expert over mean")
-    training.set(title="training", xlabel="optimizer step")
-    every = -(-len(layers) // 24)
-    for axes in (experts, training):
-        axes.set_yticks(range(0, len(layers), every), [str(number) for number in layers][::every])
-        axes.set_ylabel("layer")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(picture, dpi=150)

@@ -22,6 +22,8 @@ _READ_ONLY = frozenset(
     {"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"}
 )
 _PACKAGE = __name__.partition(".")[0]
+#: Classes of this package whose objects accumulate something in a forward pass.
+_ACCUMULATING = frozenset({"RouterStatistics", "RankRows"})
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class _Attributes:
 def own_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a module and its submodules that are not of this package, with their names.
 
-    Of the modules of this package only the routers' statistics change in a step.
+    Of the modules of this package only the statistics of experts change in a step.
 
     Args:
         module: User's module.
@@ -217,10 +219,7 @@ def _is_users(value: Any) -> bool:
     if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
         return False
     package = kind.__module__.partition(".")[0]
-    # Router statistics are the only objects of this package that a forward pass accumulates in.
-    return package not in _READ_ONLY and (
-        package != _PACKAGE or kind.__name__ == "RouterStatistics"
-    )
+    return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ in _ACCUMULATING)
 
 
 def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:

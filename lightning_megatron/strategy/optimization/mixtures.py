@@ -12,7 +12,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.statistics import (
-    RouterStatistics,
+    RunningSums,
     StepStatistics,
     clear_statistics_,
     step_statistics,
@@ -87,6 +87,11 @@ class MixtureRuntime:
                 "configure_model."
             )
 
+    def count_rows(self) -> None:
+        """Count the rows of this rank's experts from now on, if other ranks have experts, too."""
+        for layer in self._layers.values():
+            layer.rank_rows.is_on = self._mesh.ep.size > 1
+
     def finish_step(self) -> None:
         """End the step for the routers, unless a graph has done so (:meth:`adopt`).
 
@@ -112,8 +117,12 @@ class MixtureRuntime:
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(statistics[number].load)
+        found = {
+            number: replace(one, rows=self._layers[number].rank_rows.counted())
+            for number, one in statistics.items()
+        }
         clear_statistics_(self.running)
-        return statistics
+        return found
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
         """Take the result of :meth:`end_step` from a graph, whose next replay overwrites it.
@@ -124,15 +133,16 @@ class MixtureRuntime:
         if statistics:
             sums = torch.stack([one.sums for one in statistics.values()])
             self.statistics = {
-                number: replace(one, sums=own)
+                number: replace(one, sums=own, rows=None if one.rows is None else one.rows.clone())
                 for (number, one), own in zip(statistics.items(), sums, strict=True)
             }
         self._has_ended = True
 
     @property
-    def running(self) -> list[RouterStatistics]:
+    def running(self) -> list[RunningSums]:
         """Return the statistics of this stage's layers, which the passes of a step add to."""
-        return [layer.statistics for layer in self._layers.values()]
+        layers = self._layers.values()
+        return [sums for layer in layers for sums in (layer.statistics, layer.rank_rows)]
 
     @property
     def expert_rows(self) -> float | None:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import SpeedWarning
-from lightning_megatron.experts.routing.statistics import RouterStatistics
+from lightning_megatron.experts.routing.statistics import RunningSums
 from lightning_megatron.experts.transport.row_limit import NeedsInFlight, RowLimit, RowNeed
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -45,7 +45,7 @@ class LimitedRows:
         module: The user's module.
         mesh: The groups of this rank.
         limit: Limit of all layers.
-        statistics: Statistics of this rank's routers, which the passes of a step add to.
+        statistics: Statistics of this rank's experts, which the passes of a step add to.
         executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
     """
@@ -55,7 +55,7 @@ class LimitedRows:
         module: LightningModule,
         mesh: ParallelMesh,
         limit: RowLimit,
-        statistics: Sequence[RouterStatistics],
+        statistics: Sequence[RunningSums],
         executor: PipelineExecutor,
         gradients: StepGradients,
     ) -> None:
@@ -180,11 +180,11 @@ class _Before:
 
     module: ModuleState
     generators: dict[str, Any]
-    statistics: list[tuple[RouterStatistics, torch.Tensor]]
+    statistics: list[tuple[RunningSums, torch.Tensor]]
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:
-        """Restore the module, the default generators and the statistics of the routers."""
+        """Restore the module, the default generators and the statistics of experts."""
         self.module.restore()
         restore_random_states(self.generators, device)
         for layer, sums in self.statistics:
