@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 
 
@@ -38,7 +39,7 @@ def attention_repeats(
     outer = drawn(config.num_heads).detach().flatten(2)
 
     def gradients() -> tuple[Tensor, ...]:
-        output = attend(query, key, value, causal=True)
+        output = attend(query, key, value, AttentionSpan())
         return torch.autograd.grad(output, (query, key, value), outer)
 
     first = gradients()

@@ -17,7 +17,7 @@ from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.tape import TapeGraph
 from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 from lightning_megatron.layers import attention_core
-from lightning_megatron.layers.attention_core import CoreChoice
+from lightning_megatron.layers.choose_core import CoreChoice
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.strategy.step import segment_captures
 
@@ -85,8 +85,8 @@ def without_cuts() -> AbstractContextManager[Any]:
 
 def math_attention() -> AbstractContextManager[Any]:
     """Let attention run as matrix products and a softmax, whose sums have one order."""
-    choice = CoreChoice((SDPBackend.MATH,), True, "sums in one order")
-    return patch.object(attention_core, "choose_core", lambda *given: choice)
+    choice = CoreChoice("sdpa", (SDPBackend.MATH,), False, True, "sums in one order")
+    return patch.object(attention_core, "choose_core", lambda *given, **options: choice)
 
 
 @dataclass(frozen=True)

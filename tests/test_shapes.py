@@ -116,19 +116,19 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
 @needs_checks
 def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
     query = torch.zeros(5, 2, 4, 8)
-    assert attend(query, query, query, causal=True).shape == (5, 2, 32)
+    assert attend(query, query, query, AttentionSpan()).shape == (5, 2, 32)
     with pytest.raises(TypeError, match="whilst typechecking parameter 'value'"):
-        attend(query, query, query[:, :1], causal=True)
-    with pytest.raises(TypeError, match="dtype|whilst typechecking parameter 'mask'"):
-        attend(query, query, query, causal=False, mask=torch.ones(2, 1, 5, 5, dtype=torch.bool))
+        attend(query, query, query[:, :1], AttentionSpan())
+    with pytest.raises(TypeError, match="dtype|whilst typechecking parameter 'key'"):
+        attend(query, query.long(), query, AttentionSpan())
 
 
 @needs_checks
 def test_fields_of_a_dataclass_are_checked() -> None:
-    with pytest.raises(TypeError, match="whilst typechecking parameter 'documents'"):
+    with pytest.raises(TypeError, match="whilst typechecking parameter 'positions'"):
         AttentionSpan(
-            positions=torch.zeros(2, 5, dtype=torch.long),
-            documents=torch.zeros(2, 6, dtype=torch.long),
+            lengths=torch.zeros(2, 3, dtype=torch.long),
+            positions=torch.zeros(1, 5, dtype=torch.long),
         )
 
 

@@ -17,6 +17,8 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``head_dim``: size of a head (elements).
 - ``rotary_dim``: elements of a head that the rotary embedding rotates, at most ``head_dim``
   (elements).
+- ``documents``: lengths of the documents of a row, some of which may be 0 (documents).
+- ``borders``: cumulative lengths of documents, one more than there are documents (borders).
 - ``qkv_local``: query, key and value features of this rank, ``(heads + 2 kv_heads) head_dim``
   (elements).
 - ``ffn``: inner features of an MLP or of an expert on this rank (elements).

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -33,9 +34,10 @@ class SelfAttention(nn.Module):
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         bias: Whether the projections to queries, keys and values add a bias.
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
-        causal: Whether a position attends only to itself and to earlier positions.
+        causal: Whether a position attends only to itself and to earlier positions, if no kind is
+            given.
+        kind: Attention of the layer over whole rows; None means causal or not, as ``causal`` says.
         dropout: Probability that an attention weight is dropped.
-        scale: Factor of the attention scores; None means ``head_dim ** -0.5``.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
         norm_offset: Number that these norms add to their weight.
@@ -62,8 +64,8 @@ class SelfAttention(nn.Module):
         bias: bool = True,
         output_bias: bool | None = None,
         causal: bool = True,
+        kind: AttentionSpan | None = None,
         dropout: float = 0.0,
-        scale: float | None = None,
         norm_eps: float | None = None,
         norm_offset: float = 0.0,
         layer: int = 1,
@@ -74,9 +76,9 @@ class SelfAttention(nn.Module):
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
         self.mesh = mesh
-        self.causal = causal
         self.dropout = dropout
-        self.scale = scale
+        #: Attention of the layer over whole rows.
+        self.kind = kind or AttentionSpan(causal=causal)
         self.layer = layer
         ranges = attention_ranges(
             num_heads,
@@ -133,7 +135,7 @@ class SelfAttention(nn.Module):
         ]
         | None = None,
         recompute_core: bool = False,
-        mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
+        rows: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
 
@@ -142,17 +144,16 @@ class SelfAttention(nn.Module):
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             recompute_core: Whether the backward pass recomputes the attention core instead of
                 keeping its activations.
-            mask: Tensor that is added to the scores. It replaces the causal mask;
-                None means no mask.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
         """
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
         query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary, norms)
         if recompute_core:
-            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value, mask)
+            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value, rows)
         else:
-            mixed = self._core(query, key, value, mask)
+            mixed = self._core(query, key, value, rows)
         return self.output(mixed)
 
     def _core(
@@ -160,16 +161,8 @@ class SelfAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None = None,
+        rows: AttentionSpan | None = None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            return attend(
-                query,
-                key,
-                value,
-                causal=self.causal,
-                dropout=dropout,
-                mask=mask,
-                scale=self.scale,
-            )
+            return attend(query, key, value, self.kind.over(rows), dropout=dropout)

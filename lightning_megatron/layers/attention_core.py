@@ -1,112 +1,112 @@
-"""The attention core, softmax(Q K^T / sqrt(K)) V, and the choice of its kernel."""
+"""The attention core: ``attend(query, key, value, span)``, softmax(Q K^T / sqrt(K)) V.
+
+``layers.attention_parts`` computes it in parts, forward and backward with log-sum-exps.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.attention_operators import attend_by_operators, repeated
+from lightning_megatron.layers.attention_parts import attend_by_parts
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import CoreChoice, choose_core
+from lightning_megatron.layers.dense_mask import added_mask, is_plain
 from lightning_megatron.shapes import Float
-
-
-@dataclass(frozen=True)
-class CoreChoice:
-    """Attention kernels in the order in which torch tries them, with the reason for the choice.
-
-    Args:
-        backends: Kernels of torch's scaled_dot_product_attention; an empty tuple leaves the choice
-            to torch.
-        expand_kv: Whether key/value heads must be repeated for every query head, because the
-            kernels do not support grouped-query attention.
-        reason: Reason for the choice, for the log.
-    """
-
-    backends: tuple[SDPBackend, ...]
-    expand_kv: bool
-    reason: str
-
-
-def choose_core(
-    device: torch.device,
-    dtype: torch.dtype,
-    dropout: float = 0.0,
-    has_mask: bool = False,
-) -> CoreChoice:
-    """Choose the attention kernels for a device and dtype.
-
-    Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
-        dropout: Probability that an attention weight is dropped.
-        has_mask: Whether a mask is added to the scores.
-    """
-    if device.type != "cuda":
-        return CoreChoice((), False, f"{device.type}: torch chooses among its own kernels")
-    fused = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-    if has_mask:
-        return CoreChoice(
-            fused[1:],
-            True,
-            "a mask: memory-efficient attention adds it to the scores",
-        )
-    if dtype not in HALF_TYPES:
-        return CoreChoice(
-            fused[1:],
-            True,
-            f"{dtype} has no flash kernel: memory-efficient attention",
-        )
-    if dropout > 0.0:
-        return CoreChoice(
-            fused,
-            False,
-            "attention dropout: flash attention draws its mask from torch's generator",
-        )
-    if torch.cuda.get_device_capability(device) >= (9, 0):
-        return CoreChoice(
-            (SDPBackend.CUDNN_ATTENTION, *fused),
-            False,
-            "half type on compute capability >= 9.0: cuDNN",
-        )
-    return CoreChoice(fused, False, "half type below compute capability 9.0: flash attention")
 
 
 def attend(
     query: Float[Tensor, "seq batch heads head_dim"],
     key: Float[Tensor, "seq batch kv_heads head_dim"],
     value: Float[Tensor, "seq batch kv_heads head_dim"],
+    span: AttentionSpan,
     *,
-    causal: bool,
     dropout: float = 0.0,
-    mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
-    scale: float | None = None,
 ) -> Float[Tensor, "seq batch heads*head_dim"]:
-    """Compute scaled dot-product attention.
+    """Compute scaled dot-product attention over a span.
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated for
-    every query head.
+    every query head and with the span as a mask.
 
     Args:
         query: Queries.
         key: Keys.
         value: Values.
-        causal: Whether a position attends only to itself and to earlier positions; ignored if a
-            mask is given.
+        span: Description of who attends to whom.
         dropout: Probability that an attention weight is dropped; 0 outside training.
-        mask: Tensor that is added to the scores; None means no mask.
-        scale: Factor of the scores; None means ``head_dim ** -0.5``.
     """
-    choice = choose_core(query.device, query.dtype, dropout, mask is not None)
-    grouped = query.shape[2] != key.shape[2]
-    if grouped and choice.expand_kv:
-        repeats = query.shape[2] // key.shape[2]
-        key = key.repeat_interleave(repeats, dim=2)
-        value = value.repeat_interleave(repeats, dim=2)
-        grouped = False
+    length, num_sequences, _, head_dim = query.shape
+    span = span.laid_out(num_sequences, length, query.device)
+    choice = choose_core(
+        query.device, query.dtype, span, length, dropout=dropout, head_dim=head_dim
+    )
+    if choice.core == "flash":
+        mixed = attend_by_parts(query, key, value, span)
+    elif choice.core == "operators":
+        mixed = attend_by_operators(query, key, value, span, dropout)
+    else:
+        mixed = _attend_by_torch(query, key, value, span, dropout, choice)
+    return mixed.flatten(2)
+
+
+def prepared(
+    span: AttentionSpan | None,
+    num_sequences: int,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    dropout: float = 0.0,
+    head_dim: int = 128,
+) -> AttentionSpan | None:
+    """Return a span in the form that the chosen kernel takes, for layers that share it.
+
+    Layers then do not compute the borders of documents, or a dense mask, again. The host reads no
+    value.
+
+    Args:
+        span: Description of who attends to whom; None means causal attention over whole rows.
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+        dtype: Dtype of queries, keys and values.
+        device: Device of the layers.
+        dropout: Probability that an attention weight is dropped.
+        head_dim: Size of a head (elements).
+
+    Returns:
+        The span; None if it says nothing but its causality.
+    """
+    if span is None or is_plain(span, seq_length):
+        return None
+    span = replace(span.laid_out(num_sequences, seq_length, device), positions=None)
+    choice = choose_core(device, dtype, span, seq_length, dropout=dropout, head_dim=head_dim)
+    if not choice.needs_mask:
+        return span
+    mask = added_mask(span, num_sequences, seq_length, dtype=dtype, device=device)
+    return AttentionSpan(mask=mask)
+
+
+def _attend_by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    dropout: float,
+    choice: CoreChoice,
+) -> Tensor:
+    length, num_sequences = query.shape[:2]
+    mask = None
+    if choice.needs_mask:
+        mask = added_mask(span, num_sequences, length, dtype=query.dtype, device=query.device)
+    if choice.expand_kv:
+        key = repeated(key, query)
+        value = repeated(value, query)
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     context: AbstractContextManager[object] = nullcontext()
     if choice.backends:
@@ -118,8 +118,8 @@ def attend(
             value,
             attn_mask=mask,
             dropout_p=dropout,
-            is_causal=causal and mask is None,
-            scale=scale,
-            enable_gqa=grouped,
+            is_causal=span.causal and mask is None,
+            scale=span.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-    return mixed.permute(2, 0, 1, 3).flatten(2)
+    return mixed.permute(2, 0, 1, 3)

@@ -1,95 +1,268 @@
-"""Attention masks for padding, packed documents and sliding windows."""
+"""Who attends to whom, described without a tensor of sequence length times sequence length."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.shapes import Float, Int, Shaped
 
-#: Multiple of the row stride of a mask (elements).
-_ALIGNMENT = 8
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpan:
-    """Padding, positions and documents of the tokens of a batch.
+    """Which tokens attend to which, and how their scores become weights.
 
-    If all fields are None, every row is one document without padding. No token attends to padding.
-    A padded index that could attend to nothing attends to itself, so that its output stays finite.
+    If all fields are left out, every row is one document, and a token attends to itself and to all
+    tokens before it. Documents lie one after the other in a row. No token attends to another
+    document; tokens after the last document are a document of their own. Padding is described
+    likewise: a row of 5 tokens and 3 of padding on its right has the lengths ``[5]``, one with
+    padding on its left ``[3, 5]``.
 
     Args:
-        valid: False at padding, which may be left or right of the tokens; None means no padding.
-        positions: Position of every token, for rotary or learned embeddings; None counts from 0
-            along the row.
-        documents: Number of the document of every token. Tokens attend only within their document;
-            None means one document per row.
+        lengths: Lengths of the documents of each row. A row with fewer documents than others ends
+            with zeros. The number of columns is part of the form of a batch, so a constant number
+            lets CUDA graphs be replayed (tokens).
+        longest: Upper bound of the lengths, which sizes the launch of the kernel; None means the
+            length of the rows (tokens).
+        positions: Position of every token, for rotary or learned embeddings; None counts from 0.
+        restarts: Whether positions that are not given count from 0 in every document of
+            ``lengths``; otherwise they do in every row.
+        mask: Mask of the pairs of a query and a key, or of the keys of a row. Booleans are false
+            where no attention is allowed; a query that is left without keys attends to itself.
+            Numbers are added to the scores and say everything: ``causal`` and ``window`` do not
+            count beside them. None means that no such tensor is needed.
+        causal: Whether a token attends only to itself and to tokens before it.
+        window: Tokens that a token attends to, itself and those before it; without ``causal`` as
+            many after it too. None means all (tokens).
+        prefix: First tokens of each row, to which every token of the row attends; None means none
+            (tokens).
+        soft_cap: Bound c of the scores s, which become ``c tanh(s / c)``; None means no bound.
+        sinks: Score of each head's sink, which takes part in the softmax and has the value 0; None
+            means no sinks.
+        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+        borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
+            :meth:`laid_out` derives them (tokens).
+
+    Raises:
+        ParallelPlanError: If two fields contradict each other, or one is out of its range.
     """
 
-    valid: Shaped[Tensor, "batch seq"] | None = None
+    lengths: Int[Tensor, "batch documents"] | None = None
+    longest: int | None = None
     positions: Int[Tensor, "batch seq"] | None = None
-    documents: Int[Tensor, "batch seq"] | None = None
+    restarts: bool = True
+    mask: Shaped[Tensor, "#batch 1 #seq seq"] | None = None
+    causal: bool = True
+    window: int | None = None
+    prefix: Int[Tensor, " batch"] | None = None
+    soft_cap: float | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+    scale: float | None = None
+    borders: Int[Tensor, " borders"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and (self.has_documents or self.prefix is not None):
+            raise ParallelPlanError(
+                "a span takes either a mask or lengths and prefix: both were given. A mask says "
+                "for each pair of tokens what lengths say for rows. Leave one of them out."
+            )
+        if self.prefix is not None and self.has_documents:
+            raise ParallelPlanError(
+                "a span takes either lengths or prefix: both were given. A prefix counts from the "
+                "start of a row, so it would join documents. Leave one of them out."
+            )
+        for name in ("longest", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParallelPlanError(
+                    f"span.{name} must be at least 1 token: it is {value}. A token attends at "
+                    "least to itself. Use None for no limit."
+                )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ParallelPlanError(
+                f"span.soft_cap must be above 0: it is {self.soft_cap}. It bounds the scores. Use "
+                "None for no bound."
+            )
+
+    @classmethod
+    def packed(
+        cls, lengths: Sequence[Sequence[int]], seq_length: int, num_documents: int | None = None
+    ) -> AttentionSpan:
+        """Describe rows of packed documents; lengths and positions need no care.
+
+        Args:
+            lengths: Lengths of the documents of each row, of which there may be different numbers
+                (tokens).
+            seq_length: Length of the rows. What is left of a row is padding (tokens).
+            num_documents: Columns of the tensor of lengths, equal in all batches for CUDA graphs;
+                None means the largest number of documents in a row.
+
+        Raises:
+            ParallelPlanError: If lengths do not fit a row, or documents the columns.
+        """
+        check_lengths(lengths, seq_length)
+        most = max(map(len, lengths), default=0)
+        columns = most if num_documents is None else num_documents
+        if most > columns:
+            raise ParallelPlanError(
+                f"a row must not have more than num_documents ({columns}) documents: one has "
+                f"{most}. Batches of one form have equally many lengths. Raise num_documents to "
+                f"{most}, or put fewer documents into a row."
+            )
+        rows = [[*row, *[0] * (columns - len(row))] for row in lengths]
+        longest = max((max(row, default=0) for row in rows), default=0)
+        # What is left of a row is a document, too.
+        longest = max([longest, *(seq_length - sum(row) for row in rows)])
+        return cls(lengths=torch.tensor(rows).view(len(rows), columns), longest=longest)
+
+    @property
+    def has_documents(self) -> bool:
+        """Return whether rows may consist of several documents."""
+        return self.lengths is not None or self.borders is not None
 
     def check_shape(self, num_sequences: int, seq_length: int) -> None:
-        """Refuse fields whose shape differs from the shape of the tokens.
+        """Refuse fields whose shapes do not fit rows of tokens.
+
+        The host does not read lengths, which may be on a GPU; see :func:`check_lengths`.
 
         Raises:
             ParallelPlanError: If a shape differs.
         """
-        for name in ("valid", "positions", "documents"):
-            found = getattr(self, name)
-            if found is not None and tuple(found.shape) != (num_sequences, seq_length):
-                raise ParallelPlanError(
-                    f"span.{name} must have the shape of the tokens ({num_sequences}, "
-                    f"{seq_length}), because it describes each of them: its shape is "
-                    f"{tuple(found.shape)}. Expand or cut it."
-                )
+        positions = self.positions
+        if positions is not None and tuple(positions.shape) != (num_sequences, seq_length):
+            raise ParallelPlanError(
+                f"span.positions must have the shape of the tokens ({num_sequences}, "
+                f"{seq_length}), because it describes each of them: its shape is "
+                f"{tuple(positions.shape)}. Expand or cut it."
+            )
+        mask = self.mask
+        if mask is not None and (
+            mask.dim() != 4
+            or mask.shape[3] != seq_length
+            or mask.shape[2] not in (1, seq_length)
+            or mask.shape[0] not in (1, num_sequences)
+            or mask.shape[1] != 1
+        ):
+            raise ParallelPlanError(
+                f"span.mask must have the shape ({num_sequences} or 1, 1, {seq_length} or 1, "
+                f"{seq_length}), for rows, heads, queries and keys: its shape is "
+                f"{tuple(mask.shape)}. Insert dimensions of size 1."
+            )
+        if self.lengths is None:
+            return
+        if self.lengths.dim() != 2 or len(self.lengths) != num_sequences:
+            raise ParallelPlanError(
+                f"span.lengths must have a row for each of the {num_sequences} rows of tokens, "
+                "because it describes their documents: its shape is "
+                f"{tuple(self.lengths.shape)}. Give rows without documents zeros."
+            )
 
-    @property
-    def hides(self) -> bool:
-        """Return whether attention needs a mask in addition to the causal one."""
-        return self.valid is not None or self.documents is not None
+    def over(self, rows: AttentionSpan | None) -> AttentionSpan:
+        """Return attention of this kind over the rows that another span describes.
+
+        Args:
+            rows: Documents, prefix or mask of the rows; None means whole rows.
+        """
+        if rows is None:
+            return self
+        return replace(
+            self,
+            lengths=rows.lengths,
+            longest=rows.longest,
+            mask=rows.mask,
+            prefix=rows.prefix,
+            borders=rows.borders,
+        )
+
+    def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:
+        """Return the span with the borders of its documents and its positions, on a device.
+
+        The host reads no value, so the result may be computed inside a captured region.
+
+        Args:
+            num_sequences: Number of rows (sequences).
+            seq_length: Length of the rows (tokens).
+            device: Device of the tokens.
+        """
+        if self.lengths is None:
+            return self
+        borders = borders_of(self.lengths.to(device, non_blocking=True), seq_length)
+        positions = self.positions
+        if positions is None and self.restarts:
+            positions = _positions_in_documents(borders, num_sequences, seq_length)
+        return replace(self, lengths=None, borders=borders, positions=positions)
 
 
-def attention_mask(
-    span: AttentionSpan | None,
-    window: int | None,
-    seq_length: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Float[Tensor, "#batch 1 seq seq"] | None:
-    """Return the additive attention mask: 0 for visible tokens, minus infinity elsewhere.
+def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[Tensor, " borders"]:
+    """Return the cumulative lengths of all documents of all rows, from 0 to ``batch seq``.
+
+    What is left of a row after its last document is one more document.
 
     Args:
-        span: Padding and documents of the batch; None means one document per row without padding.
-        window: Number of tokens that a token attends to, itself and those before it; None means all
-            (tokens).
+        lengths: Lengths of the documents of each row (tokens).
         seq_length: Length of the rows (tokens).
-        dtype: Dtype of queries, keys and values.
-        device: Device of the result.
-
-    Returns:
-        The mask; None if the causal mask is enough.
     """
-    window = None if window is None or window >= seq_length else window
-    if window is None and (span is None or not span.hides):
-        return None
-    index = torch.arange(seq_length, device=device)
-    distance = index[:, None] - index
-    seen = (distance >= 0).unsqueeze(0)
-    if window is not None:
-        seen = seen & (distance < window)
-    if span is not None and span.documents is not None:
-        seen = seen & (span.documents[:, :, None] == span.documents[:, None, :])
-    if span is not None and span.valid is not None:
-        seen = seen & span.valid[:, None, :].bool()
-        # A query that attends to nothing would have the weights 0 / 0, so it attends to itself.
-        seen = seen | ((distance == 0) & ~seen.any(-1, keepdim=True))
-    # Memory-efficient attention copies a mask whose row stride is not aligned, in every layer.
-    width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
-    mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
-    return mask.masked_fill_(~seen, -torch.inf).unsqueeze(1)
+    num_rows = len(lengths)
+    # Lengths that exceed their row must not reach into the next one.
+    ends = lengths.cumsum(1).clamp(max=seq_length)
+    starts_of_rows = torch.arange(num_rows, device=lengths.device)[:, None] * seq_length
+    ends = F.pad(ends, (0, 1), value=seq_length) + starts_of_rows
+    return F.pad(ends.flatten(), (1, 0)).to(torch.int32)
+
+
+def document_of_tokens(
+    borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
+) -> Int[Tensor, "batch seq"]:
+    """Return for each token the number of the last border before it.
+
+    Args:
+        borders: Cumulative lengths of the documents (tokens).
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+    """
+    index = torch.arange(num_sequences * seq_length, device=borders.device, dtype=borders.dtype)
+    found = torch.searchsorted(borders[1:].contiguous(), index, right=True)
+    return found.view(num_sequences, seq_length)
+
+
+def _positions_in_documents(
+    borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
+) -> Int[Tensor, "batch seq"]:
+    starts = borders[document_of_tokens(borders, num_sequences, seq_length)]
+    index = torch.arange(num_sequences * seq_length, device=borders.device)
+    return index.view(num_sequences, seq_length) - starts
+
+
+def check_lengths(
+    lengths: Sequence[Sequence[int]], seq_length: int, longest: int | None = None
+) -> None:
+    """Refuse lengths of documents that do not fit rows.
+
+    Args:
+        lengths: Lengths of the documents of each row (tokens).
+        seq_length: Length of the rows (tokens).
+        longest: Upper bound of the lengths; None means the length of the rows (tokens).
+
+    Raises:
+        ParallelPlanError: If a length is negative or above the bound, or if the lengths of a row
+            sum up to more than its length.
+    """
+    most = seq_length if longest is None else longest
+    for number, row in enumerate(lengths):
+        if sum(row) > seq_length:
+            raise ParallelPlanError(
+                f"the lengths of the documents of a row must not exceed its {seq_length} tokens: "
+                f"row {number} has {list(row)}, which is {sum(row)}. A document cannot continue in "
+                f"the next row. Use lengths with a sum of at most {seq_length}."
+            )
+        if row and (min(row) < 0 or max(row) > most):
+            raise ParallelPlanError(
+                f"the length of a document must be from 0 to {most} tokens: row {number} has "
+                f"{list(row)}. The kernel is launched for the longest document. Cut the document, "
+                "or raise span.longest."
+            )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.segments import Segment, SegmentList
@@ -20,7 +21,7 @@ from lightning_megatron.shapes import Float
 NormPosition = Literal["pre", "post"]
 
 #: Names of the values that a block reads.
-_INPUTS = ("hidden", "rotary", "mask")
+_INPUTS = ("hidden", "rotary", "rows")
 
 
 class TransformerBlock(nn.Module):
@@ -32,7 +33,7 @@ class TransformerBlock(nn.Module):
     ``x + attention(norm1(x)) + mlp(norm2(x))``.
 
     Args:
-        attention: The attention layer, called with (hidden, rotary, recompute_core, mask).
+        attention: The attention layer, called with (hidden, rotary, recompute_core, rows).
         mlp: The MLP, or a mixture of experts.
         attention_norm: Norm of the attention's input (``pre``) or of the first residual sum
             (``post``).
@@ -74,7 +75,7 @@ class TransformerBlock(nn.Module):
     def segments(self, recompute: Recompute = "none") -> SegmentList:
         """Return the list that a forward pass runs.
 
-        It reads ``hidden``, ``rotary`` and ``mask``, and writes ``hidden``. The segments are
+        It reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. The segments are
         ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts
         brings its own. With ``recompute="full"`` there is one segment, whose backward pass runs
         this list a second time.
@@ -101,7 +102,7 @@ class TransformerBlock(nn.Module):
         ]
         | None = None,
         recompute: Recompute = "none",
-        mask: Float[Tensor, "#batch 1 #seq seq"] | None = None,
+        rows: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block.
 
@@ -109,9 +110,9 @@ class TransformerBlock(nn.Module):
             hidden: The residual stream.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             recompute: Activations that the backward pass recomputes.
-            mask: Tensor that is added to the attention scores; None means no mask.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
         """
-        return self._lists[recompute]((hidden, rotary, mask))[0]
+        return self._lists[recompute]((hidden, rotary, rows))[0]
 
     def _attention_segment(self, is_core_recomputed: bool) -> Segment:
         run: Callable[..., Any] = self._attend
@@ -187,10 +188,10 @@ class TransformerBlock(nn.Module):
         return [first, whole, last]
 
     def _replayed(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, rows: AttentionSpan | None
     ) -> Tensor:
         found: Tensor = replayed(
-            self._run_plain, self.mesh.random, self.layer, hidden, rotary, mask
+            self._run_plain, self.mesh.random, self.layer, hidden, rotary, rows
         )
         return found
 
@@ -207,21 +208,21 @@ class TransformerBlock(nn.Module):
         is_core_recomputed: bool,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
+        rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
         stream, hidden = self.attention_norm(hidden, None, True)
-        return stream, self._dropped(self.attention(hidden, rotary, is_core_recomputed, mask))
+        return stream, self._dropped(self.attention(hidden, rotary, is_core_recomputed, rows))
 
     def _attend_beside_mlp(
         self,
         is_core_recomputed: bool,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
+        rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
         stream, hidden = self.attention_norm(hidden, None, True)
         stream, normed = self.mlp_norm(stream, None, True)
-        update = self._dropped(self.attention(hidden, rotary, is_core_recomputed, mask))
+        update = self._dropped(self.attention(hidden, rotary, is_core_recomputed, rows))
         return stream + update, normed
 
     def _attend_and_normalise(
@@ -229,9 +230,9 @@ class TransformerBlock(nn.Module):
         is_core_recomputed: bool,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
+        rows: AttentionSpan | None,
     ) -> Tensor:
-        update = self.attention(hidden, rotary, is_core_recomputed, mask)
+        update = self.attention(hidden, rotary, is_core_recomputed, rows)
         normed: Tensor = self.attention_norm(hidden, self._dropped(update))
         return normed
 

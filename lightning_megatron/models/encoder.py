@@ -13,6 +13,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention_core import prepared
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.block import TransformerBlock
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.encoder_embedding import EncoderEmbedding
@@ -20,7 +22,6 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.padding_mask import padding_mask
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.layers.segments import Segment
@@ -166,7 +167,7 @@ class Encoder(LayeredModule):
                     "rows": rows,
                     "hidden": hidden,
                     "rotary": None,
-                    "mask": padding_mask(rows.valid, dtype=dtype_of_products(like)),
+                    "span": self._span(rows, like),
                     "labels": labels,
                     "ignore_index": ignore_index,
                 },
@@ -245,6 +246,17 @@ class Encoder(LayeredModule):
             dtype = torch.promote_types(dtype, rows.vectors.dtype)
         return rows.given.new_empty(0, dtype=dtype)
 
+    def _span(self, rows: EncoderInput, like: Tensor) -> AttentionSpan | None:
+        """Return the span of the layers; None without padding."""
+        if rows.valid is None:
+            return None
+        return prepared(
+            AttentionSpan(causal=False, mask=rows.valid[:, None, None, :].bool()),
+            *rows.valid.shape,
+            dtype=dtype_of_products(like),
+            device=like.device,
+        )
+
     @override
     def _first_segment(self) -> Segment:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
@@ -259,7 +271,7 @@ class Encoder(LayeredModule):
 
     @override
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return "rotary", "mask"
+        return "rotary", "span"
 
     @override
     def _last_segment(self) -> Segment:

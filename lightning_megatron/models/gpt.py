@@ -11,7 +11,8 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan, attention_mask
+from lightning_megatron.layers.attention_core import prepared
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -25,7 +26,7 @@ from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt_block import build_block, build_norm
+from lightning_megatron.models.gpt_block import attention_kind, build_block, build_norm
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
@@ -117,8 +118,9 @@ class GPT(LayeredModule):
             labels: Id of the token that follows each token, or ``ignore_index``.
             label_smoothing: Probability spread evenly over the vocabulary.
             ignore_index: Label whose loss is zero.
-            span: Padding, positions and documents of the rows, equal on every stage; None means
-                rows of one document without padding.
+            span: Documents, padding and positions of the rows, equal on every stage; None means
+                rows of one document without padding. The layers say whether attention is causal,
+                and have their windows, soft caps and scales.
             embeddings: Vectors that replace the token embeddings and are not scaled, complete on
                 every rank.
 
@@ -154,6 +156,7 @@ class GPT(LayeredModule):
         )
         if span is not None:
             span.check_shape(*given.shape[:2])
+            span = span.laid_out(given.shape[0], given.shape[1], given.device)
         self._advance_own_streams(given.device)
         if self.cursor is None or not self.cursor.probe:
             self._check_tokens(given.shape[0] * given.shape[1])
@@ -169,7 +172,7 @@ class GPT(LayeredModule):
                 "label_smoothing": label_smoothing,
                 "ignore_index": ignore_index,
             }
-            return self._run_chunk(chunk, values | self._tables(chunk, like, given.shape[1], span))
+            return self._run_chunk(chunk, values | self._tables(chunk, like, given.shape[:2], span))
 
         return self.run_stage(
             run,
@@ -198,19 +201,26 @@ class GPT(LayeredModule):
         return given.new_empty(0, dtype=dtype)
 
     def _tables(
-        self, chunk: int, like: Tensor, seq_length: int, span: AttentionSpan | None
+        self, chunk: int, like: Tensor, shape: torch.Size, span: AttentionSpan | None
     ) -> dict[str, Any]:
-        """Return the rotary tables and the masks of a chunk's layers by name."""
+        """Return the rotary tables and the spans of a chunk's layers by name."""
         positions = None if span is None else span.positions
         has_rotary = self.config.position == "rotary"
         found: dict[str, Any] = {
-            "rotary": self._rotary(seq_length, like, positions) if has_rotary else None
+            "rotary": self._rotary(shape[1], like, positions) if has_rotary else None
         }
-        # Layers with the same window share a mask.
-        for window in dict.fromkeys(map(self.config.window_of, self._layers_of_chunk[chunk])):
-            found[_mask_of(window)] = attention_mask(
-                span, window, seq_length, dtype=dtype_of_products(like), device=like.device
-            )
+        # Layers with the same window share a span.
+        for index in self._layers_of_chunk[chunk]:
+            name = _rows_of(self.config.window_of(index))
+            if name not in found:
+                found[name] = prepared(
+                    attention_kind(self.config, index).over(span),
+                    *shape,
+                    dtype=dtype_of_products(like),
+                    device=like.device,
+                    dropout=self.config.attention_dropout if self.training else 0.0,
+                    head_dim=self.config.head_size,
+                )
         return found
 
     @property
@@ -233,7 +243,7 @@ class GPT(LayeredModule):
 
     @override
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return "rotary", _mask_of(self.config.window_of(index))
+        return "rotary", _rows_of(self.config.window_of(index))
 
     @override
     def _last_segment(self) -> Segment:
@@ -257,10 +267,14 @@ class GPT(LayeredModule):
 
     @override
     def _run_layer(
-        self, name: str, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self,
+        name: str,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        rows: AttentionSpan | None,
     ) -> Tensor:
         self._keep(hidden)
-        found: Tensor = self.layers[name](hidden, rotary, self.recompute, mask)
+        found: Tensor = self.layers[name](hidden, rotary, self.recompute, rows)
         return found
 
     def _leave(
@@ -301,9 +315,9 @@ class GPT(LayeredModule):
         return losses.t().contiguous()
 
 
-def _mask_of(window: int | None) -> str:
-    """Return the name of the mask of layers with a window."""
-    return "mask" if window is None else f"mask.{window}"
+def _rows_of(window: int | None) -> str:
+    """Return the name of the span of layers with a window."""
+    return "rows" if window is None else f"rows.{window}"
 
 
 def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:

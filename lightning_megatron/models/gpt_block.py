@@ -9,6 +9,7 @@ from torch import nn
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.block import TransformerBlock
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
@@ -23,10 +24,16 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
     return LayerNorm(config.hidden_size, mesh, eps=config.norm_eps, bias=config.bias)
 
 
+def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
+    """Return the attention of the block with index ``index`` over whole rows."""
+    return AttentionSpan(window=config.window_of(index), scale=config.attention_scale)
+
+
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
     """Build this rank's part of the block with index ``index`` in the whole model."""
     drawn = Initializer.normal(config.init_std)
     residual = Initializer.residual(config.init_std, config.num_layers)
+    kind = attention_kind(config, index)
     attention = SelfAttention(
         config.hidden_size,
         config.num_heads,
@@ -35,8 +42,8 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
         head_dim=config.head_size,
         bias=config.has_qkv_bias,
         output_bias=config.has_output_bias,
+        kind=kind,
         dropout=config.attention_dropout,
-        scale=config.attention_scale,
         norm_eps=config.norm_eps if config.qk_norm else None,
         norm_offset=config.norm_offset,
         layer=index + 1,

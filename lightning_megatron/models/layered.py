@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
 from lightning_megatron.models.remote_tensor import RemoteTensor
@@ -151,7 +152,7 @@ class LayeredModule(PipelinedModule):
         On the first virtual stage it begins with the embedding, and elsewhere it reads ``hidden``.
         Then each layer is one segment, which opens into the segments of its block. On the last
         virtual stage the segment ``head`` follows, which includes the loss and writes ``result``;
-        elsewhere the last layer writes ``hidden``. Attention masks and rotary tables are inputs.
+        elsewhere the last layer writes ``hidden``. Spans of attention and rotary tables are inputs.
 
         Args:
             chunk: Index of this rank's chunk.
@@ -185,7 +186,7 @@ class LayeredModule(PipelinedModule):
         )
 
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        """Return the names of a layer's rotary tables and of its mask."""
+        """Return the names of a layer's rotary tables and of its span of attention."""
         raise NotImplementedError
 
     def _last_segment(self) -> Segment:
@@ -193,9 +194,13 @@ class LayeredModule(PipelinedModule):
         raise NotImplementedError
 
     def _run_layer(
-        self, name: str, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self,
+        name: str,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        rows: AttentionSpan | None,
     ) -> Tensor:
-        found: Tensor = self.layers[name](hidden, rotary, self.recompute, mask)
+        found: Tensor = self.layers[name](hidden, rotary, self.recompute, rows)
         return found
 
     def _parts_of_layer(self, name: str) -> SegmentList:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.partial_attention import (
     PartialSum,
     add_blocks,
@@ -29,11 +30,7 @@ def test_blocks_in_half_precision_add_up(
     shapes = [(S, B, heads, D) for heads in (8, kv_heads, kv_heads)]
     full = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     exact = [one.double().requires_grad_() for one in full]
-    index = torch.arange(S, device="cuda")
-    distance = index[:, None] - index
-    seen = (distance >= 0) & (distance < (S if window is None else window))
-    mask = torch.zeros(S, S, dtype=torch.float64, device="cuda").masked_fill(~seen, -torch.inf)
-    expected = attend(*exact, causal=False, mask=mask[None, None])
+    expected = attend(*exact, AttentionSpan(window=window))
     grad = torch.randn_like(expected)
     expected.backward(grad)
 
@@ -43,6 +40,7 @@ def test_blocks_in_half_precision_add_up(
     for rank, own in enumerate(rows):
         query = full[0][own]
         if is_gathered:
+            index = torch.arange(S, device="cuda")
             visits = [(index, cut.gathered_blocks(rank, True, window))]
         else:
             visits = [

@@ -1,9 +1,10 @@
-"""Masks say who sees whom, are made only where they say something, and go to kernels that take
-them.
+"""A span says who sees whom without a mask; every kernel and every way of putting parts together
+computes the same attention from it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,71 +12,235 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from lightning_megatron.layers.attention_core import attend, choose_core
-from lightning_megatron.layers.attention_span import AttentionSpan, attention_mask
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.attention_core import attend, prepared
+from lightning_megatron.layers.attention_operators import attend_by_operators
+from lightning_megatron.layers.attention_parts import (
+    attend_by_parts,
+    backward_part,
+    forward_part,
+)
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from tests.oracles import assert_equal
 
-POSITIONS = torch.tensor([[3, 1, 2]])
-LIKE: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+CPU = torch.device("cpu")
+LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
+KINDS = {
+    "causal": AttentionSpan(),
+    "both ways": AttentionSpan(causal=False),
+    "scaled": AttentionSpan(scale=0.7),
+    "window": AttentionSpan(window=2),
+    "window both ways": AttentionSpan(causal=False, window=2),
+    "documents": AttentionSpan(LENGTHS),
+    "documents both ways": AttentionSpan(LENGTHS, causal=False),
+    "documents, window": AttentionSpan(LENGTHS, window=2),
+    "prefix": AttentionSpan(prefix=torch.tensor([3, 0])),
+    "keys hidden": AttentionSpan(mask=torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])[:, None, None] > 0),
+    "soft cap": AttentionSpan(LENGTHS, soft_cap=0.3),
+    "sinks": AttentionSpan(LENGTHS, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()),
+    "sinks, cap, window": AttentionSpan(
+        window=3, soft_cap=0.5, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()
+    ),
+}  # fmt: skip
 
 
-def shown(mask: Tensor | None) -> list[list[str]]:
-    """Draw each row's mask: a line for each place, x where it sees."""
-    assert mask is not None, "there is a mask"
-    return [
-        ["".join("x" if value == 0 else "." for value in line) for line in row[0]] for row in mask
-    ]
-
-
-@pytest.mark.parametrize("span", [None, AttentionSpan(), AttentionSpan(positions=POSITIONS)])
-@pytest.mark.parametrize("window", [None, 3, 4])
-def test_rows_that_see_all_before_need_no_mask(
-    span: AttentionSpan | None, window: int | None
-) -> None:
-    assert attention_mask(span, window, 3, **LIKE) is None
-
-
-def test_a_place_sees_what_window_documents_and_padding_leave_it() -> None:
-    assert shown(attention_mask(None, 2, 4, **LIKE)) == [["x...", "xx..", ".xx.", "..xx"]]
-    documents = torch.tensor([[0, 0, 1, 1], [7, 2, 2, 2]])
-    assert shown(attention_mask(AttentionSpan(documents=documents), None, 4, **LIKE)) == [
-        ["x...", "xx..", "..x.", "..xx"],
-        ["x...", ".x..", ".xx.", ".xxx"],
-    ]
-    assert shown(attention_mask(AttentionSpan(documents=documents), 2, 4, **LIKE))[1] == [
-        "x...",
-        ".x..",
-        ".xx.",
-        "..xx",
-    ]
-
-
-def test_padding_is_seen_by_none_but_by_itself_where_it_sees_nothing() -> None:
-    valid = torch.tensor([[False, False, True, True], [True, True, False, False]])
-    assert shown(attention_mask(AttentionSpan(valid=valid), None, 4, **LIKE)) == [
-        ["x...", ".x..", "..x.", "..xx"],
-        ["x...", "xx..", "xx..", "xx.."],
-    ]
-
-
-def test_masks_go_to_kernels_that_take_them() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        choice = choose_core(torch.device("cuda"), dtype, has_mask=True)
-        assert choice.backends == (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-        assert choice.expand_kv
-
-
-def test_a_causal_mask_is_the_causal_attention() -> None:
-    generator = torch.Generator().manual_seed(0)
+def drawn(length: int = 5, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.rand(5, 2, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+        torch.randn(length, 2, heads, 6, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2)
     )
-    mask = attention_mask(
-        AttentionSpan(documents=torch.zeros(2, 5, dtype=torch.long)), None, 5, **LIKE
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+def by_loops(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
+    """Compute attention one query at a time."""
+    seen = by_hand(span, len(query))
+    rows = []
+    for place, row, head in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+        here = seen[row][place]
+        keys, values = (one[here, row, head // 2] for one in (key, value))
+        scores = keys @ query[place, row, head] * (span.scale or 6**-0.5)
+        if span.soft_cap is not None:
+            scores = span.soft_cap * torch.tanh(scores / span.soft_cap)
+        sink = 0.0 if span.sinks is None else span.sinks[head].exp()
+        weights = scores.exp() / (scores.exp().sum() + sink)
+        rows.append(weights @ values)
+    return torch.stack(rows).view(*query.shape[:2], -1)
+
+
+def by_hand(span: AttentionSpan, length: int) -> list[list[list[int]]]:
+    """List the keys of each query of the two rows."""
+    lengths = [[], []] if span.lengths is None else span.lengths.tolist()
+    rows = []
+    for row, sizes in enumerate(lengths):
+        whole = [*sizes, length - sum(sizes)]
+        document = [number for number, size in enumerate(whole) for _ in range(size)]
+        found = []
+        for place in range(length):
+            keys = [
+                other
+                for other in range(length)
+                if document[other] == document[place]
+                and (other <= place or not span.causal or is_prefix(span, row, other))
+                and (span.window is None or abs(place - other) < span.window)
+                and (span.mask is None or bool(span.mask[row, 0, 0, other]))
+            ]
+            found.append(keys or [place])
+        rows.append(found)
+    return rows
+
+
+def is_prefix(span: AttentionSpan, row: int, place: int) -> bool:
+    return span.prefix is not None and place < int(span.prefix[row])
+
+
+def results(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    outer = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output, *torch.autograd.grad(output, inputs, outer)]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_each_kind_of_attention_is_its_formula_however_it_is_computed(kind: str) -> None:
+    inputs, span = drawn(), KINDS[kind]
+    if span.sinks is not None:
+        span = replace(span, sinks=span.sinks.clone().requires_grad_())
+    all_inputs = inputs if span.sinks is None else (*inputs, span.sinks)
+    expected = results(by_loops(*inputs, span), all_inputs)
+    laid_out = span.laid_out(2, 5, CPU)
+    ready = prepared(span, 2, 5, dtype=torch.float64, device=CPU)
+    ways = {
+        "attend": attend(*inputs, span),
+        "prepared": attend(*inputs, span.over(ready) if ready is not None else span),
+        "operators": attend_by_operators(*inputs, laid_out).flatten(2),
+        "parts": attend_by_parts(*inputs, laid_out).flatten(2),
+    }
+    for name, output in ways.items():
+        found = results(output, all_inputs)
+        for place, (one, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, wanted, f"{name} {place}")
+
+
+def test_parts_of_the_keys_merge_to_the_whole() -> None:
+    inputs, span = drawn(6, seed=1), AttentionSpan()
+    query, key, value = (one.detach() for one in inputs)
+    # The first half of the queries sees the first half of the keys, the second one both.
+    first, second = slice(0, 3), slice(3, 6)
+    own, own_lse = forward_part(query[second], key[second], value[second], span)
+    early, early_lse = forward_part(
+        query[second], key[first], value[first], AttentionSpan(causal=False), KeyRows(3)
     )
-    assert mask is not None
-    for scale in (None, 0.7):
-        expected = attend(query, key, value, causal=True, scale=scale)
-        assert_equal(
-            attend(query, key, value, causal=True, mask=mask, scale=scale), expected, "mixed"
+    lse = torch.logaddexp(own_lse, early_lse)
+    shares_of = [(one - lse).exp().permute(2, 0, 1)[..., None] for one in (own_lse, early_lse)]
+    merged = own * shares_of[0] + early * shares_of[1]
+    start, start_lse = forward_part(query[first], key[first], value[first], span)
+    whole = torch.cat((start, merged)).flatten(2)
+    expected = results(attend(*inputs, span), inputs)
+    assert_equal(whole, expected[0], "merged")
+
+    outer = torch.linspace(-1, 1, whole.numel(), dtype=torch.float64).view_as(query)
+    shares = [
+        (second, second, merged, lse, span),
+        (second, first, merged, lse, AttentionSpan(causal=False)),
+        (first, first, start, start_lse, span),
+    ]
+    found = [torch.zeros_like(one) for one in (query, key, value)]
+    for rows, keys, out, sums, kind in shares:
+        grads = backward_part(
+            outer[rows], query[rows], key[keys], value[keys], out, sums, kind, KeyRows(3)
         )
+        for total, part, where in zip(found, grads, (rows, keys, keys), strict=True):
+            total[where] += part
+    for place, (one, wanted) in enumerate(zip(found, expected[1:], strict=True)):
+        assert_equal(one, wanted, f"gradient {place}")
+
+
+def test_keys_of_a_document_end_where_its_queries_do() -> None:
+    # Two documents with 1 and 2 queries, of 2 and 3 keys.
+    span = AttentionSpan(borders=torch.tensor([0, 1, 3], dtype=torch.int32))
+    keys = KeyRows(5, torch.tensor([0, 2, 5], dtype=torch.int32))
+    found = seen_pairs(span, 1, 3, CPU, keys)
+    assert found.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+
+
+def test_a_part_without_visible_keys_adds_nothing() -> None:
+    query, key, value = (one.detach() for one in drawn(2))
+    hidden = AttentionSpan(mask=torch.full((1, 1, 2, 2), -torch.inf, dtype=torch.float64))
+    out, lse = forward_part(query, key, value, hidden)
+    assert torch.equal(out, torch.zeros_like(query))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+def test_whole_rows_need_no_preparation() -> None:
+    plain: list[AttentionSpan | None] = [
+        None, AttentionSpan(), AttentionSpan(window=5), AttentionSpan(positions=torch.ones(2, 5).long()),
+    ]  # fmt: skip
+    for span in plain:
+        assert prepared(span, 2, 5, dtype=torch.float64, device=CPU) is None
+
+
+def test_packed_rows_have_equally_many_lengths_and_know_the_longest() -> None:
+    span = AttentionSpan.packed([[3, 2], [4]], 8, num_documents=3)
+    assert span.lengths is not None
+    assert span.lengths.tolist() == [[3, 2, 0], [4, 0, 0]]
+    assert span.longest == 4
+    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, "the rest of a row is one, too"
+    laid_out = span.laid_out(2, 8, CPU)
+    assert laid_out.borders is not None
+    assert laid_out.borders.tolist() == [0, 3, 5, 5, 8, 12, 12, 12, 16]
+    assert laid_out.positions is not None
+    assert laid_out.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
+
+
+def test_lengths_beyond_a_row_never_reach_into_the_next_one() -> None:
+    borders = AttentionSpan(torch.tensor([[9, 3], [2, 9]])).laid_out(2, 5, CPU).borders
+    assert borders is not None
+    assert borders.tolist() == [0, 5, 5, 5, 7, 10, 10]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sum": (lambda: AttentionSpan.packed([[3], [4, 5]], 8), r"8 tokens: row 1 has \[4, 5\], .* 9"),
+    "negative": (lambda: AttentionSpan.packed([[-1, 3]], 8), r"from 0 to 8 tokens: row 0"),
+    "columns": (lambda: AttentionSpan.packed([[1, 1, 1]], 8, 2), r"\(2\) documents: one has 3"),
+    "both": (
+        lambda: AttentionSpan(LENGTHS, mask=torch.ones(1, 1, 5, 5) > 0),
+        "either a mask or lengths and prefix",
+    ),
+    "prefix": (
+        lambda: AttentionSpan(LENGTHS, prefix=torch.tensor([1, 1])),
+        "either lengths or prefix",
+    ),
+    "window": (lambda: AttentionSpan(window=0), "span.window must be at least 1 token: it is 0"),
+    "cap": (lambda: AttentionSpan(soft_cap=0.0), r"span.soft_cap must be above 0: it is 0.0"),
+}
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_spans_that_contradict_themselves_are_refused(kind: str) -> None:
+    make, message = REFUSED[kind]
+    with pytest.raises(ParallelPlanError, match=message):
+        make()
+
+
+def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    masked = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    for dtype in (half, torch.float32):
+        choice = choose_core(cuda, dtype, KINDS["keys hidden"])
+        assert (choice.core, choice.backends) == ("sdpa", masked)
+        assert choice.expand_kv
+        assert choice.remedy is None, "who hands in a mask has asked for it"
+    assert choose_core(cuda, half).name == "cudnn, flash, efficient, math"
+    for kind in ("documents", "window"):
+        assert choose_core(cuda, half, KINDS[kind]).name == "flash without a mask"
+        slow = choose_core(cuda, torch.float32, KINDS[kind])
+        assert (slow.backends, slow.needs_mask) == (masked, True)
+        assert "Trainer(precision='bf16-mixed')" in (slow.remedy or "")
+    assert choose_core(cuda, half, KINDS["window"], 2).name.startswith("cudnn")
+    assert choose_core(cuda, half, KINDS["documents"], dropout=0.1).needs_mask
+    assert "at most 256" in choose_core(cuda, half, KINDS["window"], head_dim=320).reason
+    assert choose_core(cuda, half, KINDS["soft cap"]).core == "operators"
+    assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"

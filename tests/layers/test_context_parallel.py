@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
     hierarchical_attention,
@@ -45,21 +46,13 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def mask_of(window: int | None) -> Tensor | None:
-    if window is None:
-        return None
-    distance = torch.arange(S)[:, None] - torch.arange(S)
-    seen = (distance >= 0) & (distance < window)
-    return torch.zeros(S, S, dtype=torch.float64).masked_fill(~seen, -torch.inf)[None, None]
-
-
 def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
     """Return attention by transport, called with queries, keys, values, causal and window."""
 
     def by_heads(
         query: Tensor, key: Tensor, value: Tensor, causal: bool, window: int | None
     ) -> Tensor:
-        core = partial(attend, causal=causal, mask=mask_of(window))
+        core = partial(attend, span=AttentionSpan(causal=causal, window=window))
         return exchanged_attention(query, key, value, mesh.cp, core)
 
     found = {
@@ -101,7 +94,7 @@ def check_transports(rank: int, size: int) -> list[tuple[str, float]]:
                 draw(S, B, count, D, seed=at).requires_grad_()
                 for at, count in enumerate((heads, kv_heads, kv_heads))
             ]
-            expected = attend(*full, causal=causal, mask=mask_of(window))
+            expected = attend(*full, AttentionSpan(causal=causal, window=window))
             grad = draw(*expected.shape, seed=9)
             expected.backward(grad)
             local = [own_part(one.detach(), mesh.cp).requires_grad_() for one in full]
@@ -156,7 +149,7 @@ def test_a_ring_of_one_rank_keeps_half_types() -> None:
     query, key, value = (draw(8, 1, 2, D, seed=at).bfloat16().requires_grad_() for at in range(3))
     mixed = ring_attention(query, key, value, MeshAxis("cp"), causal=True)
     mixed.sum().backward()
-    whole = attend(*(one.detach().float() for one in (query, key, value)), causal=True)
+    whole = attend(*(one.detach().float() for one in (query, key, value)), AttentionSpan())
     assert mixed.dtype == torch.bfloat16
     assert query.grad is not None
     assert query.grad.dtype == torch.bfloat16

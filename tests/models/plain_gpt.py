@@ -63,9 +63,24 @@ class PlainGPT:
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        if self.span.positions is None:
+        if self.span.positions is not None:
+            return self.span.positions
+        if self.span.lengths is None or not self.span.restarts:
             return torch.arange(tokens.shape[1]).expand(tokens.shape)
-        return self.span.positions
+        documents = self.documents(tokens)
+        return torch.tensor(
+            [[row[:at].count(row[at]) for at in range(len(row))] for row in documents]
+        )
+
+    def documents(self, tokens: Tensor) -> list[list[int]]:
+        """Say of every place the number of its document."""
+        num, length = tokens.shape
+        lengths = [[]] * num if self.span.lengths is None else self.span.lengths.tolist()
+        rows = []
+        for row in lengths:
+            whole = [*row, length - sum(row)]
+            rows.append([number for number, size in enumerate(whole) for _ in range(size)])
+        return rows
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.weights.get(f"{name}.bias")
@@ -128,15 +143,15 @@ class PlainGPT:
 
     def seen(self, tokens: Tensor, window: int | None) -> Tensor:
         """Say of every pair of places whether the first sees the second."""
-        valid, documents = self.span.valid, self.span.documents
+        mask, documents = self.span.mask, self.documents(tokens)
         num, length = tokens.shape
         seen = torch.zeros(num, 1, length, length, dtype=torch.bool)
         for row in range(num):
             for place in range(length):
                 for other in range(place + 1):
                     near = window is None or place - other < window
-                    here = documents is None or bool(documents[row, place] == documents[row, other])
-                    holds = valid is None or bool(valid[row, other])
+                    here = documents[row][place] == documents[row][other]
+                    holds = mask is None or bool(mask[row, 0, 0, other])
                     seen[row, 0, place, other] = near and here and holds
                 seen[row, 0, place, place] |= not seen[row, 0, place].any()
         return seen

@@ -232,18 +232,17 @@ def batches() -> dict[str, Batch]:
     packed = torch.tensor(
         [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6]]
     )
-    documents = (packed == 0).cumsum(1)
     return {
         "plain": Batch({}, None, all_count),
-        "padded right": Batch({"attention_mask": right.long()}, AttentionSpan(valid=right), right),
+        "padded right": Batch({"attention_mask": right.long()}, AttentionSpan(lengths), right),
         "padded left": Batch(
             {"attention_mask": left.long(), "position_ids": positions},
-            AttentionSpan(valid=left, positions=positions),
+            AttentionSpan(torch.cat((S - lengths, lengths), 1), positions=positions),
             left,
         ),
         "packed": Batch(
             {"position_ids": packed},
-            AttentionSpan(positions=packed, documents=documents),
+            AttentionSpan(torch.tensor([[5, 7, 0], [3, 2, 7]])),
             all_count,
         ),
     }

@@ -165,12 +165,11 @@ def test_masks_and_rotary_tables_come_from_outside() -> None:
     config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
     model = GPT(config, seed=1)
     assert model.segments().inputs == (
-        "tokens", "positions", "vectors", "rotary", "mask", "mask.4",
+        "tokens", "positions", "vectors", "rotary", "rows", "rows.4",
         "labels", "label_smoothing", "ignore_index",
     )  # fmt: skip
     mesh = model.mesh
-    valid = torch.arange(S) < torch.tensor([[S], [5]])
-    span = AttentionSpan(valid, positions=torch.arange(S).repeat(2, 1))
+    span = AttentionSpan(torch.tensor([[S], [5]]), positions=torch.arange(S).repeat(2, 1))
     twin = GPT(config, mesh, seed=1)
     runner = PieceRunner(twin, scopes=("attention",))
     tokens = tokens_of(0, mesh)
@@ -276,6 +275,6 @@ def _check_stages(rank: int, size: int) -> list[list[str]]:
 
 def test_a_stage_begins_with_what_it_receives() -> None:
     first, second = run_world(_check_stages, 2)
-    assert first[0] == ["tokens", "positions", "vectors", "rotary", "mask"]
-    assert second[0][:3] == ["hidden", "rotary", "mask"]
+    assert first[0] == ["tokens", "positions", "vectors", "rotary", "rows"]
+    assert second[0][:3] == ["hidden", "rotary", "rows"]
     assert [*first[1], *second[1]] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]

@@ -40,9 +40,10 @@ VALID = torch.tensor(
     [[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3]
 )
 POSITIONS = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]])
-# Three documents in the first row, two in the second, positions from 0 in each.
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 3, 3, 3, 3]])
-PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 0, 1, 2, 3]])
+PADDED = torch.tensor([[3, 5], [5, 0]])
+KEYS = VALID[:, None, None]
+# Three documents in the first row, two in the second, of which the rest of the row is one.
+PACKED = torch.tensor([[3, 4, 1], [4, 0, 0]])
 FAR = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 11], [4, 5, 6, 7, 8, 9, 10, 11]])
 
 
@@ -87,22 +88,24 @@ CASES = {
     "window": Case(GPTConfig.llama(**LLAMA, sliding_window=3)),
     "window of one layer, padding": Case(
         GPTConfig.llama(**LLAMA, sliding_window=4, window_layers=(False, True)),
-        AttentionSpan(valid=VALID, positions=POSITIONS),
+        AttentionSpan(PADDED, positions=POSITIONS),
         recompute="selective",
     ),
     "padding, learned": Case(
-        GPTConfig.gpt2(**SIZES), AttentionSpan(valid=VALID, positions=POSITIONS)
+        GPTConfig.gpt2(**SIZES), AttentionSpan(mask=KEYS, positions=POSITIONS)
     ),
     "padding alone": Case(
-        GPTConfig.gpt2(**SIZES, tie_embeddings=False), AttentionSpan(valid=VALID), recompute="full"
+        GPTConfig.gpt2(**SIZES, tie_embeddings=False),
+        AttentionSpan(PADDED, longest=5, restarts=False),
+        recompute="full",
     ),
     "documents": Case(
         GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_scaling={"kind": "yarn", **SCALED}),
-        AttentionSpan(documents=DOCUMENTS, positions=PACKED),
+        AttentionSpan(PACKED),
         recompute="full",
     ),
     "documents, learned, window": Case(
-        GPTConfig.gpt2(**SIZES, sliding_window=2), AttentionSpan(documents=DOCUMENTS, valid=VALID)
+        GPTConfig.gpt2(**SIZES, sliding_window=2), AttentionSpan(PACKED, longest=4)
     ),
     "positions, longrope": Case(
         GPTConfig.llama(
@@ -119,7 +122,9 @@ CASES = {
     "embeddings": Case(
         GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
     ),
-    "embeddings, padding": Case(GPTConfig.llama(**LLAMA), AttentionSpan(valid=VALID), embeds=True),
+    "embeddings, window, keys hidden": Case(
+        GPTConfig.llama(**LLAMA, sliding_window=3), AttentionSpan(mask=KEYS), embeds=True
+    ),
 }
 CUTS = [
     ({"tp": 1}, False),
@@ -258,9 +263,13 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         model(None)
     with pytest.raises(
         ParallelPlanError,
-        match=r"span.valid must have the shape of the tokens \(2, 8\).* is \(2, 7\)",
+        match=r"span.positions must have the shape of the tokens \(2, 8\).* is \(2, 7\)",
     ):
-        model(tokens, span=AttentionSpan(valid=VALID[:, 1:]))
+        model(tokens, span=AttentionSpan(positions=FAR[:, 1:]))
+    with pytest.raises(ParallelPlanError, match=r"span.lengths must have a row for each of the 2"):
+        model(tokens, span=AttentionSpan(PACKED[:1]))
+    with pytest.raises(ParallelPlanError, match=r"span.mask must have the shape \(2 or 1, 1, 8 or"):
+        model(tokens, span=AttentionSpan(mask=KEYS[..., 1:]))
     with pytest.raises(IndexError, match=r"\[0, 12\): found 12"):
         model(tokens, span=AttentionSpan(positions=FAR + 1))
 
@@ -269,8 +278,7 @@ def test_half_rows_that_are_long_and_mostly_padding_stay_finite() -> None:
     config = GPTConfig.llama(**(SIZES | {"max_seq_length": 640}), qk_norm=True)
     model = GPT(config, seed=1).bfloat16()
     tokens = torch.randint(0, V, (2, 640))
-    valid = torch.arange(640).expand(2, -1) >= torch.tensor([[600], [0]])
-    losses = model(tokens, tokens, span=AttentionSpan(valid=valid))
+    losses = model(tokens, tokens, span=AttentionSpan(torch.tensor([[600, 40], [0, 640]])))
     losses.sum().backward()
     assert losses.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

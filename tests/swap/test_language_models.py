@@ -16,7 +16,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM, span_of
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
+from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
 from tests.swap.parts import check_call, expected_gradients
@@ -228,18 +229,26 @@ def test_three_ranks_compute_what_hugging_face_does() -> None:
     run_world(check_twins, 3)
 
 
-def test_padding_behind_the_tokens_needs_no_mask() -> None:
+def test_padding_needs_no_more_than_it_says() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     labels = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]])
-    assert span_of(mask, None, None, mask.shape, labels) is None
-    assert span_of(mask, None, None, mask.shape) is None
+    assert span_of(mask, None, PackedRow(), mask.shape, labels) is None
+    assert span_of(mask, None, PackedRow(), mask.shape) is None
+    left = span_of(mask.flip(1), None, PackedRow(), mask.shape, labels.flip(1))
+    assert left is not None
+    assert left.mask is None
+    assert torch.equal(left.lengths, torch.tensor([[1, 3], [0, 4]]))
+    # Labels of padding count, so it must attend to what it does in theirs.
     seen = labels.clone()
     seen[0, 3] = 4
-    for other, wanted in ((mask, seen), (mask.flip(1), labels)):
-        span = span_of(other, None, None, mask.shape, wanted)
+    scattered = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
+    for other, wanted in ((mask, seen), (scattered, None)):
+        span = span_of(other, None, PackedRow(), mask.shape, wanted)
         assert span is not None
-        assert span.valid is not None
-        assert torch.equal(span.valid, other.bool())
+        assert span.lengths is None
+        assert torch.equal(span.mask, other.bool()[:, None, None])
+    with pytest.raises(UnsupportedError, match="either attention_mask or cu_seq_lens_q: both"):
+        span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), mask.shape)
 
 
 def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not(

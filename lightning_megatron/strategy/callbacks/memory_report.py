@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.layers.attention_core import choose_core
+from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import pipelined_modules
@@ -291,10 +291,9 @@ def kept_by(model: GPT) -> KeptActivations:
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
     table = make(model.config.memory_shape(), parameter.element_size())
     shares = model.config.kv_heads < model.config.num_heads
-    repeats = (
-        shares
-        and choose_core(parameter.device, parameter.dtype, model.config.attention_dropout).expand_kv
-    )
+    dropout = model.config.attention_dropout
+    choice = choose_core(parameter.device, parameter.dtype, dropout=dropout)
+    repeats = shares and choice.expand_kv
     return replace(
         table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model))
     )

@@ -18,7 +18,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
-from lightning_megatron.layers.attention_core import choose_core
+from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.cut_blocks import CutBlocks
@@ -218,9 +218,10 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def _attention_choice(layer: SelfAttention, device: torch.device, dtype: torch.dtype) -> Choice:
-    choice = choose_core(device, dtype, layer.dropout)
-    kernels = ", ".join(backend.name.removesuffix("_ATTENTION") for backend in choice.backends)
-    return Choice("attention", kernels.lower() or "torch's choice", choice.reason)
+    choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, head_dim=layer.head_dim)
+    window = layer.kind.window
+    subject = "attention" if window is None else f"attention in a window of {window}"
+    return Choice(subject, choice.name, choice.reason, choice.remedy)
 
 
 def _product_choices(

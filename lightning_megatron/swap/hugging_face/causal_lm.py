@@ -18,15 +18,14 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
+from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, padded_span, span_of
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 T = TypeVar("T")
 
 #: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
 #: swapped model ignores them.
-_IRRELEVANT = frozenset(
-    {"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"}
-)
+_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_seq_lens_k"})
 
 
 class LabelledGPT(GPT):
@@ -87,6 +86,7 @@ class HuggingFaceLM(ReplacedModel):
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
         output_hidden_states: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
@@ -99,17 +99,16 @@ class HuggingFaceLM(ReplacedModel):
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token. Without an attention mask, a position that is
-                not one more than its predecessor starts a new sequence. Attention stays inside each
-                sequence.
+                not one more than its predecessor starts a new sequence, which attention stays in.
             past_key_values: Cache, which is not supported; must be None.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
             use_cache: Argument without effect.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
-            num_items_in_batch: Divisor of the summed loss (tokens); by default the number of
-                labels.
+            num_items_in_batch: Divisor of the summed loss; by default their number (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
+            max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
             others: Further arguments, none of which may change the result.
 
@@ -125,7 +124,8 @@ class HuggingFaceLM(ReplacedModel):
         length = given.shape[1]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
+        packed = PackedRow(cu_seq_lens_q, max_length_q)
+        span = span_of(attention_mask, position_ids, packed, given.shape[:2], shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
             # Attention is causal, so appended positions change no earlier one; drop their results.
@@ -133,8 +133,7 @@ class HuggingFaceLM(ReplacedModel):
             shift_labels = pad_batch(shift_labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
-            if span is not None:
-                span = _padded_span(span, extra, rows)
+            span = padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
 
         def run() -> tuple[Tensor | None, Tensor]:
@@ -219,58 +218,6 @@ def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
     return full.transpose(0, 1)
 
 
-def span_of(
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    borders: Tensor | None,
-    shape: torch.Size,
-    labels: Tensor | None = None,
-) -> AttentionSpan | None:
-    """Return the attention mask of Hugging Face's arguments; None for a plain causal mask.
-
-    Attention is causal, so only padding attends to the padding after the last token. If no padding
-    has labels, no mask is needed, which is faster. The check synchronizes the host with the GPU.
-
-    Args:
-        attention_mask: 1 for tokens, 0 for padding.
-        position_ids: Position of every token.
-        borders: Boundaries of packed sequences.
-        shape: Number of sequences and their length.
-        labels: Label of every position, or -100; None if the results at padding positions are not
-            used.
-
-    Raises:
-        UnsupportedError: If the mask has another shape.
-    """
-    valid = documents = None
-    if attention_mask is not None:
-        if attention_mask.shape != shape:
-            raise UnsupportedError(
-                f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-                f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are "
-                "not supported. Mark padding with 0 in a mask of that shape, or pack sequences "
-                "with position_ids."
-            )
-        mask = attention_mask.to(torch.bool)
-        unseen = (mask[:, 1:] <= mask[:, :-1]).all()
-        if labels is not None:
-            unseen = unseen & (mask | (labels == IGNORED)).all()
-        valid = None if bool(unseen) else mask
-    if borders is not None:
-        positions = torch.arange(shape[1], device=borders.device)
-        documents = torch.searchsorted(borders[1:].contiguous(), positions, right=True).expand(
-            shape
-        )
-    elif position_ids is not None and attention_mask is None:
-        begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
-        documents = begins.cumsum(-1) if bool(begins.any()) else None
-    if position_ids is not None:
-        position_ids = position_ids.expand(shape)
-    if valid is None and documents is None and position_ids is None:
-        return None
-    return AttentionSpan(valid=valid, positions=position_ids, documents=documents)
-
-
 def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
     assert labels is not None, "there are losses where there are labels"
     count = num_items if num_items is not None else (labels != IGNORED).sum().clamp(min=1)
@@ -295,11 +242,3 @@ def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor
             "of them."
         )
     return given[0]
-
-
-def _padded_span(span: AttentionSpan, extra: int, num_rows: int) -> AttentionSpan:
-    return AttentionSpan(
-        valid=pad_batch(span.valid, extra, False, num_rows),
-        positions=pad_batch(span.positions, extra, 0, num_rows),
-        documents=pad_batch(span.documents, extra, -1, num_rows),
-    )

@@ -1,0 +1,102 @@
+"""The attention core in operators of torch: the formula for what no kernel computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
+from lightning_megatron.shapes import Float
+
+
+def attend_by_operators(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    span: AttentionSpan,
+    dropout: float = 0.0,
+) -> Float[Tensor, "seq batch heads head_dim"]:
+    """Compute attention, with the scores of all pairs of tokens in memory.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention, laid out or without documents.
+        dropout: Probability that a weight is dropped.
+    """
+    scores = masked_scores(query, key, span)
+    if span.sinks is not None:
+        sinks = span.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    # Softmax in float32 at least, as kernels compute it.
+    weights = scores.softmax(-1)[..., : key.shape[0]].to(value.dtype)
+    weights = F.dropout(weights, dropout)
+    return torch.einsum("bhst,tbhd->sbhd", weights, repeated(value, query))
+
+
+def masked_scores(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> Float[Tensor, "batch heads seq _"]:
+    """Return scaled, bounded and masked scores in float32 or wider.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        span: Description of the attention.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    length, num_sequences = query.shape[:2]
+    scores = raw_scores(query, key, span)
+    if span.soft_cap is not None:
+        scores = span.soft_cap * (scores / span.soft_cap).tanh()
+    if span.mask is not None and span.mask.dtype != torch.bool:
+        return scores + span.mask
+    seen = seen_pairs(span, num_sequences, length, query.device, keys)
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def raw_scores(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    span: AttentionSpan,
+) -> Float[Tensor, "batch heads seq _"]:
+    """Return scaled scores in float32 or wider.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        span: Description of the attention.
+    """
+    products = torch.einsum("sbhd,tbhd->bhst", query, repeated(key, query))
+    wide = torch.promote_types(products.dtype, torch.float32)
+    return products.to(wide) * scale_of(span, query)
+
+
+def repeated(
+    shared: Float[Tensor, "_ batch kv_heads head_dim"],
+    query: Float[Tensor, "seq batch heads head_dim"],
+) -> Float[Tensor, "_ batch heads head_dim"]:
+    """Return key or value heads, repeated for every query head.
+
+    Args:
+        shared: Key or value heads.
+        query: Queries.
+    """
+    repeats = query.shape[2] // shared.shape[2]
+    return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=2)
+
+
+def scale_of(span: AttentionSpan, query: Float[Tensor, "... head_dim"]) -> float:
+    """Return the factor of the scores.
+
+    Args:
+        span: Description of the attention.
+        query: Queries.
+    """
+    return float(query.shape[-1] ** -0.5) if span.scale is None else span.scale

@@ -1,0 +1,258 @@
+"""Attention of queries to a part of their keys, forward and backward, with log-sum-exps.
+
+These are the pieces of which larger attention is put together. For the scores ``s`` of a query with
+the keys of part p, ``forward_part`` returns::
+
+    lse_p = log sum exp s        out_p = sum exp(s - lse_p) v
+
+Parts are merged exactly by ``lse = log sum_p exp lse_p`` and by
+``out = sum_p exp(lse_p - lse) out_p``. ``backward_part`` takes the *merged* ``out`` and ``lse``.
+Its weights ``exp(s - lse)`` and sums ``delta = sum(grad_out * out)`` are then those of the whole
+softmax, so that its results are the part's share of the gradient of the queries, and the whole
+gradient of its keys and values.
+
+A sink is a part with one key of the score ``sink`` and the value 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.attention_operators import (
+    masked_scores,
+    raw_scores,
+    repeated,
+    scale_of,
+)
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import obstacle_to_flash
+from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.shapes import Float, Int
+
+#: Out, and the log-sum-exp of the scores of every query.
+Part = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]
+
+Gradients = tuple[
+    Float[Tensor, "seq batch heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+]
+
+
+def attend_by_parts(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    span: AttentionSpan,
+) -> Float[Tensor, "seq batch heads head_dim"]:
+    """Compute attention to the keys as one part and to the sinks, if there are any, as another.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention, laid out or without documents.
+    """
+    mixed: Tensor = _Attention.apply(query, key, value, span.sinks, span)
+    return mixed
+
+
+def forward_part(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads head_dim"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> Part:
+    """Compute attention of queries to some keys, without autograd.
+
+    Queries and keys of a document (of a row without documents) are aligned at its end. A query
+    without any visible key has the output 0 and the log-sum-exp minus infinity.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention, laid out or without documents; its sinks do not count.
+        keys: Rows of the keys; None means those of the queries.
+
+    Returns:
+        The output, in the dtype of the queries, and the log-sum-exps in float32 or wider.
+    """
+    if _is_flash(query, span):
+        return _flash_forward(query, key, value, span, keys)
+    scores = masked_scores(query, key, span, keys)
+    lse = scores.logsumexp(-1)
+    weights = _weights(scores, lse).to(value.dtype)
+    return torch.einsum("bhst,tbhd->sbhd", weights, repeated(value, query)), lse
+
+
+def backward_part(
+    grad_out: Float[Tensor, "seq batch heads head_dim"],
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads head_dim"],
+    out: Float[Tensor, "seq batch heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> Gradients:
+    """Compute the gradients of queries, keys and values of a part.
+
+    Args:
+        grad_out: Gradient of the merged output.
+        query: Queries.
+        key: Keys of the part.
+        value: Values of the part.
+        out: Merged output of all parts.
+        lse: Merged log-sum-exps of all parts.
+        span: Description of the attention, as in :func:`forward_part`.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    if _is_flash(query, span):
+        return _flash_backward(grad_out, query, key, value, out, lse, span, keys)
+    weights = _weights(masked_scores(query, key, span, keys), lse)
+    wide = weights.dtype
+    delta = (grad_out.to(wide) * out.to(wide)).sum(-1).permute(1, 2, 0)[..., None]
+    grad_weights = torch.einsum("sbhd,tbhd->bhst", grad_out, repeated(value, query)).to(wide)
+    grad_scores = weights * (grad_weights - delta)
+    if span.soft_cap is not None:
+        bounded = (raw_scores(query, key, span) / span.soft_cap).tanh()
+        grad_scores = grad_scores * (1 - bounded.square())
+    grad_scores = (grad_scores * scale_of(span, query)).to(query.dtype)
+    grad_query = torch.einsum("bhst,tbhd->sbhd", grad_scores, repeated(key, query))
+    grad_key = torch.einsum("bhst,sbhd->tbhd", grad_scores, query)
+    grad_value = torch.einsum("bhst,sbhd->tbhd", weights.to(query.dtype), grad_out)
+    return grad_query, _summed(grad_key, key), _summed(grad_value, value)
+
+
+def _is_flash(query: Tensor, span: AttentionSpan) -> bool:
+    found = obstacle_to_flash(query.device, query.dtype, span, head_dim=query.shape[-1])
+    return found is None
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    # A query without visible keys has the lse minus infinity, and no weights.
+    return (scores - lse[..., None].masked_fill(lse[..., None] == -torch.inf, 0.0)).exp()
+
+
+def _summed(gradient: Tensor, shared: Tensor) -> Tensor:
+    """Sum the gradients of the copies of a key or value head."""
+    return gradient.unflatten(2, (shared.shape[2], -1)).sum(3)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return ``(S, B, H, D)`` as tokens of one row after the other, ``(B S, H, D)``."""
+    return tensor.transpose(0, 1).flatten(0, 1)
+
+
+def _flash_arguments(
+    query: Tensor, span: AttentionSpan, keys: KeyRows | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    length, num_sequences = query.shape[:2]
+    borders = _borders(span.borders, num_sequences, length, query.device)
+    bound = min(span.longest or length, length)
+    key_borders = borders
+    key_bound = bound
+    if keys is not None:
+        key_borders = _borders(keys.borders, num_sequences, keys.seq_length, query.device)
+        key_bound = min(keys.longest or keys.seq_length, keys.seq_length)
+    left = right = -1
+    if span.window is not None:
+        left = right = span.window - 1
+    is_plainly_causal = span.causal and span.window is None
+    options = {
+        "scale": scale_of(span, query),
+        "window_size_left": left,
+        "window_size_right": 0 if span.causal else right,
+    }
+    return (borders, key_borders, bound, key_bound, 0.0, is_plainly_causal), options
+
+
+def _borders(
+    borders: Int[Tensor, " borders"] | None,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+) -> Int[Tensor, " borders"]:
+    if borders is not None:
+        return borders
+    last = num_sequences * seq_length
+    return torch.arange(0, last + 1, seq_length, dtype=torch.int32, device=device)
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan, keys: KeyRows | None
+) -> Part:
+    length, num_sequences = query.shape[:2]
+    arguments, options = _flash_arguments(query, span, keys)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        _rows(query), _rows(key), _rows(value), *arguments, False, **options
+    )
+    out = out.view(num_sequences, length, *out.shape[1:]).transpose(0, 1)
+    return out, lse.view(-1, num_sequences, length).transpose(0, 1)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    span: AttentionSpan,
+    keys: KeyRows | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments, options = _flash_arguments(query, span, keys)
+    without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    gradients = torch.ops.aten._flash_attention_backward(
+        _rows(grad_out),
+        _rows(query),
+        _rows(key),
+        _rows(value),
+        _rows(out),
+        lse.transpose(0, 1).flatten(1).contiguous(),
+        *arguments,
+        without_dropout,
+        torch.empty(0, device=query.device),
+        **options,
+    )
+    both = zip(gradients, (query, key, value), strict=True)
+    found = [
+        one.view(like.shape[1], like.shape[0], *one.shape[1:]).transpose(0, 1) for one, like in both
+    ]
+    return found[0], found[1], found[2]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention to one part and to the sinks, differentiable; see the module's formulas."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, span: Any
+    ) -> Tensor:
+        """Return the output ``(S, B, H, D)``."""
+        out, lse = forward_part(query, key, value, span)
+        if sinks is not None:
+            merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            out = (out * (lse - merged).exp().permute(2, 0, 1)[..., None]).to(out.dtype)
+            lse = merged
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.span = span
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradients of queries, keys, values and sinks."""
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        (grad_out,) = grads
+        found = backward_part(grad_out, query, key, value, out, lse, ctx.span)
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
+            shares = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+            grad_sinks = -(shares * delta).sum((0, 2)).to(sinks.dtype)
+        return (*found, grad_sinks, None)

@@ -1,0 +1,167 @@
+"""Choice of the kernel of the attention core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.dense_mask import is_plain
+
+#: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` its flash attention for documents,
+#: windows and sinks without a mask, and ``operators`` the formula in operators of torch.
+Core = Literal["sdpa", "flash", "operators"]
+
+_FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+#: Largest size of a head for flash attention (elements).
+_FLASH_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class CoreChoice:
+    """Kernel of the attention core, with the reason for the choice.
+
+    Args:
+        core: Way to compute.
+        backends: Kernels of torch's scaled_dot_product_attention in the order in which torch tries
+            them; an empty tuple leaves the choice to torch.
+        needs_mask: Whether what the span says must become a dense mask.
+        expand_kv: Whether key/value heads must be repeated for every query head, because the
+            kernels do not support grouped-query attention.
+        reason: Reason for the choice, for the log.
+        remedy: Way to a faster kernel, as whole sentences; None if this one costs no speed.
+    """
+
+    core: Core
+    backends: tuple[SDPBackend, ...]
+    needs_mask: bool
+    expand_kv: bool
+    reason: str
+    remedy: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the kernels for the log."""
+        if self.core != "sdpa":
+            return {"flash": "flash without a mask", "operators": "operators of torch"}[self.core]
+        kernels = [one.name.removesuffix("_ATTENTION").lower() for one in self.backends]
+        return ", ".join(kernels) or "torch's choice"
+
+
+def choose_core(
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan | None = None,
+    seq_length: int | None = None,
+    *,
+    dropout: float = 0.0,
+    head_dim: int = 128,
+) -> CoreChoice:
+    """Choose the attention kernel for a device, a dtype and a span.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
+        span: Description of the attention; None means causal attention over whole rows.
+        seq_length: Length of the rows; None means longer than every window (tokens).
+        dropout: Probability that an attention weight is dropped.
+        head_dim: Size of a head (elements).
+    """
+    span = span or AttentionSpan()
+    plain = is_plain(span, 2**62 if seq_length is None else seq_length)
+    if span.soft_cap is not None:
+        return _operators(device, "soft caps: no kernel of torch bounds scores", plain)
+    if span.sinks is not None or not plain:
+        obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
+        if obstacle is None:
+            why = "documents, windows and sinks: variable-length attention needs no mask"
+            return CoreChoice("flash", (), False, False, why)
+        if span.sinks is not None:
+            return _operators(device, f"sinks: {obstacle}", plain)
+        return _masked(device, obstacle, span)
+    return _plain(device, dtype, dropout)
+
+
+def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
+    if device.type != "cuda":
+        why = f"{device.type}: torch chooses among its own kernels"
+        return CoreChoice("sdpa", (), False, False, why)
+    if dtype not in HALF_TYPES:
+        why = f"{dtype} has no flash kernel: memory-efficient attention"
+        return CoreChoice("sdpa", _FUSED[1:], False, True, why)
+    if dropout > 0.0:
+        why = "attention dropout: flash attention draws its mask from torch's generator"
+        return CoreChoice("sdpa", _FUSED, False, False, why)
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        why = "half type on compute capability >= 9.0: cuDNN"
+        return CoreChoice("sdpa", (SDPBackend.CUDNN_ATTENTION, *_FUSED), False, False, why)
+    why = "half type below compute capability 9.0: flash attention"
+    return CoreChoice("sdpa", _FUSED, False, False, why)
+
+
+def obstacle_to_flash(
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan,
+    dropout: float = 0.0,
+    head_dim: int = 128,
+) -> str | None:
+    """Return why flash attention without a mask cannot compute a span; None if it can.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
+        span: Description of the attention.
+        dropout: Probability that an attention weight is dropped.
+        head_dim: Size of a head (elements).
+    """
+    if span.soft_cap is not None:
+        return "flash attention does not bound scores"
+    if span.mask is not None:
+        return "a mask for each pair of tokens was given"
+    if span.prefix is not None:
+        return "a prefix needs a mask"
+    if device.type != "cuda":
+        return f"{device.type} has no variable-length attention"
+    if torch.version.hip is not None:
+        return "variable-length attention was not tried on ROCm"
+    if dtype not in HALF_TYPES:
+        return f"{dtype} has no flash kernel"
+    if dropout > 0.0:
+        return "variable-length attention has no dropout"
+    if head_dim > _FLASH_HEAD_DIM or head_dim % 8:
+        return (
+            f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
+            f"not {head_dim}"
+        )
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash attention needs compute capability 8.0 or newer"
+    return None
+
+
+def _masked(device: torch.device, obstacle: str, span: AttentionSpan) -> CoreChoice:
+    if device.type != "cuda":
+        return CoreChoice("sdpa", (), True, False, f"a dense mask, because {obstacle}")
+    remedy = None
+    if span.mask is None and span.prefix is None:
+        remedy = (
+            "Memory-efficient attention reads a mask with an entry for each pair of tokens. Use "
+            "Trainer(precision='bf16-mixed') without attention dropout on a GPU of compute "
+            "capability 8.0 or newer."
+        )
+    why = f"a dense mask on memory-efficient attention, because {obstacle}"
+    return CoreChoice("sdpa", _FUSED[1:], True, True, why, remedy)
+
+
+def _operators(device: torch.device, why: str, plain: bool) -> CoreChoice:
+    remedy = None
+    if device.type == "cuda":
+        remedy = (
+            "The scores of all pairs of tokens are stored. Use shorter sequences, or half types "
+            "without attention dropout if the reason names them."
+        )
+    return CoreChoice("operators", (), not plain, True, why, remedy)

@@ -1,0 +1,128 @@
+"""Dense masks of attention, for kernels that take nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
+from lightning_megatron.shapes import Bool, Float, Int
+
+#: Multiple of the row stride of a mask (elements).
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRows:
+    """Rows of keys and values that differ from those of the queries.
+
+    Args:
+        seq_length: Length of the rows (tokens).
+        borders: Cumulative lengths of their documents, equally many as the queries have; None means
+            one document per row (tokens).
+        longest: Upper bound of the lengths; None means the length of the rows (tokens).
+    """
+
+    seq_length: int
+    borders: Int[Tensor, " borders"] | None = None
+    longest: int | None = None
+
+
+def is_plain(span: AttentionSpan, seq_length: int) -> bool:
+    """Return whether a span is nothing but causal or bidirectional attention over whole rows.
+
+    Args:
+        span: Description of the attention.
+        seq_length: Length of the rows (tokens).
+    """
+    has_window = span.window is not None and span.window < seq_length
+    return not (has_window or span.has_documents or span.prefix is not None) and span.mask is None
+
+
+def seen_pairs(
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+    keys: KeyRows | None = None,
+) -> Bool[Tensor, "#batch 1 #seq _"]:
+    """Return for each pair of a query and a key whether the query attends to the key.
+
+    Args:
+        span: Description of the attention, laid out or without documents, and without a mask of
+            numbers.
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows of queries (tokens).
+        device: Device of the result.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    keys = keys or KeyRows(seq_length, span.borders)
+    is_of_keys = span.mask is not None and span.mask.shape[2] == 1
+    if span.mask is not None and is_of_keys and not span.causal and span.window is None:
+        return _never_alone(span.mask)
+    # Queries and keys of a document are aligned at its end, as in flash attention.
+    query, query_left = _places(span.borders, num_sequences, seq_length, device)
+    key, key_left = _places(keys.borders, num_sequences, keys.seq_length, device)
+    distance = key_left[:, None, :] - query_left[:, :, None]
+    seen = query[:, :, None] == key[:, None, :]
+    if span.causal:
+        seen = seen & (distance >= 0)
+    if span.window is not None:
+        seen = seen & (distance.abs() < span.window)
+    if span.prefix is not None:
+        index = torch.arange(keys.seq_length, device=device)
+        seen = seen | (index < span.prefix[:, None])[:, None]
+    seen = seen[:, None]
+    return seen if span.mask is None else _never_alone(seen & span.mask)
+
+
+def _places(
+    borders: Int[Tensor, " borders"] | None,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+) -> tuple[Int[Tensor, "#batch seq"], Int[Tensor, "#batch seq"]]:
+    """Return each token's document, and the tokens from it to the end of its document."""
+    if borders is None:
+        left = torch.arange(seq_length, 0, -1, device=device)[None]
+        return torch.zeros_like(left), left
+    document = document_of_tokens(borders, num_sequences, seq_length)
+    index = torch.arange(num_sequences * seq_length, device=device).view(num_sequences, seq_length)
+    return document, borders[document + 1] - index
+
+
+def _never_alone(mask: Bool[Tensor, "#batch 1 #seq seq"]) -> Bool[Tensor, "#batch 1 #seq seq"]:
+    """Let queries that attend to nothing attend to themselves: their weights would be 0 / 0."""
+    is_alone = ~mask.any(-1, keepdim=True)
+    if mask.shape[2] == 1:
+        return mask | is_alone
+    diagonal = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    return mask | (diagonal & is_alone)
+
+
+def added_mask(
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Float[Tensor, "#batch 1 #seq seq"]:
+    """Return the mask that is added to scores: 0 for visible pairs, minus infinity elsewhere.
+
+    Args:
+        span: Description of the attention, laid out or without documents.
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+        dtype: Dtype of queries, keys and values.
+        device: Device of the result.
+    """
+    if span.mask is not None and span.mask.dtype != torch.bool:
+        return span.mask.to(dtype)
+    seen = seen_pairs(span, num_sequences, seq_length, device)
+    # Memory-efficient attention copies a mask whose row stride is not aligned, in every layer.
+    width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
+    mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
+    return mask.masked_fill_(~seen, -torch.inf)

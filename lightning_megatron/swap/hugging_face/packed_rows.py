@@ -1,0 +1,131 @@
+"""Spans of attention from the arguments of Hugging Face's models: padding and packed sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, pad_batch
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """Sequences packed into a row, as flash attention takes them.
+
+    Args:
+        borders: Cumulative lengths of the sequences, from 0; None means one sequence (tokens).
+        longest: Upper bound of the lengths; None means the length of the row (tokens).
+    """
+
+    borders: Tensor | None = None
+    longest: int | None = None
+
+
+def span_of(
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    packed: PackedRow,
+    shape: torch.Size,
+    labels: Tensor | None = None,
+) -> AttentionSpan | None:
+    """Return the span of padded rows, or of rows whose positions restart; None for plain rows.
+
+    Attention is causal, so only padding attends to the padding after the last token. If no padding
+    has labels, it need not be told apart, which is fastest. Otherwise padding without labels is a
+    document of its own. Padding between tokens, or with labels, needs a mask. The check
+    synchronizes the host with the GPU.
+
+    Args:
+        attention_mask: 1 for tokens, 0 for padding.
+        position_ids: Position of every token. None counts along the row, as Hugging Face's models
+            do.
+        packed: Sequences packed into the row, for which the host reads nothing.
+        shape: Number of sequences and their length.
+        labels: Label of every position, or -100; None if the results at padding positions are not
+            used.
+
+    Raises:
+        UnsupportedError: If the mask has another shape, or is given beside packed sequences.
+    """
+    positions = None if position_ids is None else position_ids.expand(shape)
+    if packed.borders is not None:
+        _check_no_mask(attention_mask)
+        lengths = packed.borders.diff().to(torch.int64).expand(shape[0], -1)
+        return AttentionSpan(lengths, packed.longest, positions, restarts=False)
+    if attention_mask is not None:
+        _check_mask(attention_mask, shape)
+        return _padding(attention_mask.to(torch.bool), positions, labels)
+    if position_ids is None:
+        return None
+    begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+    most = int(begins.sum(1).max())
+    if most == 0:
+        return AttentionSpan(positions=positions)
+    # A power of two, so that steps with nearly as many documents have the same form.
+    columns = 1 << most.bit_length()
+    lengths = position_ids.new_zeros(len(begins), columns)
+    lengths.scatter_add_(1, begins.cumsum(1), torch.ones_like(position_ids))
+    return AttentionSpan(lengths=lengths.expand(shape[0], -1), positions=positions)
+
+
+def padded_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
+    """Return a span with more positions and rows, to which nothing else attends.
+
+    Args:
+        span: Span of the rows; None means plain rows.
+        extra: Number of positions to append to each row.
+        num_rows: Number of rows to append.
+    """
+    if span is None:
+        return None
+    mask = span.mask
+    if mask is not None:
+        mask = F.pad(mask, (0, extra, 0, 0, 0, 0, 0, num_rows), value=False)
+    longest = span.longest
+    if longest is not None:
+        longest = max(longest, extra)
+    lengths = pad_batch(span.lengths, 0, 0, num_rows)
+    positions = pad_batch(span.positions, extra, 0, num_rows)
+    return replace(span, lengths=lengths, longest=longest, positions=positions, mask=mask)
+
+
+def _padding(mask: Tensor, positions: Tensor | None, labels: Tensor | None) -> AttentionSpan | None:
+    begins = mask[:, 1:] > mask[:, :-1]
+    is_unlabelled = mask.new_ones(())
+    if labels is not None:
+        is_unlabelled = (mask | (labels == IGNORED)).all()
+    is_right = ~begins.any()
+    # Between a first begin and the last token of a row there must be no padding.
+    is_whole = (begins.sum(1) + mask[:, 0] <= 1).all()
+    both = torch.stack((is_right & is_unlabelled, is_whole & is_unlabelled))
+    is_plain, is_separate = both.tolist()
+    if is_plain:
+        return None if positions is None else AttentionSpan(positions=positions)
+    if not is_separate:
+        return AttentionSpan(positions=positions, mask=mask[:, None, None, :])
+    before = mask.int().argmax(1)
+    lengths = torch.stack((before, mask.sum(1)), 1)
+    return AttentionSpan(lengths=lengths, positions=positions, restarts=False)
+
+
+def _check_no_mask(attention_mask: Tensor | None) -> None:
+    if attention_mask is not None:
+        raise UnsupportedError(
+            "a call takes either attention_mask or cu_seq_lens_q: both were given. Packed rows "
+            "have no padding but the rest of the row. Leave one of them out."
+        )
+
+
+def _check_mask(attention_mask: Tensor, shape: torch.Size) -> None:
+    if attention_mask.shape != shape:
+        raise UnsupportedError(
+            f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
+            f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are "
+            "not supported. Mark padding with 0 in a mask of that shape, or pack sequences "
+            "with position_ids."
+        )

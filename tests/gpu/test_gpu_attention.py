@@ -1,0 +1,74 @@
+"""On a GPU flash attention without a mask computes documents, windows and sinks like the formula,
+eagerly and in a replayed graph whose lengths change.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.attention_core import attend, prepared
+from lightning_megatron.layers.attention_operators import attend_by_operators
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+B, S, H, KV, K = 2, 384, 8, 2, 64
+LENGTHS = [[100, 7, 277], [384, 0, 0]]
+
+
+def spans() -> dict[str, AttentionSpan]:
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    sinks = torch.linspace(-1, 2, H, device="cuda").requires_grad_()
+    return {
+        "documents": AttentionSpan(lengths, longest=384),
+        "documents both ways": AttentionSpan(lengths, causal=False),
+        "window": AttentionSpan(window=33),
+        "documents, window": AttentionSpan(lengths, window=33),
+        "sinks": AttentionSpan(sinks=sinks),
+        "documents, window, sinks": AttentionSpan(lengths, window=33, sinks=sinks, scale=0.2),
+    }
+
+
+def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(S, B, heads, K, device="cuda", dtype=dtype, generator=generator)
+        for heads in (H, KV, KV)
+    )
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", list(spans()) if torch.cuda.is_available() else ["documents"])
+def test_flash_attention_is_the_formula(kind: str, dtype: torch.dtype) -> None:
+    span, inputs = spans()[kind], drawn(dtype)
+    assert choose_core(inputs[0].device, dtype, span, S, head_dim=K).core == "flash"
+    ready = span.over(prepared(span, B, S, dtype=dtype, device=inputs[0].device))
+    wide = tuple(one.detach().double().requires_grad_() for one in inputs)
+    sinks = () if span.sinks is None else (span.sinks,)
+    found = attend(*inputs, ready)
+    expected = attend_by_operators(*wide, span.laid_out(B, S, inputs[0].device)).flatten(2)
+    outer = torch.randn_like(expected)
+    ours = [found, *torch.autograd.grad(found, (*inputs, *sinks), outer.to(dtype))]
+    theirs = [expected, *torch.autograd.grad(expected, (*wide, *sinks), outer)]
+    for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        error = float((one.double() - wanted.double()).norm() / wanted.double().norm())
+        assert error < 0.02, f"{kind} {place}: off by {error:.4f} of its norm"
+
+
+def test_a_graph_follows_other_lengths_of_the_same_number() -> None:
+    query, key, value = (one.detach() for one in drawn(torch.bfloat16))
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    span = AttentionSpan(lengths)
+    attend(query, key, value, span)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(query, key, value, span)
+    for changed in (LENGTHS, [[1, 2, 300], [200, 184, 0]]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        assert torch.equal(found, attend(query, key, value, span)), changed
