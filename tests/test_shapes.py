@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 import lightning_megatron.layers
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
-from tests.startup.shape_checks import ROOMS, TYPES, are_on
+from tests.startup.shape_checks import ROOMS, TYPES, are_on, checked
 from tests.world import run_world
 
 PACKAGE = Path(lightning_megatron.layers.__file__).parents[1]
@@ -121,6 +123,33 @@ def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
         attend(query, query, query[:, :1], AttentionSpan())
     with pytest.raises(TypeError, match="dtype|whilst typechecking parameter 'key'"):
         attend(query, query.long(), query, AttentionSpan())
+
+
+@needs_checks
+def test_shapes_that_have_passed_make_no_others_pass() -> None:
+    results = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 4)]
+
+    def rows(
+        x: Float[Tensor, "rows columns"],  # noqa: F722
+        count: int,
+    ) -> Float[Tensor, "{count} columns"] | None:  # noqa: F722
+        return results.pop(0) if results else None
+
+    check = checked(rows)
+    x = torch.zeros(5, 3)
+    assert check(x, 2) is not None
+    assert check(x, count=2) is not None
+    for _ in range(2):
+        with pytest.raises(TypeError, match="whilst checking the return value"):
+            check(x, 2)
+    assert check(x, 2) is None
+    results.append(torch.zeros(2, 3))
+    with pytest.raises(TypeError, match="whilst checking the return value"):
+        check(x, 3)
+    with pytest.raises(TypeError, match="whilst typechecking parameter 'x'"):
+        check(x.long(), 2)
+    with pytest.raises(TypeError, match="whilst typechecking parameter 'x'"):
+        check(x[0], 2)
 
 
 @needs_checks
