@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.gpt import GPT as GPT
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
+    from lightning_megatron.plan.expert_clones import ExpertClones as ExpertClones
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
     from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
     from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
@@ -49,6 +50,7 @@ _HOMES = {
     "CheckpointSaveError": "errors",
     "CorruptDataError": "errors",
     "CudaGraphs": "plan.cuda_graphs",
+    "ExpertClones": "plan.expert_clones",
     "ExpertLoad": "strategy.callbacks.expert_load",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",

@@ -54,7 +54,8 @@ def _legal(kind: Any) -> list[str]:
     if origin is Callable:
         return ["a function"]
     if is_dataclass(kind):
-        return [f"a mapping, or a `{kind.__name__}`"]
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        return [f"a mapping, or {article} `{kind.__name__}`"]
     return [_TYPES[kind]]
 
 

@@ -253,6 +253,27 @@ def test_cuda_graphs_are_asked_for_by_a_mode_or_a_mapping(
         MegatronCLI(args=["fit", "-c", str(base), *strategy])
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--trainer.strategy.expert_clones", "2"], 2),
+        (
+            ["--trainer.strategy.expert_clones", "{places: 2, min_rows: 9}"],
+            {"places": 2, "min_rows": 9},
+        ),
+        (["--trainer.strategy.expert_clones.places", "3"], {"places": 3, "min_rows": None}),
+    ],
+)
+def test_clones_of_experts_are_asked_for_by_a_number_or_a_mapping(
+    base: Path, capsys: pytest.CaptureFixture[str], given: list[str], expected: object
+) -> None:
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *given]
+    config = printed_config(capsys, "-c", str(base), *strategy)
+    assert config["trainer"]["strategy"]["init_args"]["expert_clones"] == expected
+    with pytest.raises(ValueError, match=r"expert_clones \(\d\) needs ep above 1"):
+        MegatronCLI(args=["fit", "-c", str(base), *strategy])
+
+
 def test_a_typo_in_the_strategy_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strategy = [
         "--trainer.strategy",

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.schedule import ScheduleOption
@@ -89,6 +89,7 @@ class MegatronStrategy(TrainerAnswers):
         recompute: Recompute | None = None,
         expert_transport: Transport = "auto",
         expert_rows: float | None = None,
+        expert_clones: int | ExpertClones = 0,
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -186,8 +187,6 @@ class MegatronStrategy(TrainerAnswers):
     def _convert_module(self, has_models: bool) -> None:
         """Move the module to its device and precision."""
         precision = self.precision_plugin
-        for note in self.options.notes(precision.precision, self.root_device.type):
-            rank_zero_info(note)
         precision.converts_inputs = not has_models
         self.model = precision.convert_module(self.user_module)
         self.model_to_device()

@@ -13,6 +13,7 @@ from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.strategy.checks.run_checks import check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
+from lightning_megatron.strategy.options.sizes import check_places
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
@@ -24,6 +25,8 @@ def shard_module(
     module: LightningModule, mesh: ParallelMesh, options: StrategyOptions
 ) -> Sequence[LayeredModule]:
     """Replace the parts of a module that the mesh shards; return its models of this package.
+
+    The log says which parts, and which options have no effect.
 
     Args:
         module: The user's module.
@@ -51,6 +54,8 @@ def shard_module(
     check_module(module, mesh)
     models = layered_modules(module)
     _set_recompute(models, module, options.recompute)
+    for note in options.notes(str(module.trainer.precision), mesh.device.type):
+        rank_zero_info(note)
     return models
 
 
@@ -79,8 +84,13 @@ def start_mixtures(
         options: Options of the strategy.
 
     Raises:
-        ParallelPlanError: If ep or etp is set and no model has experts.
+        ParallelPlanError: If ep or etp is set and no model has experts, or if there are more places
+            for clones than experts of other ranks.
         UnsupportedError: If ``recompute`` is ``experts`` and no model has experts.
     """
     check_experts(models, mesh.layout, options.recompute)
-    return MixtureRuntime(models, mesh, options.expert_transport, options.expert_rows)
+    for model in models:
+        check_places(model.config, options)
+    return MixtureRuntime(
+        models, mesh, options.expert_transport, options.expert_rows, options.clones
+    )

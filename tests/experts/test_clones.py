@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.transport import choose_transport as choosing
 from lightning_megatron.experts.transport import cloning_dispatcher
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.cloning import PlacedClones
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
@@ -58,6 +60,19 @@ class Case:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Watched(CloneCollectives):
+    """Transfers that notice gradients which count as complete too early."""
+
+    reported: list[str]
+
+    def give_back(self, gradients: Tensor) -> Tensor:
+        returned = super().give_back(gradients)
+        matrix = "down" if gradients.shape[1] == SIZE else "up"
+        assert not any(matrix in name for name in self.reported), "clones' gradients come first"
+        return returned
+
+
 def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
     """Return outputs and gradients of two microbatches on this rank."""
     config = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, ffn_hidden_size=INNER)
@@ -86,7 +101,7 @@ def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
         arrived = dispatcher.receive(dispatcher.send(prepared))
         source = None
         if arrived.clones is not None:
-            source = CloneCollectives(mesh.ep, arrived.clones)
+            source = Watched(mesh.ep, arrived.clones, reported)
             found[f"{microbatch} moved"] = arrived.clones.amounts.sum()
         rows = experts(arrived.rows, arrived.probabilities, arrived.ends, source)
         output = dispatcher.combine(dispatcher.send_back(rows, arrived))
@@ -202,6 +217,33 @@ def test_clones_change_no_bit_of_exact_sums() -> None:
 def test_places_need_other_ranks() -> None:
     with pytest.raises(ParallelPlanError, match=r"places \(1\) must be at most 0"):
         choose_transport(8, 2, ParallelMesh.single(), clones=CloneSettings(1))
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> ParallelMesh:
+    """Return the mesh of two GPUs that cannot put tokens for a reason, or that can."""
+    monkeypatch.setattr(choosing, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(choosing, "transfer_over", lambda axis, each, device: None)
+    single = ParallelMesh.single()
+    return replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_auto_takes_puts_beside_clones(
+    monkeypatch: pytest.MonkeyPatch, top_k: int, has_shared: bool
+) -> None:
+    options = {"has_shared": has_shared, "clones": CloneSettings(1)}
+    choice = choose_transport(4, top_k, on_gpus(monkeypatch, None), **options)  # type: ignore[arg-type]
+    assert choice.transport == "one_sided"
+    assert choice.reason.endswith("to experts and their clones: expert_clones needs it")
+
+
+def test_gpus_that_cannot_put_are_named_where_auto_would_take_puts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = on_gpus(monkeypatch, "there is no NVLink")
+    with pytest.raises(UnsupportedError, match=r"into each other's memory: there is no NVLink\."):
+        choose_transport(4, 2, mesh, clones=CloneSettings(1))
 
 
 @pytest.mark.parametrize(("settings", "name"), [((0,), "places"), ((1, -1), "min_rows")])

@@ -20,6 +20,7 @@ from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedE
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -61,6 +62,7 @@ RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "experts": (ExpertsConfig, ExpertsConfig, EXPERTS),
     "rotary scaling": (RotaryScaling, RotaryScaling, SCALING),
     "CUDA graphs": (CudaGraphs, CudaGraphs, {"mode": "segments"}),
+    "clones": (ExpertClones, ExpertClones, {"places": 1}),
 }
 FIELDS = [
     (record, field.name) for record, (kind, _, _) in RECORDS.items() for field in fields(kind)

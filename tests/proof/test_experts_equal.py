@@ -62,16 +62,6 @@ def jobs() -> dict[str, Job]:
     ]
     for name, option in special:
         found[f"experts, {name}, {option}"] = Job("experts", layout=GRIDS[name] | option)
-    with_clones = [
-        ("ep4, one-sided", 2, {"recompute": "experts"}),
-        ("ep2 edp2", 1, {"zero": 0}),
-        ("tp2, etp2 ep2, one-sided", 1, {}),
-        ("pp2, ep2, one-sided", 1, {"recompute": "full"}),
-        ("pp2, ep2, one-sided", 2, {"schedule": "zb-h1"}),
-    ]
-    for name, places, option in with_clones:
-        job = Job("experts", layout=GRIDS[name] | option, places=places)
-        found[f"experts, {name}, {option}, {places} places for clones"] = job
     found["experts, ep2 edp2, float32"] = Job("experts", "32-true", GRIDS["ep2 edp2"])
     # The losses of routers weigh as much as the tokens that count, also on stages that do not count
     # them.

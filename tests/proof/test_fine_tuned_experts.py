@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.hugging_face import import_model
 from lightning_megatron.cli.main import main
+from lightning_megatron.models.layered import layered_modules
 from tests.proof.fine_tuning import FineTune, InOrder, V, trainer_of
 from tests.world import run_world
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.slow
 #: Each goes on from the checkpoint of the one before it.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4, "expert_transport": "all_to_all"},
-    "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1},
-    "pp2 ep2": {"pp": 2, "ep": 2},
+    "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1, "expert_clones": 1},
+    "pp2 ep2": {"pp": 2, "ep": 2, "expert_clones": {"places": 2, "min_rows": 1}},
     "tp2 etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
 }
 _SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -79,6 +80,9 @@ def train(
     module, trainer = Kept(str(folder)), trainer_of(layout, devices, 2, max_steps=steps)
     module.rate = options.pop("rate", module.rate)
     trainer.fit(module, InOrder("tokens"), **options)
+    for model in layered_modules(module):
+        for layer in model.mixtures().values():
+            assert (layer.clones is not None) == ("expert_clones" in (layout or {}))
     if to is not None:
         trainer.save_checkpoint(to)
     return module.losses

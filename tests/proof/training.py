@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_megatron.checkpoint.load import read_full
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.training.clip import grad_norm
@@ -62,8 +61,7 @@ class Job:
     """Name a training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
     Lightning).
 
-    A step that ``counts`` ignores some labels and returns how many are left. Every rank has
-    ``places`` for clones of experts.
+    A step that ``counts`` ignores some labels and returns how many are left.
     """
 
     kind: str
@@ -71,7 +69,6 @@ class Job:
     layout: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     counts: bool = False
-    places: int = 0
 
 
 @dataclass
@@ -99,15 +96,13 @@ class Tokens(Dataset):
 class Module(pl.LightningModule):
     """An ordinary LightningModule around a GPT, as a user would write it."""
 
-    def __init__(self, config: GPTConfig, counts: bool = False, places: int = 0) -> None:
+    def __init__(self, config: GPTConfig, counts: bool = False) -> None:
         super().__init__()
-        self.config, self.counts, self.places, self.model = config, counts, places, None
+        self.config, self.counts, self.model = config, counts, None
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
-            for layer in self.model.mixtures().values() if self.places else ():
-                layer.clones = CloneSettings(self.places)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
         assert self.model is not None, "configure_model ran"
@@ -196,7 +191,7 @@ def train(
     )
     sampler = DistributedSampler(Tokens(), shuffle=False, **place)
     loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
-    module = Module(KINDS[job.kind], job.counts, job.places)
+    module = Module(KINDS[job.kind], job.counts)
     trainer.fit(module, loader, ckpt_path=resume_from)
     if checkpoint is not None:
         trainer.save_checkpoint(checkpoint)
@@ -214,10 +209,12 @@ def train(
     return record.report
 
 
-def train_all(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
+def train_all(
+    rank: int, size: int, cases: dict[str, Job], folder: str, steps: int = STEPS
+) -> dict[str, Report]:
     """Run jobs one after the other on all ranks, each with a checkpoint of its own."""
     return {
-        name: train(job, size, "cpu", os.path.join(folder, str(number)))
+        name: train(job, size, "cpu", os.path.join(folder, str(number)), steps=steps)
         for number, (name, job) in enumerate(cases.items())
     }
 

@@ -173,6 +173,7 @@ def fit(
     ckpt_path: str | Path | None = None,
     saves: str | Path | None = None,
     trainer: dict[str, Any] | None = None,
+    kind: type[Watched] = Watched,
     **layout: Any,
 ) -> Record:
     """Train four steps of two microbatches on each data-parallel rank, with validation between."""
@@ -199,7 +200,7 @@ def fit(
         "log_every_n_steps": 2,
         **(trainer or {}),
     }
-    module = Watched(
+    module = kind(
         mlp_bias=False, ffn_hidden_size=16, hidden_dropout=0.1, experts=EXPERTS, schedule=None
     )
     runner = Trainer(**settings)

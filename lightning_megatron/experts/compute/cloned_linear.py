@@ -59,7 +59,7 @@ def cloned_linear(
 
     The backward pass fetches the weights of clones again instead of keeping them. It computes the
     gradients of weights at once, also if slots have a queue for them, because other ranks wait for
-    those of clones.
+    those of clones. The weights of all ranks are trained, or all are frozen.
 
     Args:
         rows: Rows sorted by group: first the homes, then the clones.
@@ -114,7 +114,8 @@ class _ClonedLinear(torch.autograd.Function):
         if len(slots) == len(weights):
             _add_to_slots(grad, rows, ends, ctx.backend, ctx.clones, slots)
             return grad_rows, None, None, None, *([None] * len(weights))
-        # Also if all weights here are frozen: those of the clones' homes may not be.
+        if not any(ctx.needs_input_grad[4:]):
+            return grad_rows, None, None, None, *([None] * len(weights))
         found = ctx.backend.weight_gradients(grad, rows, ends)
         homes, places = found.tensor_split((len(weights),))
         total = homes + ctx.clones.give_back(places)

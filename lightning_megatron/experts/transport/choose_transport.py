@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.transport.cloning_dispatcher import CloningDispatcher
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
@@ -51,7 +52,8 @@ def choose_transport(
     ``top_k / ep`` times as many rows. One-sided puts send only the tokens of the rank's
     experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
     access, unless the all-gather can overlap with a shared expert. A limit on the rows of experts
-    needs one of these two, because an all-to-all has exactly the rows that come.
+    needs one of these two, because an all-to-all has exactly the rows that come. Beside clones
+    "auto" means puts, which also move the weights of clones.
 
     Args:
         num_experts: Number of experts of the layer.
@@ -65,13 +67,17 @@ def choose_transport(
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or a rank has more places for clones
             than other ranks have experts.
-        UnsupportedError: If puts are requested and the GPUs have no peer access.
+        UnsupportedError: If puts are requested, or "auto" stands beside clones, and the GPUs have
+            no peer access.
 
     Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
         where puts may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-    resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
+    if clones is not None and transport == "auto" and mesh.ep.size > 1:
+        resolved, why = _transport_of_clones(mesh)
+    else:
+        resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
     if clones is None:
         dispatcher, what = _over_ep(here, num_experts, mesh, resolved, limit)
     else:
@@ -80,12 +86,23 @@ def choose_transport(
         physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
         inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved, limit)
         dispatcher = CloningDispatcher(inner, mesh.ep, num_experts, clones)
-        what = f"{what}, to experts and {clones.places} places for clones a rank"
+        what = f"{what}, to experts and their clones"
     reason = f"{what}: {why}"
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
     return TransportChoice(dispatcher, resolved, reason)
+
+
+def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
+    """Return the transport over ep beside clones, and the reason for it."""
+    reason = why_no_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
+    if reason is not None:
+        raise UnsupportedError(
+            "expert_clones needs GPUs that write into each other's memory: "
+            f"{reason}. Use expert_clones=0."
+        )
+    return "one_sided", "expert_clones needs it"
 
 
 def _transport(

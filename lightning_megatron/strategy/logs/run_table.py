@@ -25,6 +25,7 @@ from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -63,7 +64,7 @@ def show_choices(
     Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
         token transport, if the module has experts.
     """
-    own = _module_choices(module, mesh.device, precision.dtypes.parameters)
+    own = _module_choices(module, mesh.device, precision.dtypes.parameters, options.clones)
     of_stages = all_gather_objects(own, mesh.pp_cpu)
     choices = [
         *_layout_choices(module, mesh, options),
@@ -188,7 +189,9 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
     return Choice("precision", str(precision.precision), reason)
 
 
-def _module_choices(module: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Choice]:
+def _module_choices(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, clones: ExpertClones | None
+) -> list[Choice]:
     found = [_kernel_choice(device, dtype)]
     for part in module.modules():
         if isinstance(part, SelfAttention):
@@ -197,6 +200,9 @@ def _module_choices(module: nn.Module, device: torch.device, dtype: torch.dtype)
             found += _product_choices(part, device, dtype)
             transport = part.transport_choice
             found.append(Choice("expert transport", transport.transport, transport.reason))
+            if clones is not None:
+                value = f"at most {clones.places} a rank"
+                found.append(Choice("clones of experts", value, clones.reason_on(device.type)))
     return found
 
 

@@ -22,8 +22,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.optimization.trained_experts import TrainedExperts
 
 
 class MixtureRuntime:
@@ -34,6 +36,7 @@ class MixtureRuntime:
         mesh: The groups of this rank.
         transport: Transport of tokens over the ranks of ep.
         rows: Limit on the rows of a rank's experts over an even share; None without one.
+        clones: Places for clones of experts; None without any.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class MixtureRuntime:
         mesh: ParallelMesh,
         transport: Transport,
         rows: float | None = None,
+        clones: ExpertClones | None = None,
     ) -> None:
         self._mesh = mesh
         self._transport = transport
@@ -63,9 +67,12 @@ class MixtureRuntime:
         for number, layer in self._layers.items():
             layer.transport = transport
             layer.loss_weight = self.loss_weight or LossWeight()
+            layer.clones = None if clones is None else clones.on(mesh.device.type)
             layer.row_limit = None
             if self.row_limit is not None:
                 layer.row_limit = LayerRows(self.row_limit, number, mesh.ep.size)
+        cloned = {} if clones is None else self._layers
+        self._trained = TrainedExperts(cloned, mesh.ep_cpu)
         clear_statistics_(self.running)
         #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
@@ -91,6 +98,19 @@ class MixtureRuntime:
         """Count the rows of this rank's experts from now on, if other ranks have experts, too."""
         for layer in self._layers.values():
             layer.rank_rows.is_on = self._mesh.ep.size > 1
+
+    def check_trained(self, epoch: int) -> None:
+        """Refuse layers with clones in which some experts are trained and others are frozen.
+
+        Args:
+            epoch: Index of the epoch (epochs).
+
+        Raises:
+            UnsupportedError: As :meth:`TrainedExperts.check` says.
+
+        Communication: that of :meth:`TrainedExperts.check`.
+        """
+        self._trained.check(epoch)
 
     def finish_step(self) -> None:
         """End the step for the routers, unless a graph has done so (:meth:`adopt`).

@@ -1,9 +1,10 @@
-"""Checks of the option ``expert_rows`` against other options and the kind of training."""
+"""Checks of the options of experts against other options and the kind of training."""
 
 from __future__ import annotations
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 
 
@@ -40,6 +41,33 @@ def check_expert_rows(
             f"expert_rows ({rows:g}) cannot be used with cuda_graphs in this version: a step that "
             "needs more rows is run again with larger buffers, and a graph has the sizes of its "
             "capture. Use expert_rows=None, or cuda_graphs=None."
+        )
+
+
+def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transport) -> None:
+    """Refuse clones of experts where nothing could have any.
+
+    Args:
+        clones: Places for clones of experts; None without any.
+        ep: Ranks that share the experts of a layer (ranks).
+        transport: Transport of tokens over ep.
+
+    Raises:
+        ParallelPlanError: If ep is 1, or the transport is not one-sided.
+    """
+    if clones is None:
+        return
+    if ep == 1:
+        raise ParallelPlanError(
+            f"expert_clones ({clones.places}) needs ep above 1: a clone takes rows from another "
+            "rank's expert, and this rank has all experts. Use ep of 2 or more, or "
+            "expert_clones=0."
+        )
+    if transport not in ("auto", "one_sided"):
+        raise ParallelPlanError(
+            f"expert_clones ({clones.places}) needs expert_transport of one_sided or auto: it is "
+            f"{transport}. Weights of clones are put into the memory of other GPUs, as tokens are "
+            "by one_sided. Use one of the two, or expert_clones=0."
         )
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.models.layered import LayeredConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -51,17 +52,34 @@ def check_sizes(
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
+        check_places(config, options)
     elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
         family = find_family(module.architecture or "")
         if family is not None:
             # The replacement of the model pads sequences that are not divisible among its ranks.
-            family.config(module.config.to_dict()).check_layout(layout, False, seq_length)
+            replacement = family.config(module.config.to_dict())
+            replacement.check_layout(layout, False, seq_length)
+            check_places(replacement, options)
     if (
         "train_dataloaders" in arguments
         and module.automatic_optimization
         and isinstance(batch_size, int)
     ):
         check_batch_size(batch_size, options, layout)
+
+
+def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
+    """Refuse more places for clones on a rank than other ranks have experts.
+
+    Args:
+        config: Configuration of a model.
+        options: Arguments of the strategy.
+
+    Raises:
+        ParallelPlanError: If there are more.
+    """
+    if options.clones is not None and config.experts is not None:
+        options.clones.check(config.experts.num_experts, options.ep)
 
 
 def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host: int) -> None:

@@ -14,6 +14,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -33,7 +34,7 @@ from lightning_megatron.plan.schedule import (
     ScheduleOption,
 )
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
-from lightning_megatron.strategy.options.expert_option import check_expert_rows
+from lightning_megatron.strategy.options.expert_option import check_expert_clones, check_expert_rows
 from lightning_megatron.strategy.options.schedule_option import (
     check_named_schedule,
     check_own_order,
@@ -118,6 +119,12 @@ class StrategyOptions:
             least 1; all_to_all has no such buffers, and auto does not take it then. A step that
             needs more rows is run again without a limit. After the second time the limit grows.
             None means the rows of the worst routing.
+        expert_clones: Places on every rank for clones of busy experts. In every layer and
+            microbatch, ranks with fewer tokens than the mean compute some of the rows of ranks with
+            more, by copies of their experts; the results are the same but for the order of sums. It
+            needs ep above 1 and the transport one_sided, which auto takes then; on CPUs collectives
+            stand in for the puts. A mapping, or an ExpertClones, sets the smallest clone, too. 0
+            means none.
         tensor_parallel_plan: Name patterns and kinds of cuts of plain torch.nn modules over tp,
             such as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
         pipeline_plan: Parts of a model from outside this package that are cut into stages:
@@ -194,6 +201,7 @@ class StrategyOptions:
     recompute: Recompute | None
     expert_transport: Transport
     expert_rows: Annotated[float, Range(least=1)] | None
+    expert_clones: Index | ExpertClones
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
     timeout: Annotated[float, _PATIENCE] | Annotated[timedelta, _PATIENCE] | None
@@ -218,6 +226,7 @@ class StrategyOptions:
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         coerce_fields(self)
         check_expert_rows(self.expert_rows, self.ep, self.expert_transport, self.graphs)
+        check_expert_clones(self.clones, self.ep, self.expert_transport)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
         check_schedule_name(self.schedule)
@@ -272,6 +281,14 @@ class StrategyOptions:
     def graphs(self) -> CudaGraphs | None:
         """Return the settings of CUDA graphs; None without graphs."""
         return CudaGraphs.of(self.cuda_graphs)
+
+    @property
+    def clones(self) -> ExpertClones | None:
+        """Return the places for clones of experts; None without any."""
+        found = self.expert_clones
+        if isinstance(found, ExpertClones):
+            return found
+        return ExpertClones(found) if found else None
 
     @property
     def chunk_shape(self) -> PlacementShape:

@@ -133,6 +133,7 @@ class TrainingSteps:
         self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
         if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
             self._graphs.note_change()
+        self._mixtures.check_trained(trainer.current_epoch)
         self._state.main.user_writes.adopt_noted()
         with self._precision.train_step_context():
             if is_automatic:

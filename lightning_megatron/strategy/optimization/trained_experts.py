@@ -1,0 +1,76 @@
+"""Check that experts with clones are trained alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
+
+_REMEDY = "Train all experts of a layer, or none, or use expert_clones=0."
+
+
+class TrainedExperts:
+    """Layers with clones, whose experts are all trained or all frozen.
+
+    A rank computes gradients for other ranks' experts, and they for its own. If some were frozen,
+    their ranks would leave gradients out that others wait for, or send them in another dtype.
+
+    Args:
+        layers: The layers with clones, by index in the whole model.
+        ep_cpu: Axis of the ranks that share the experts, for Python objects.
+    """
+
+    def __init__(self, layers: Mapping[int, MixtureOfExperts], ep_cpu: MeshAxis) -> None:
+        self._layers = layers
+        self._ep_cpu = ep_cpu
+        self._epoch: int | None = None
+        self._parameters = [one for layer in layers.values() for one in layer.experts.parameters()]
+        # Whether each of them was trained at the start of the epoch.
+        self._was_trained: list[bool] = []
+
+    def check(self, epoch: int) -> None:
+        """Check a step of an epoch.
+
+        Args:
+            epoch: Index of the epoch (epochs).
+
+        Raises:
+            UnsupportedError: If some experts of a layer are trained and others are frozen, or if
+                that changed here within the epoch.
+
+        Communication: one gather over ep at the first step of an epoch, if there are clones.
+        """
+        if not self._layers:
+            return
+        trained = [one.requires_grad for one in self._parameters]
+        if epoch == self._epoch and trained != self._was_trained:
+            raise UnsupportedError(
+                "with expert_clones experts can be frozen and unfrozen only between epochs, "
+                f"because ranks compare what they train at the beginning of epoch {epoch}. Set "
+                "requires_grad in on_train_epoch_start or configure_model. " + _REMEDY
+            )
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._was_trained = trained
+            self._compare()
+
+    def _compare(self) -> None:
+        here = {
+            (number, name): {one.requires_grad for one in layer.experts.weights(name)}
+            for number, layer in self._layers.items()
+            for name in (layer.experts.first_name, "down")
+        }
+        everywhere = all_gather_objects(here, self._ep_cpu)
+        for number, name in here:
+            states = [one[number, name] for one in everywhere]
+            if len(set.union(*states)) > 1:
+                ranks = [rank for rank, state in enumerate(states) if False in state]
+                raise UnsupportedError(
+                    "with expert_clones the experts of a layer must all be trained or all be "
+                    f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
+                    f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
+                    "clones that others do not compute. " + _REMEDY
+                )

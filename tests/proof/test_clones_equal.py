@@ -1,0 +1,143 @@
+"""Fits with clones of experts equal one process, save what fits without clones save, and load it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.experts.transport import cloning_dispatcher
+from tests.proof.test_layouts_equal import check
+from tests.proof.training import Job, Report, train, train_all
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+GRIDS: dict[str, dict[str, Any]] = {
+    "ep4, 1": {"ep": 4, "expert_clones": 1},
+    "ep4, 2, experts recomputed": {"ep": 4, "expert_clones": 2, "recompute": "experts"},
+    # Buckets of few parameters start during the backward pass.
+    "ep2 edp2, 1": {"ep": 2, "expert_clones": 1, "bucket_size": 2000},
+    "ep2 edp2, 2, zero 0": {"ep": 2, "expert_clones": 2, "zero": 0, "bucket_size": 2000},
+    "tp2 +sp, ep2, 2, all recomputed": {
+        **{"tp": 2, "ep": 2, "etp": 1, "expert_clones": 2},
+        "recompute": "full",
+    },
+    "tp2, etp2 ep2, 1": {"tp": 2, "ep": 2, "sequence_parallel": False, "expert_clones": 1},
+    "tp4 +sp, ep4, 1": {"tp": 4, "ep": 4, "etp": 1, "expert_clones": 1},
+    # Only experts have replicas.
+    "tp4 +sp, ep2 edp2, 2": {"tp": 4, "ep": 2, "etp": 1, "expert_clones": 2},
+    "pp2, ep2, 1, all recomputed": {"pp": 2, "ep": 2, "expert_clones": 1, "recompute": "full"},
+    "pp2, ep2, 2, zb-h1": {"pp": 2, "ep": 2, "expert_clones": 2, "schedule": "zb-h1"},
+}
+#: Two batches of half the size are one step.
+ACCUMULATED = {"accumulate_grad_batches": 2}
+#: A clone needs more rows than there are.
+NEVER = {"places": 2, "min_rows": 10**6}
+
+
+def jobs() -> dict[str, Job]:
+    """Name every run of four processes."""
+    found = {name: Job("experts", layout=layout) for name, layout in GRIDS.items()}
+    grid = GRIDS["ep2 edp2, 1"]
+    found["accumulated"] = Job("experts", layout=grid, trainer=ACCUMULATED)
+    found["shared expert"] = Job("experts, some layers", layout=GRIDS["ep4, 1"])
+    found["whole step"] = Job("experts, whole step", layout=GRIDS["tp2, etp2 ep2, 1"])
+    found["nothing moves"] = Job("experts", layout=grid | {"expert_clones": NEVER})
+    found["without"] = Job("experts", layout=grid | {"expert_clones": 0})
+    return found
+
+
+#: Every fit goes on from the checkpoint of the one before it, up to a step.
+CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
+    "clones": (2, GRIDS["ep4, 1"]),
+    "no clones": (3, {"tp": 2, "ep": 2, "etp": 1}),
+    "other clones": (STEPS, GRIDS["pp2, ep2, 2, zb-h1"]),
+}
+
+
+def _runs(rank: int, size: int, folder: str) -> tuple[dict[str, Report], dict[str, int], Report]:
+    """Train every job, count the rows that clones take, and go through the chain."""
+    place, moved = cloning_dispatcher.place_clones, dict.fromkeys(jobs(), 0)
+    reports = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, job in jobs().items():
+
+            def counted(*sizes: Any, name: str = name) -> Any:
+                clones = place(*sizes)
+                moved[name] += int(clones.amounts.sum())
+                return clones
+
+            patch.setattr(cloning_dispatcher, "place_clones", counted)
+            reports |= train_all(rank, size, {name: job}, f"{folder}/{name}", STEPS)
+    whole, before = Report(), None
+    for number, (step, layout) in enumerate(CHAIN.values()):
+        saved = f"{folder}/chain/{number}"
+        job = Job("experts", layout=layout)
+        found = train(job, size, "cpu", saved, steps=step, resume_from=before)
+        whole = replace(found, losses=whole.losses + found.losses, norms=whole.norms + found.norms)
+        before = saved
+    return reports, moved, whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("clones")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[tuple[dict[str, Report], dict[str, int], Report]]:
+    return run_world(_runs, 4, str(folder))
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[str, Report]:
+    """Train every kind in this one process."""
+    found = {kind: Job(kind) for kind in ("experts", "experts, some layers")}
+    found["experts, whole step"] = Job("experts, whole step", layout={})
+    # Without the strategy, losses of routers are not divided by the number of batches.
+    found["accumulated"] = Job("experts", layout={}, trainer=ACCUMULATED)
+    return {name: train(job, 1, "cpu", steps=STEPS) for name, job in found.items()}
+
+
+@pytest.mark.parametrize("name", list(jobs()))
+def test_every_fit_with_clones_trains_as_one_process(name: str, ranks: Any, twins: Any) -> None:
+    job = jobs()[name]
+    moves = name not in ("nothing moves", "without")
+    assert all((moved[name] > 0) == moves for _, moved, _ in ranks)
+    is_accumulated = name == "accumulated"
+    twin = twins["accumulated" if is_accumulated else job.kind]
+    check(job, [found[name] for found, _, _ in ranks], twin, STEPS * (2 if is_accumulated else 1))
+
+
+def test_layouts_with_and_without_clones_load_the_checkpoints_of_each_other(
+    ranks: Any, twins: Any
+) -> None:
+    check(Job("experts"), [chain for _, _, chain in ranks], twins["experts"], STEPS)
+
+
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    """Return the content of every file, without the time of the save."""
+    found = {
+        str(path.relative_to(checkpoint)): path.read_bytes()
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+    record = json.loads(found["checkpoint.json"])
+    untimed = {name: one for name, one in record.items() if name not in ("saved_at", "checksum")}
+    return found | {"checkpoint.json": json.dumps(untimed).encode()}
+
+
+def test_checkpoints_do_not_know_of_clones(folder: Path, ranks: Any) -> None:
+    without = files_of(folder / "without" / "0")
+    assert files_of(folder / "nothing moves" / "0") == without
+    # Other orders of sums change the last bits of numbers, and nothing else.
+    moved = files_of(folder / "ep2 edp2, 1" / "0")
+    assert {name: len(one) for name, one in moved.items()} == {
+        name: len(one) for name, one in without.items()
+    }
+    assert moved != without

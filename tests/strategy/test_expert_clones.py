@@ -1,0 +1,209 @@
+"""The option ``expert_clones``: what it refuses, what a fit shows, and how it stands beside others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_megatron import ExpertClones, MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.strategy.logs import run_table
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from tests.strategy import graph_fits
+from tests.strategy.limited_fits import EXPERTS, Excess, Record, Watched, fit
+from tests.strategy.tiny import loader
+from tests.world import run_world
+
+
+def options_of(clones: Any) -> StrategyOptions:
+    return MegatronStrategy(ep=2, expert_clones=clones).options
+
+
+def test_clones_are_asked_for_by_a_number_a_mapping_or_settings() -> None:
+    assert MegatronStrategy().options.clones is None
+    assert options_of(0).clones is None
+    assert options_of(2).clones == ExpertClones(2)
+    for same in ({"places": 2, "min_rows": 7}, ExpertClones(2, 7)):
+        assert options_of(same).clones == ExpertClones(2, min_rows=7)
+
+
+def test_the_smallest_clone_follows_from_the_speed_of_gpus_unless_it_is_given() -> None:
+    chosen, given = ExpertClones(1), ExpertClones(3, min_rows=40)
+    assert chosen.on("cuda") == CloneSettings(1, 2476)
+    assert chosen.on("cpu") == CloneSettings(1, 0)
+    assert given.on("cuda") == given.on("cpu") == CloneSettings(3, 40)
+    assert chosen.reason_on("cuda") == (
+        "of at least 2,476 rows: fewer save less time at 650 TFLOP/s than 8 bytes a parameter take "
+        "at 350 GB/s"
+    )
+    assert given.reason_on("cuda") == "of at least 40 rows, as asked for"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"expert_clones": -1, "ep": 2}, "expert_clones must be .* it is -1"),
+        ({"expert_clones": {"places": 0}, "ep": 2}, "expert_clones.places must be .* it is 0"),
+        ({"expert_clones": {"rows": 1}, "ep": 2}, "expert_clones has no setting 'rows'"),
+        (
+            {"expert_clones": {"places": 1, "min_rows": 0.5}, "ep": 2},
+            "expert_clones.min_rows must be .* it is 0.5",
+        ),
+        ({"expert_clones": 1}, r"expert_clones \(1\) needs ep above 1"),
+        *(
+            (
+                {"expert_clones": 1, "ep": 2, "expert_transport": transport},
+                f"needs expert_transport of one_sided or auto: it is {transport}",
+            )
+            for transport in ("all_gather", "all_to_all")
+        ),
+    ],
+)
+def test_clones_that_nothing_could_have_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParallelPlanError, match=words):
+        MegatronStrategy(**options)
+
+
+def test_more_places_than_experts_of_other_ranks_are_refused_before_a_launch() -> None:
+    module = Watched(mlp_bias=False, experts=EXPERTS)
+    strategy = MegatronStrategy(ep=4, expert_clones=4)
+    trainer = Trainer(accelerator="cpu", devices=4, logger=False, strategy=strategy)
+    with pytest.raises(ParallelPlanError, match=r"expert_clones \(4\) must be at most 3: with ep"):
+        trainer.fit(module, loader())
+
+
+#: Rows above an even share, in several layers and steps, and in validation.
+UNEVEN: Excess = {
+    ("train", 0, 0, 0): 12,
+    ("train", 1, 1, 1): -100,
+    ("train", 2, 0, 1): 5,
+    ("val", 0, 0, 0): 9,
+}
+#: Twelve rows are enough for a clone, one is not.
+TOO_FEW: Excess = {("train", 1, 0, 0): 12, ("train", 1, 0, 1): 1}
+AT_LEAST_TWO = {"places": 1, "min_rows": 2}
+
+
+CAPTURED = {"ep": 2, "expert_clones": 1}
+MODEL = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}, "mlp_bias": False}
+
+
+class Frozen(Watched):
+    """Freeze the experts whose numbers are in a set."""
+
+    numbers = "01"
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.named_parameters():
+            expert = re.search(r"\.experts\.(\d)\.", name)
+            parameter.requires_grad_(expert is None or expert.group(1) not in self.numbers)
+
+
+class AllFrozen(Frozen):
+    numbers = "0123"
+
+
+class Freezing(Watched):
+    """Freeze all experts in the third step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(batch_idx < 2 or ".experts." not in name)
+
+
+def refusal(kind: type[Watched]) -> str:
+    """Return why a module cannot be trained with clones."""
+    with pytest.raises(UnsupportedError) as raised:
+        fit(None, {}, kind=kind, expert_clones=1)
+    return str(raised.value)
+
+
+def world_of_two(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"without": fit(None, UNEVEN)}
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_table, "rank_zero_info", said.append)
+        found["clones"] = fit(None, UNEVEN, expert_clones=1, expert_transport="auto")
+    found["table"] = said
+    found["limit"] = fit(1.0, UNEVEN, expert_clones=1)
+    found["enough"] = fit(None, TOO_FEW, expert_clones=AT_LEAST_TWO)
+    found["too small"] = fit(1.0, TOO_FEW, expert_clones=AT_LEAST_TWO)
+    for name, clones in (("frozen", 0), ("frozen, clones", 1)):
+        found[name] = fit(None, UNEVEN, kind=AllFrozen, expert_clones=clones)
+    found["eager"] = graph_fits.fit(None, 2, CAPTURED, model=MODEL)
+    for graphs in (graph_fits.SEGMENTS, graph_fits.FULL):
+        found[graphs.mode] = graph_fits.fit(graphs, 2, CAPTURED, model=MODEL)
+    found["some frozen"] = refusal(Frozen)
+    found["freezing"] = refusal(Freezing)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return run_world(world_of_two, 2)
+
+
+def assert_close(one: Record, other: Record) -> None:
+    """Compare what two fits compute, but for the order of sums."""
+    assert one.losses == pytest.approx(other.losses, rel=1e-12)
+    assert one.logged == pytest.approx(other.logged, rel=1e-12)
+    assert one.loads == other.loads, "routers count the same experts"
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pair", [("clones", "without"), ("frozen, clones", "frozen")])
+def test_a_fit_with_clones_equals_one_without(found: Any, pair: tuple[str, str]) -> None:
+    for ranks in found:
+        one, other = (ranks[name] for name in pair)
+        assert_close(one, other)
+        assert one.differences_from(other), "some rows were computed elsewhere"
+        assert set(one.logged) > {"val_loss"}
+
+
+def test_the_table_of_a_fit_shows_what_clones_do_and_why(found: Any) -> None:
+    rows = [line for text in found[0]["table"] for line in text.splitlines()]
+    (clones,) = [re.split(r" {2,}", row.strip()) for row in rows if "clones of experts" in row]
+    assert clones == ["clones of experts", "at most 1 a rank", "of any number of rows on cpu"]
+    (transport,) = [row for row in rows if "expert transport" in row]
+    assert "one_sided" in transport
+    assert transport.endswith("to experts and their clones: expert_clones needs it")
+
+
+def test_clones_keep_a_limit_on_rows_that_would_be_too_small_without_them(found: Any) -> None:
+    for ranks in found:
+        assert ranks["limit"].num_failures == 0
+        assert ranks["limit"].differences_from(ranks["clones"]) == []
+
+
+def test_a_step_with_too_many_rows_for_clones_and_limit_counts_as_without_a_limit(
+    found: Any,
+) -> None:
+    for ranks in found:
+        assert ranks["too small"].num_failures == 1
+        assert ranks["too small"].differences_from(ranks["enough"]) == []
+    (warning,) = found[0]["too small"].warnings
+    assert "layer 1 needed 129 rows on rank 0, expert_rows=1 has 128" in warning
+
+
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_captured_steps_with_clones_equal_eager_ones(found: Any, mode: str) -> None:
+    for ranks in found:
+        assert ranks[mode].differences_from(ranks["eager"]) == []
+        assert ranks[mode].num_graphs[-1] > 0
+
+
+def test_experts_that_are_not_trained_alike_on_all_ranks_are_refused(found: Any) -> None:
+    for ranks in found:
+        assert "gate_up" not in ranks["some frozen"]
+        assert (
+            "up of some experts of layer 0, on [0] of the 2 ranks of ep, is frozen"
+            in ranks["some frozen"]
+        )
+        assert "only between epochs" in ranks["freezing"]
+        assert "at the beginning of epoch 0" in ranks["freezing"]
