@@ -1,12 +1,20 @@
-"""Benchmark of training steps with mixtures of experts, compared with another program.
+r"""Benchmark of training steps with mixtures of experts, compared with another program.
 
     python -m benchmarks.moe --devices 4 --peer path/to/mcore_peer.py --out runs/moe
-    python -m benchmarks.moe --devices 2 --shapes qwen3_30b_s --kinds balanced
+    python -m benchmarks.moe --devices 2 --shapes qwen3_30b_s --routing balanced
+    python -m benchmarks.moe --shapes qwen3_12 --routing natural zipf:1.0:random zipf:0.6:ordered \
+        --clones 0 1 2 --expert-rows 1.25
 
-Each shape is trained with round-robin routing (balanced) and with the routing of its untrained
-router (natural). ``benchmarks/train_shapes.py`` defines shapes and timing, and
+Each shape is trained with every routing: in turn (balanced), by its untrained router (natural), or
+with experts drawn by popularity (see ``benchmarks/routing.py``), and with every number of places
+for clones of busy experts. ``benchmarks/train_shapes.py`` defines shapes and timing, and
 ``benchmarks/data_parallel.py`` the interface of the peer. The FLOPs of a token include only its
 selected experts.
+
+With several ranks a second table shows the rows of the busiest rank over the mean, before and after
+clones took some, and the gain of a step over that without clones, measured and predicted. The
+prediction counts the rows that the busiest rank saves and the transfers of its clones, with nothing
+overlapped.
 """
 
 from __future__ import annotations
@@ -17,10 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data_parallel import TABLE, run_ours, run_peer
+from benchmarks.routing import popularity_of
 from benchmarks.train_shapes import parser
 
 SHAPES = ("qwen3_30b_s", "mixtral_s", "tiny_moe")
-KINDS = ("balanced", "natural")
+ROUTINGS = ("balanced", "natural")
+#: Columns of the table of ranks.
+RANK_TABLE = [
+    (
+        "| shape, routing | clones a rank | ms a step | max/mean rows before | after | moved "
+        "| clones in use | most rows | gain ms | predicted ms |"
+    ),
+    "|---|---|---|---|---|---|---|---|---|---|",
+]
 #: Classes of kernels in each column of the table.
 PARTS = {
     "matmul": ("matmul",),
@@ -33,23 +50,68 @@ PARTS = {
 }
 
 
-def case(shape: str, kind: str, options: argparse.Namespace) -> list[str]:
+def strategy_options(clones: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of the strategy for a number of places for clones."""
+    found: dict[str, Any] = json.loads(options.options)
+    found |= {"expert_clones": clones} if clones else {}
+    return found | ({"expert_rows": options.expert_rows} if options.expert_rows else {})
+
+
+def case(shape: str, routing: str, clones: int, options: argparse.Namespace) -> list[str]:
     """Run one shape with the peer and with our program, and return the rows of the table."""
-    out = Path(options.out) / f"{shape}_{kind}.json"
+    out = figures_of(shape, routing, clones, options)
     layout = "single" if options.devices == 1 else f"ep{options.devices}"
     line = ["--model", shape, "--layout", layout, "--steps", str(options.steps), "--out", str(out)]
     line += ["--profile", str(out.with_suffix(".trace.json.gz"))] if options.profile else []
-    line += ["--forced-balance"] if kind == "balanced" else []
+    line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
     line += ["--in-a-row"] if options.in_a_row else []
-    line += ["--accelerator", options.accelerator, "--options", options.options]
+    line += ["--accelerator", options.accelerator]
+    line += ["--options", json.dumps(strategy_options(clones, options))]
     args = argparse.Namespace(**vars(parser().parse_args(line)))
     args.peer = options.peer
     args.peer_path = options.peer_path
     args.timeout = options.timeout
     args.connections = options.connections
-    rows = run_peer(args) if options.peer else []
+    # The peer has neither clones nor drawn routings.
+    rows = run_peer(args) if options.peer and not clones and routing in ROUTINGS else []
     rows += run_ours(args, line) if not options.only_peer else []
-    return [row.replace(f"| {shape} |", f"| {shape}, {kind} |") for row in rows]
+    name = f"{shape}, {routing}" + (f", {clones} clones" if clones else "")
+    return [row.replace(f"| {shape} |", f"| {name} |") for row in rows]
+
+
+def figures_of(shape: str, routing: str, clones: int, options: argparse.Namespace) -> Path:
+    """Return the file of a case's measurements."""
+    name = f"{shape}_{routing}".replace(":", "_") + (f"_clones{clones}" if clones else "")
+    return Path(options.out) / f"{name}.json"
+
+
+def rank_rows(shape: str, routing: str, options: argparse.Namespace) -> list[str]:
+    """Return the rows of the table of ranks, of all numbers of clones that were measured."""
+    rows: list[str] = []
+    plain: float | None = None
+    for clones in options.clones:
+        path = figures_of(shape, routing, clones, options)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        ranks = found.get("RankLoad")
+        if not ranks:
+            continue
+        taken = found["step_ms"]
+        plain = taken if clones == 0 else plain
+        gain = "" if plain is None or not clones else f"{plain - taken:.2f}"
+        cells = (
+            f"{shape}, {routing}",
+            clones,
+            taken,
+            ranks["max_over_mean"],
+            ranks["max_over_mean_after"],
+            f"{ranks['moved']:.1%}",
+            ranks["clones"],
+            f"{ranks['rows_needed']:,}",
+            gain,
+            ranks["predicted_gain_ms"] if clones else "",
+        )
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return rows
 
 
 def breakdown(folder: Path) -> list[str]:
@@ -73,9 +135,24 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--devices", type=int, default=4, choices=[1, 2, 4])
+    options.add_argument("--devices", type=int, default=4)
     options.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    options.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
+    options.add_argument(
+        "--routing",
+        nargs="*",
+        default=list(ROUTINGS),
+        help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
+    )
+    options.add_argument(
+        "--clones",
+        nargs="*",
+        type=int,
+        default=[0],
+        help="places of a rank for clones of busy experts",
+    )
+    options.add_argument(
+        "--expert-rows", type=float, help="rows of a rank's buffers over the even share"
+    )
     options.add_argument("--steps", type=int, default=8, help="steps that count")
     options.add_argument("--peer", default="", help="program to compare with")
     options.add_argument("--peer-path", default="", help="folders for its imports alone")
@@ -95,8 +172,14 @@ def main() -> None:
     options.add_argument("--out", default="runs/moe", help="folder for figures and profiles")
     args = options.parse_args()
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    rows = [row for shape in args.shapes for kind in args.kinds for row in case(shape, kind, args)]
+    for name in args.routing:
+        popularity_of(name)
+    pairs = [(shape, routing) for shape in args.shapes for routing in args.routing]
+    rows = [row for pair in pairs for clones in args.clones for row in case(*pair, clones, args)]
     text = "\n".join([*TABLE, *rows])
+    ranks = [row for pair in pairs for row in rank_rows(*pair, args)]
+    if ranks:
+        text += "\n\nRows of ranks in the last step:\n\n" + "\n".join([*RANK_TABLE, *ranks])
     if args.profile:
         text += "\n\nms of a step under the profiler:\n\n" + "\n".join(breakdown(Path(args.out)))
     print(text, flush=True)

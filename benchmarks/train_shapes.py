@@ -29,12 +29,14 @@ from benchmarks.graph_figures import GraphFigures
 from benchmarks.host_time import HostTime
 from benchmarks.launches import count_launches, launches_of
 from benchmarks.measure import Measure, mark_on_device
+from benchmarks.routing import RankLoad, set_routing
 from benchmarks.stage_times import StageTimes
 from benchmarks.step_profile import analyse, find_steps, kernels_of, read_events, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.clone_cost import CloneCost
 
 SHAPES: dict[str, GPTConfig] = {
     "llama8b_half": GPTConfig.llama(
@@ -73,6 +75,17 @@ SHAPES: dict[str, GPTConfig] = {
         vocab_size=151552,
         max_seq_length=4096,
         num_layers=12,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_hidden_size=6144,
+        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
+    ),
+    "qwen3_48": GPTConfig.llama(
+        vocab_size=151552,
+        max_seq_length=4096,
+        num_layers=48,
         hidden_size=2048,
         num_heads=32,
         num_kv_heads=4,
@@ -161,6 +174,7 @@ LAYOUTS = {
     "tp4": Layout(4, 4, 4),
     "ep2": Layout(2, 1, 1, ep=2),
     "ep4": Layout(4, 1, 1, ep=4),
+    "ep8": Layout(8, 1, 1, ep=8),
     "pp2": Layout(2, 1, 8, pp=2),
     "pp4": Layout(4, 1, 16, pp=4),
     "tp2_pp2": Layout(4, 2, 8, pp=2),
@@ -192,20 +206,28 @@ class Trained(LightningModule):
     Args:
         config: Configuration of the model.
         forced_balance: Whether tokens are routed to experts in turn, independent of the router.
+        routing: Name of another routing, see ``benchmarks/routing.py``.
+        num_tokens: Tokens of a microbatch, for which such a routing draws experts (tokens).
     """
 
-    def __init__(self, config: GPTConfig, forced_balance: bool = False) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        forced_balance: bool = False,
+        routing: str = "natural",
+        num_tokens: int = 0,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.forced_balance = forced_balance
+        self.routing = "balanced" if forced_balance else routing
+        self.num_tokens = num_tokens
         self.model: GPT | None = None
 
     def configure_model(self) -> None:
         """Build this rank's part of the model."""
         if self.model is None:
             self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
-            for layer in self.model.mixtures().values():
-                layer.router.forced_balance = self.forced_balance
+            set_routing(self.model, self.routing, self.num_tokens, self.device_mesh.data.rank)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss."""
@@ -370,7 +392,18 @@ class SaveStall(Callback):
             print("background save:", self.result, flush=True)
 
 
-_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures)
+_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures, RankLoad)
+
+#: Bytes of a clone, and speeds of grouped products in bfloat16 and of puts between two H200s.
+CLONE_COST = CloneCost(products=650e12, bandwidth=350e9)
+
+
+def rank_load(config: GPTConfig) -> list[RankLoad]:
+    """Return the callback that counts rows of ranks, for a model with experts."""
+    experts = config.experts
+    if experts is None:
+        return []
+    return [RankLoad(3 * config.hidden_size * experts.ffn_hidden_size, CLONE_COST)]
 
 
 def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
@@ -413,6 +446,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out)
+    callbacks += rank_load(config) if layout.ep > 1 else []
     # No callback reads parameters, so gathering them can overlap with the next step.
     options: dict[str, Any] = {"overlap_parameters": True, "async_save": bool(args.async_save)}
     options |= {"zero": args.zero, "microbatch_size": 1 if layout.pp > 1 else batch}
@@ -433,7 +467,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     num_samples = steps * batch * layout.data_ranks
     data = DataLoader(Tokens(config, num_samples), batch_size=batch, drop_last=True)
-    trainer.fit(Trained(config, args.forced_balance), data)
+    num_tokens = batch * config.max_seq_length
+    trainer.fit(Trained(config, args.forced_balance, args.routing, num_tokens), data)
     found: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, Measure):
@@ -492,6 +527,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--forced-balance", action="store_true", help="route tokens to experts in turn"
+    )
+    result.add_argument(
+        "--routing",
+        default="natural",
+        help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
     )
     result.add_argument(
         "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
-from tests import performance_picture, schedule_picture
+from tests import clone_picture, performance_picture, schedule_picture
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import (
     DOCS,
@@ -154,6 +154,20 @@ def test_speed_ups_are_quotients_of_the_times() -> None:
 def test_picture_of_measured_times_is_current() -> None:
     current = performance_picture.PICTURE.read_text() == performance_picture.performance_picture()
     assert current, "docs/performance.svg is old. Draw it again: python -m tests.readme_blocks"
+
+
+def test_picture_and_table_of_planned_clones_are_current() -> None:
+    table = clone_picture.TABLE.search(clone_picture.PAGE.read_text())
+    assert table is not None
+    # Generators of random numbers may differ between processors.
+    for what, old, new, tolerance in (
+        ("docs/experts.md", table.group(), clone_picture.table(), 0.05),
+        ("docs/clones.svg", clone_picture.PICTURE.read_text(), clone_picture.picture(), 3),
+    ):
+        found = clone_picture.numbers_of(old)
+        wanted = clone_picture.numbers_of(new)
+        is_current = found == pytest.approx(wanted, abs=tolerance, rel=0.03)
+        assert is_current, f"{what} is old. Write it again: python -m tests.readme_blocks"
 
 
 def test_picture_of_the_schedules_is_that_of_the_printed_table() -> None:

@@ -71,6 +71,11 @@ def by_plan(plans: list[list[ClonePlan]], counts: list[list[Any]]) -> dict[str, 
         "after": after,
         "moved": moved / sum(after),
         "clones": sum(owner >= 0 for plan in flat for owner in plan.owners) / len(flat),
+        "away": [
+            sum(owner // homes == rank for plan in flat for owner in plan.owners) / len(flat)
+            for rank in range(8 // homes)
+        ],
+        "num_microbatches": len(flat),
         "needed": max(max(plan.rows) for plan in flat),
     }
 
@@ -124,5 +129,5 @@ def test_nothing_is_counted_before_it_is_on() -> None:
     counts = rows.counted()
     assert counts is not None
     rows.sums.zero_()
-    assert counts.tolist() == [12, 0, 0, 0, 2, 7]
+    assert counts.tolist() == [12, 0, 0, 0, 0, 2, 7]
     assert gather_rows({}, ParallelMesh.single()) == {}

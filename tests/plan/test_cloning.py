@@ -203,3 +203,12 @@ def test_speeds_must_be_positive(name: str, value: float) -> None:
 def test_bytes_of_a_clone_must_be_positive() -> None:
     with pytest.raises(ParallelPlanError, match="gradient must be a whole number"):
         CloneCost(products=1.0, bandwidth=1.0, gradient=0)
+
+
+def test_clones_save_time_beyond_the_break_even() -> None:
+    cost = CloneCost(products=650e12, bandwidth=350e9)
+    size = 3 * 2048 * 768
+    transfers = 8 * size / 350e9
+    assert cost.seconds_saved(0, 2, size) == pytest.approx(-2 * transfers)
+    assert abs(cost.seconds_saved(cost.min_rows, 1, size)) < 1e-3 * transfers
+    assert cost.seconds_saved(3 * cost.min_rows, 2, size) == pytest.approx(transfers, rel=1e-3)

@@ -220,7 +220,15 @@ def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> No
     layers = gather_layers({7: step_of([5, 5])}, ParallelMesh.single())
     draw_load(layers, {99: torch.ones(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 1000
-    even = StepRows(torch.ones(2), torch.ones(2), *torch.zeros(3))
+    even = StepRows(
+        before=torch.ones(2),
+        after=torch.ones(2),
+        moved=torch.tensor(0),
+        clones=torch.tensor(0),
+        away=torch.zeros(2),
+        num_microbatches=torch.tensor(1),
+        needed=torch.tensor(1),
+    )
     layers[7] |= rank_figures_of(even)
     draw_load(layers, {99: torch.ones(1)}, tmp_path / "ranks.png")
     layers[7] |= rank_figures_of(replace(even, before=torch.tensor([2.0, 0.0])))
@@ -235,6 +243,8 @@ def test_figures_of_ranks_are_those_of_their_rows() -> None:
         after=torch.tensor([12.0, 10.0, 10.0, 8.0]),
         moved=torch.tensor(0.45),
         clones=torch.tensor(2.5),
+        away=torch.tensor([2.5, 0.0, 0.0, 0.0]),
+        num_microbatches=torch.tensor(2.0),
         needed=torch.tensor(7.0),
     )
     layers = {number: figures_of(step_of([5, 5])) for number in (0, 1)}

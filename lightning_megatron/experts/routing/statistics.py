@@ -96,7 +96,7 @@ class StepStatistics:
     sums: Float[Tensor, "sums"]
     config: ExpertsConfig
     num_parts: int
-    rows: Int[Tensor, "6"] | None = None
+    rows: Int[Tensor, "7"] | None = None
 
     @property
     def load(self) -> Shaped[Tensor, "experts"]:

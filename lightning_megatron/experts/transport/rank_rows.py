@@ -26,10 +26,12 @@ class RowSum:
     LEFT: Final = 2
     #: Places of the rank that had a clone.
     CLONES: Final = 3
-    NUM_MICROBATCHES: Final = 4
+    #: Clones of the rank's own experts on other ranks.
+    AWAY: Final = 4
+    NUM_MICROBATCHES: Final = 5
     #: Most rows that the rank needed in one microbatch: a maximum, not a sum.
-    NEEDED: Final = 5
-    SIZE: Final = 6
+    NEEDED: Final = 6
+    SIZE: Final = 7
 
 
 class RankRows:
@@ -38,7 +40,7 @@ class RankRows:
     Nothing is counted until :attr:`is_on` is set. The counts are updated in place and never copied
     to the host, so that a captured CUDA graph can update them.
 
-    Shapes: sums ``(6,)`` in int64, in the order of :class:`RowSum`.
+    Shapes: sums ``(7,)`` in int64, in the order of :class:`RowSum`.
 
     Args:
         device: Device of the counts. They move to the device of the next rows if the model has
@@ -74,12 +76,14 @@ class RankRows:
         if clones is not None:
             layout = clones.layout
             here = slice(rank * layout.places, (rank + 1) * layout.places)
+            # The owner of an empty place, -1, is at home on no rank.
             is_home = clones.owners // layout.homes == rank
             sums[RowSum.ARRIVED].add_(clones.amounts[here].sum())
             sums[RowSum.LEFT].add_(torch.where(is_home, clones.amounts, 0).sum())
             sums[RowSum.CLONES].add_((clones.owners[here] >= 0).sum())
+            sums[RowSum.AWAY].add_(is_home.sum())
 
-    def counted(self) -> Int[Tensor, "6"] | None:
+    def counted(self) -> Int[Tensor, "7"] | None:
         """Return a copy of the counts; None if they are off."""
         return self.sums.clone() if self.is_on else None
 
@@ -93,6 +97,8 @@ class StepRows:
         after: Rows that every rank computed, summed alike.
         moved: Rows that clones computed, as a share of all rows.
         clones: Clones of all ranks in a microbatch, as a mean over microbatches and replicas.
+        away: Clones of the experts of every rank on other ranks in a microbatch, as such a mean.
+        num_microbatches: Microbatches of all replicas.
         needed: Most rows that any rank needed in one microbatch.
     """
 
@@ -100,10 +106,12 @@ class StepRows:
     after: Float[Tensor, "ranks"]
     moved: Float[Tensor, ""]
     clones: Float[Tensor, ""]
+    away: Float[Tensor, "ranks"]
+    num_microbatches: Float[Tensor, ""]
     needed: Float[Tensor, ""]
 
 
-def gather_rows(counts: Mapping[int, Int[Tensor, "6"]], mesh: ParallelMesh) -> dict[int, StepRows]:
+def gather_rows(counts: Mapping[int, Int[Tensor, "7"]], mesh: ParallelMesh) -> dict[int, StepRows]:
     """Return the rows of all ranks that share the experts of this stage, the same on all of them.
 
     Ranks of etp compute the same rows for parts of the same experts and count as one.
@@ -130,10 +138,13 @@ def gather_rows(counts: Mapping[int, Int[Tensor, "6"]], mesh: ParallelMesh) -> d
 def _of_layer(sums: Float[Tensor, "ranks _"], needed: Float[Tensor, ""]) -> StepRows:
     after = sums[:, RowSum.ROWS]
     arrived = sums[:, RowSum.ARRIVED]
+    num_microbatches = sums[0, RowSum.NUM_MICROBATCHES].clamp(min=1.0)
     return StepRows(
         before=after + sums[:, RowSum.LEFT] - arrived,
         after=after,
         moved=arrived.sum() / after.sum().clamp(min=1.0),
-        clones=sums[:, RowSum.CLONES].sum() / sums[0, RowSum.NUM_MICROBATCHES].clamp(min=1.0),
+        clones=sums[:, RowSum.CLONES].sum() / num_microbatches,
+        away=sums[:, RowSum.AWAY] / num_microbatches,
+        num_microbatches=sums[0, RowSum.NUM_MICROBATCHES],
         needed=needed,
     )

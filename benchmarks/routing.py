@@ -1,0 +1,167 @@
+"""Routing of benchmarks: in turn, by the router, or drawn by popularity; and what ranks get of it.
+
+A name is ``balanced`` (experts in turn), ``natural`` (the untrained router) or
+``zipf:EXPONENT:ORDER``: expert popularity falls as ``(1 + place) ** -EXPONENT``, with the places in
+the order of experts (``ordered``), so that the busiest experts share a rank, or in an order that is
+drawn for each layer (``random``). Tokens draw their experts by popularity without replacement, once
+for all steps and runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_megatron.experts.routing.balance import tokens_per_expert
+from lightning_megatron.experts.routing.router import Router, Routing
+from lightning_megatron.experts.transport.rank_rows import StepRows, gather_rows
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.clone_cost import CloneCost
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """Popularity of experts that falls as a power of their place.
+
+    Args:
+        exponent: Exponent of the power; 0 makes all experts equally popular.
+        is_ordered: Whether the places are in the order of experts, in all layers.
+    """
+
+    exponent: float
+    is_ordered: bool
+
+    def shares(self, num_experts: int, layer: int) -> Tensor:
+        """Return the popularity of every expert of a layer, in float64; they add up to 1."""
+        places = torch.arange(num_experts, dtype=torch.float64)
+        if not self.is_ordered:
+            generator = torch.Generator().manual_seed(layer)
+            places = places[torch.randperm(num_experts, generator=generator)]
+        worth = (1.0 + places) ** -self.exponent
+        return worth / worth.sum()
+
+    def choices(
+        self, num_tokens: int, top_k: int, num_experts: int, layer: int, rank: int, device: Any
+    ) -> Tensor:
+        """Draw the experts of a rank's tokens, best first, on a device.
+
+        Shapes: ``(tokens, top_k)``, int64.
+        """
+        generator = torch.Generator(device).manual_seed(1_000_003 * layer + rank)
+        noise = torch.empty(num_tokens, num_experts, dtype=torch.float64, device=device)
+        # The largest of log shares with Gumbel noise are draws without replacement.
+        noise.exponential_(generator=generator).log_().neg_()
+        noise += self.shares(num_experts, layer).log().to(device)
+        return noise.topk(top_k).indices
+
+
+def popularity_of(name: str) -> Popularity | None:
+    """Return the popularity of a routing's name; None if nothing is drawn.
+
+    Raises:
+        ValueError: For a name that is no routing.
+    """
+    if name in ("balanced", "natural"):
+        return None
+    parts = name.split(":")
+    if len(parts) != 3 or parts[0] != "zipf" or parts[2] not in ("random", "ordered"):
+        raise ValueError(
+            "routing must be balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered: it "
+            f"is {name!r}. For example, use zipf:1.0:random."
+        )
+    return Popularity(float(parts[1]), parts[2] == "ordered")
+
+
+def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
+    """Route all tokens of a model as a name says.
+
+    Drawn choices replace those of the routers, whose probabilities stay.
+
+    Args:
+        model: The model.
+        name: Name of the routing.
+        num_tokens: Tokens of the rank in a microbatch (tokens).
+        rank: Number of the rank among those that have different tokens.
+    """
+    popularity = popularity_of(name)
+    for number, layer in model.mixtures().items():
+        layer.router.forced_balance = name == "balanced"
+        if popularity is not None:
+            config = layer.config
+            sizes = num_tokens, config.top_k, config.num_experts
+            choices = popularity.choices(*sizes, number, rank, layer.mesh.device)
+            # Not a hook, because hooks stay outside of CUDA graphs.
+            layer.router.forward = MethodType(_Drawn(choices), layer.router)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """Forward pass of a router whose choices are given."""
+
+    choices: Tensor
+
+    def __call__(self, router: Router, hidden: Tensor) -> Routing:
+        routing = Router.forward(router, hidden)
+        experts = self.choices[: hidden.shape[0] * hidden.shape[1]]
+        load = tokens_per_expert(experts, router.config.num_experts)
+        return replace(routing, experts=experts, load=load, counts=load)
+
+
+class RankLoad(Callback):
+    """Callback that counts the rows of ranks in the last step.
+
+    Args:
+        parameters: Parameters of an expert on its rank (elements).
+        cost: Speeds, and bytes of a clone, of the model that predicts the gain.
+    """
+
+    def __init__(self, parameters: int, cost: CloneCost) -> None:
+        self.parameters = parameters
+        self.cost = cost
+        self.result: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to count."""
+        strategy: Any = trainer.strategy
+        strategy.run.mixtures.count_rows()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the rows of the last step from all ranks of this stage."""
+        strategy: Any = trainer.strategy
+        statistics = strategy.expert_statistics or {}
+        counts = {layer: one.rows for layer, one in statistics.items() if one.rows is not None}
+        layers = list(gather_rows(counts, strategy.mesh).values())
+        if layers:
+            self.result = self.figures(layers, strategy.mesh.edp.size)
+
+    def figures(self, layers: list[StepRows], num_replicas: int = 1) -> dict[str, Any]:
+        """Return means over layers, and the predicted gain of a step over all of them.
+
+        Args:
+            layers: Rows of every layer.
+            num_replicas: Replicas of the experts, which compute at the same time.
+        """
+        before = [float(rows.before.max() / rows.before.mean()) for rows in layers]
+        after = [float(rows.after.max() / rows.after.mean()) for rows in layers]
+        gain = sum(
+            self.cost.seconds_saved(
+                float(rows.before.max() - rows.after.max()) / num_replicas,
+                float(rows.away.max() * rows.num_microbatches) / num_replicas,
+                self.parameters,
+            )
+            for rows in layers
+        )
+        count = len(layers)
+        return {
+            "max_over_mean": round(sum(before) / count, 3),
+            "max_over_mean_after": round(sum(after) / count, 3),
+            "moved": round(float(sum(rows.moved for rows in layers)) / count, 4),
+            "clones": round(float(sum(rows.clones for rows in layers)) / count, 2),
+            "rows_needed": max(int(rows.needed) for rows in layers),
+            "predicted_gain_ms": round(gain * 1e3, 2),
+        }
