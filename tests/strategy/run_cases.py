@@ -41,19 +41,22 @@ class Bench:
         devices: Processes.
         strategy: None, ``ddp``, or arguments of MegatronStrategy.
         folder: Where checkpoints go, shared by the kinds that are compared.
+        compares: Whether fits under MegatronStrategy begin with the trial of microbatches against
+            the whole batch.
     """
 
-    def __init__(self, devices: int, strategy: Any, folder: Path) -> None:
+    def __init__(self, devices: int, strategy: Any, folder: Path, compares: bool) -> None:
         self.devices, self.strategy, self.folder = devices, strategy, folder
+        self.compares = compares
         sizes = strategy if isinstance(strategy, dict) else {}
         self.num_data = devices // (sizes.get("tp", 1) * sizes.get("pp", 1))
 
     def trainer(self, **options: Any) -> Trainer:
         """Return a quiet trainer on the CPU."""
         seed_everything(3, verbose=False)
-        strategy = (
-            MegatronStrategy(**self.strategy) if isinstance(self.strategy, dict) else self.strategy
-        )
+        strategy = self.strategy
+        if isinstance(strategy, dict):
+            strategy = MegatronStrategy(**strategy, check_microbatches=self.compares)
         quiet: dict[str, Any] = {
             "logger": False,
             "enable_checkpointing": False,
@@ -220,6 +223,18 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "iterable": iterable,
 }
 EXTRA_CASES = {"continue_others": continue_others}
+#: Cases with the trial of microbatches, at each place where batches come from: of the others, every
+#: fit takes the same batches to the same steps.
+COMPARED = {
+    "plain",
+    "limits",
+    "accumulate",
+    "last_batch_smaller",
+    "overfit_batches",
+    "resume",
+    "evaluation",
+    "iterable",
+}
 
 
 def run_cases(
@@ -237,7 +252,10 @@ def run_cases(
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     functions = CASES | EXTRA_CASES
-    benches = {name: Bench(size, strategy, folder / name) for name, strategy in strategies.items()}
     return {
-        name: {case: functions[case](bench) for case in cases} for name, bench in benches.items()
+        name: {
+            case: functions[case](Bench(size, strategy, folder / name, case in COMPARED))
+            for case in cases
+        }
+        for name, strategy in strategies.items()
     }
