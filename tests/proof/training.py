@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_megatron.checkpoint.load import read_full
+from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
@@ -61,7 +61,9 @@ class Job:
     """Name a training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
     Lightning).
 
-    A step that ``counts`` ignores some labels and returns how many are left.
+    A step that ``counts`` ignores some labels and returns how many are left. Unless it ``compares``,
+    the trial of microbatches against the whole batch is left out, which another job of its layout
+    makes.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class Job:
     layout: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     counts: bool = False
+    compares: bool = True
 
 
 @dataclass
@@ -166,9 +169,10 @@ def train(
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     pl.seed_everything(1234, verbose=False)
     record, size = Record(), devices
-    strategy: Any = (
-        "auto" if job.layout is None else MegatronStrategy(**{"microbatch_size": 2, **job.layout})
-    )
+    strategy: Any = "auto"
+    if job.layout is not None:
+        options = {"microbatch_size": 2, "check_microbatches": job.compares, **job.layout}
+        strategy = MegatronStrategy(**options)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -197,10 +201,11 @@ def train(
         trainer.save_checkpoint(checkpoint)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            saved = read_full(checkpoint)
-            names = [name for name in saved if name.startswith("state_dict.")]
+            saved = Stored.open(checkpoint)
+            names = [name for name in saved.tensors if name.startswith("state_dict.")]
             record.report.weights = {
-                name.removeprefix("state_dict."): saved[name] for name in names
+                name.removeprefix("state_dict."): tensor
+                for name, tensor in saved.read_full(names).items()
             }
     else:
         record.report.weights = {
