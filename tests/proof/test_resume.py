@@ -5,6 +5,7 @@ have had.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,21 +19,23 @@ WAYS = LAYOUTS | {"pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"}}
 KIND = "gpt2-tied"
 
 
+def _job(layout: dict[str, Any] | None) -> Job:
+    return Job(KIND, layout=layout, compares=False)
+
+
 def _save_and_go_on(rank: int, size: int, folder: str, from_one: str) -> dict[str, Report]:
     saved = os.path.join(folder, "tp2 pp2")
-    train(Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", saved, steps=SAVED_AFTER)
+    train(_job(LAYOUTS["tp2 pp2"]), size, "cpu", saved, steps=SAVED_AFTER)
     found = {
-        f"tp2 pp2 to {name}": train(Job(KIND, layout=WAYS[name]), size, "cpu", resume_from=saved)
+        f"tp2 pp2 to {name}": train(_job(WAYS[name]), size, "cpu", resume_from=saved)
         for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "pp2 zb-v dp2", "dp4", "tp2 pp2")
     }
     v = os.path.join(folder, "v")
-    train(Job(KIND, layout=WAYS["pp2 zb-v dp2"]), size, "cpu", v, steps=SAVED_AFTER)
+    train(_job(WAYS["pp2 zb-v dp2"]), size, "cpu", v, steps=SAVED_AFTER)
     found["pp2 zb-v dp2 to pp2 vpp2 dp2"] = train(
-        Job(KIND, layout=WAYS["pp2 vpp2 dp2"]), size, "cpu", resume_from=v
+        _job(WAYS["pp2 vpp2 dp2"]), size, "cpu", resume_from=v
     )
-    found["one to tp2 pp2"] = train(
-        Job(KIND, layout=LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one
-    )
+    found["one to tp2 pp2"] = train(_job(LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one)
     return found
 
 
@@ -41,19 +44,17 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report
     """Collect what each rank reports of the steps after the save."""
     folder = tmp_path_factory.mktemp("resume")
     one = str(folder / "one")
-    train(Job(KIND, layout={}), 1, "cpu", one, steps=SAVED_AFTER)
+    train(_job({}), 1, "cpu", one, steps=SAVED_AFTER)
     ranks = run_world(_save_and_go_on, 4, str(folder), one)
     found = {name: [reports[name] for reports in ranks] for name in ranks[0]}
-    found["tp2 pp2 to one"] = [
-        train(Job(KIND, layout={}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))
-    ]
+    found["tp2 pp2 to one"] = [train(_job({}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))]
     return found
 
 
 @pytest.fixture(scope="module")
 def whole() -> Report:
     """Train without interruption, in one process of ordinary Lightning."""
-    return train(Job(KIND), 1, "cpu")
+    return train(_job(None), 1, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,11 @@ def _add(schedule: str, kind: str, counts: bool = False, **options: Any) -> None
         # It needs two microbatches for each stage.
         layout["microbatch_size"] = 1
     shown = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
-    JOBS[f"{schedule}, {kind}, {shown}"] = Job(kind, layout=layout, counts=counts)
+    # The first job of a schedule makes the trial of its microbatches.
+    compares = not any(job.layout and job.layout["schedule"] == schedule for job in JOBS.values())
+    JOBS[f"{schedule}, {kind}, {shown}"] = Job(
+        kind, layout=layout, counts=counts, compares=compares
+    )
 
 
 for name in ("zb-h1", "zb-h2"):
