@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_megatron import ExpertClones, MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron import (
+    GPT,
+    ExpertClones,
+    HuggingFaceCausalLM,
+    MegatronStrategy,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -17,6 +25,9 @@ from tests.strategy import graph_fits
 from tests.strategy.limited_fits import EXPERTS, Excess, Record, Watched, fit
 from tests.strategy.tiny import loader
 from tests.world import run_world
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def options_of(clones: Any) -> StrategyOptions:
@@ -68,12 +79,25 @@ def test_clones_that_nothing_could_have_are_refused(options: dict[str, Any], wor
         MegatronStrategy(**options)
 
 
-def test_more_places_than_experts_of_other_ranks_are_refused_before_a_launch() -> None:
-    module = Watched(mlp_bias=False, experts=EXPERTS)
+@pytest.mark.parametrize("is_own", [True, False])
+def test_more_places_than_experts_of_other_ranks_are_refused_before_a_launch(
+    is_own: bool, tmp_path: Path
+) -> None:
+    module: Any = Watched(mlp_bias=False, experts=EXPERTS)
+    if not is_own:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        module = HuggingFaceCausalLM(str(tmp_path))
     strategy = MegatronStrategy(ep=4, expert_clones=4)
     trainer = Trainer(accelerator="cpu", devices=4, logger=False, strategy=strategy)
     with pytest.raises(ParallelPlanError, match=r"expert_clones \(4\) must be at most 3: with ep"):
         trainer.fit(module, loader())
+
+
+def test_more_places_are_refused_once_the_model_is_known(found: Any) -> None:
+    for ranks in found:
+        assert ranks["too many"].startswith("expert_clones (3) must be at most 2: with ep (2) the")
 
 
 #: Rows above an even share, in several layers and steps, and in validation.
@@ -116,10 +140,22 @@ class Freezing(Watched):
             parameter.requires_grad_(batch_idx < 2 or ".experts." not in name)
 
 
-def refusal(kind: type[Watched]) -> str:
+class Unknown(Watched):
+    """Have no configuration before the model is built."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sizes, self.config = self.config, None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        self.net = GPT(self.sizes, mesh=mesh)
+
+
+def refusal(kind: type[Watched], clones: int = 1) -> str:
     """Return why a module cannot be trained with clones."""
-    with pytest.raises(UnsupportedError) as raised:
-        fit(None, {}, kind=kind, expert_clones=1)
+    with pytest.raises((ParallelPlanError, UnsupportedError)) as raised:
+        fit(None, {}, kind=kind, expert_clones=clones)
     return str(raised.value)
 
 
@@ -140,6 +176,7 @@ def world_of_two(rank: int, size: int) -> dict[str, Any]:
         found[graphs.mode] = graph_fits.fit(graphs, 2, CAPTURED, model=MODEL)
     found["some frozen"] = refusal(Frozen)
     found["freezing"] = refusal(Freezing)
+    found["too many"] = refusal(Unknown, 3)
     return found
 
 
