@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -89,6 +90,18 @@ def math_attention() -> AbstractContextManager[Any]:
     return patch.object(attention_core, "choose_core", lambda *given, **options: choice)
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let torch take deterministic algorithms alone, as ``Trainer(deterministic=True)`` does."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with patch.dict(os.environ, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One training.
@@ -126,6 +139,7 @@ def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
             Setting("few blocks of NCCL", _SEGMENTS, {"nccl_options": _FEW_BLOCKS}),
         ]
     found += [
+        Setting("deterministic", _SEGMENTS, around=deterministic, has_own_twin=True),
         Setting("synchronised", _SEGMENTS, around=synchronised),
         Setting("serial", _SEGMENTS, around=serial),
         Setting("math attention", _SEGMENTS, around=math_attention, has_own_twin=True),

@@ -17,6 +17,8 @@ What the lines tell, if ``segments`` differs:
   are replayed decide; with ``math attention`` and ``few blocks of NCCL`` also equal, attention's
   backward pass, whose sums depend on the multiprocessors that it gets. The first line, in which it
   runs beside other work, shows that directly.
+* ``deterministic`` is equal, in which torch takes deterministic algorithms alone (attention by flash
+  in place of cuDNN): cuDNN's backward pass of attention.
 * ``synchronised`` is equal: a replay begins before something that it reads is complete. Only
   ``serial`` is equal: collectives and replays disturb each other.
 * ``gathered at once`` is equal: a forward pass reads parameters before they have arrived.
@@ -39,6 +41,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.attention_repeats import attention_repeats
-from benchmarks.drift_settings import Setting, chosen_settings, settings_of
+from benchmarks.drift_settings import Setting, chosen_settings, deterministic, settings_of
 from benchmarks.ranks import run_ranks
 from benchmarks.step_trace import Trace, Tracer, first_difference, largest_gap
 from benchmarks.train_shapes import LAYOUTS, SHAPES, Tokens, Trained
@@ -182,9 +185,11 @@ def search(args: argparse.Namespace) -> None:
         if rank == 0:
             print(_MARK + line, flush=True)
 
-    alone, beside = attention_repeats(config_of(args), device)
-    other = "" if beside is None else f", {beside} of 40 beside other work"
-    say(f"attention's backward pass: {alone} of 40 repeats differ alone{other}")
+    for title, around in (("", nullcontext), (" by deterministic algorithms", deterministic)):
+        with around():
+            alone, beside = attention_repeats(config_of(args), device)
+        other = "" if beside is None else f", {beside} of 40 beside other work"
+        say(f"attention's backward pass{title}: {alone} of 40 repeats differ alone{other}")
     one = Search(args, say)
     for setting in settings_in(args):
         one.run(setting)

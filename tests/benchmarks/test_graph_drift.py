@@ -113,7 +113,7 @@ def test_settings_in_one_process_equal_eager_steps_and_a_wrong_bit_is_found() ->
     lines: list[str] = []
     search = Search(parser().parse_args(line), lines.append)
     every = {one.name: one for one in settings_of(SHAPES["tiny_mixtral"], LAYOUTS["single"])}
-    for name in ("eager", "segments", "synchronised", "serial", "math attention", "only experts"):
+    for name in ("eager", "segments", "deterministic", "synchronised", "serial", "math attention", "only experts"):
         search.run(every[name])
     assert lines[0].startswith("eager: losses 6.2")
     for text in lines[1:]:
@@ -133,7 +133,9 @@ def test_the_program_compares_the_trainings_of_two_ranks(tmp_path: Path) -> None
     lines, failure = lines_of(line)
     assert failure == ""
     assert lines[0] == "attention's backward pass: 0 of 40 repeats differ alone"
-    assert "experts by all_gather" in lines[1]
-    assert "no cuts: equal to eager in all bits of 5 steps, 2 graphs" in lines[2]
+    by = "attention's backward pass by deterministic algorithms"
+    assert lines[1] == f"{by}: 0 of 40 repeats differ alone"
+    assert "experts by all_gather" in lines[2]
+    assert "no cuts: equal to eager in all bits of 5 steps, 2 graphs" in lines[3]
     # Two graphs for each of three pieces, since two buckets end inside of the model.
-    assert "serial: equal to eager in all bits of 5 steps, 6 graphs" in lines[3]
+    assert "serial: equal to eager in all bits of 5 steps, 6 graphs" in lines[4]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_megatron.training.group_numbers import GroupNumbers
+
 pytest.importorskip("triton", reason="needs triton, which comes with the CUDA builds of torch")
 
 from tests.kernels.adam import (  # noqa: E402
@@ -49,13 +51,15 @@ def test_fits_equal_those_on_torchs_own_steps(name: str, monkeypatch: pytest.Mon
 def test_the_host_does_not_wait_from_the_second_step_on() -> None:
     slices = Slices([1000, 3000], CASES[0], "cuda")
     coefficient = torch.tensor(0.3, device="cuda")
-    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "is_decoupled": True}
+    group = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    numbers = GroupNumbers(torch.device("cuda"))
     mode = torch.cuda.get_sync_debug_mode()
     try:
         for number, gradients in enumerate(slices.gradients(3)):
+            numbers.fill([{**group, "lr": 0.01 / (1 + number)}], [True])
             slices.kernel(
                 slices.parameters, gradients, slices.averages, slices.squares, slices.steps, slices.halves, coefficient,
-                lr=0.01 / (1 + number), **settings,
+                numbers.rows[0], has_decay=True, is_decoupled=True,
             )  # fmt: skip
             torch.cuda.set_sync_debug_mode("error")
     finally:
