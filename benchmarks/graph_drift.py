@@ -17,8 +17,8 @@ What the lines tell, if ``segments`` differs:
   are replayed decide; with ``math attention`` and ``few blocks of NCCL`` also equal, attention's
   backward pass, whose sums depend on the multiprocessors that it gets. The first line, in which it
   runs beside other work, shows that directly.
-* ``deterministic`` is equal, in which torch takes deterministic algorithms alone (attention by flash
-  in place of cuDNN): cuDNN's backward pass of attention.
+* ``deterministic`` is equal, in which torch takes deterministic algorithms alone (attention by
+  flash in place of cuDNN): cuDNN's backward pass of attention.
 * ``synchronised`` is equal: a replay begins before something that it reads is complete. Only
   ``serial`` is equal: collectives and replays disturb each other.
 * ``gathered at once`` is equal: a forward pass reads parameters before they have arrived.
