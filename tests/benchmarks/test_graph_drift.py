@@ -113,7 +113,15 @@ def test_settings_in_one_process_equal_eager_steps_and_a_wrong_bit_is_found() ->
     lines: list[str] = []
     search = Search(parser().parse_args(line), lines.append)
     every = {one.name: one for one in settings_of(SHAPES["tiny_mixtral"], LAYOUTS["single"])}
-    for name in ("eager", "segments", "deterministic", "synchronised", "serial", "math attention", "only experts"):
+    for name in (
+        "eager",
+        "segments",
+        "deterministic",
+        "synchronised",
+        "serial",
+        "math attention",
+        "only experts",
+    ):
         search.run(every[name])
     assert lines[0].startswith("eager: losses 6.2")
     for text in lines[1:]:
