@@ -122,12 +122,8 @@ def without_collection() -> Iterator[None]:
 def collection_paused() -> Iterator[None]:
     """Pause the collection of garbage for a series of captures, as :func:`without_collection` does.
 
-    Garbage is collected once before. Objects that exist at the end of the block are excluded from
-    later collections if the program has excluded objects before: graphs live as long as the
-    training.
+    Garbage is collected once before.
     """
     gc.collect()
     with without_collection():
         yield
-        if gc.get_freeze_count():
-            gc.freeze()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 
+#: Objects that Python itself may have excluded when it started (375 in Python 3.12); a program that
+#: has imported torch and calls ``gc.freeze`` excludes more than 100,000.
+_MOST_OF_PYTHON = 5_000
+
 
 class LongLivedObjects:
     """Objects that exist when training starts, excluded from garbage collection.
@@ -18,7 +22,7 @@ class LongLivedObjects:
 
     def freeze(self) -> None:
         """Collect garbage once, and exclude all remaining objects from later collections."""
-        if not gc.get_freeze_count():
+        if gc.get_freeze_count() <= _MOST_OF_PYTHON:
             gc.collect()
             gc.freeze()
             self._frozen = True

@@ -78,8 +78,11 @@ class MegatronLauncher(SubprocessScriptLauncher):
                 self._port.hold(environment)
             self._call_children_scripts()
             first = environment.node_rank() * self.num_processes + 1
-            self._children = Children(self.procs, first, lambda code: self._watch().end(code))
-            self._children.watch()
+            if self.procs:
+                # Not this launcher: the children are known until this process exits, and with it
+                # they would keep the trainer and its tensors.
+                self._children = Children(self.procs, first, self._watch().end)
+                self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         return guarded(*args, **kwargs)
 

@@ -1,0 +1,52 @@
+"""A finished fit keeps nothing: its trainer, strategy and parameters are freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.graphs.tape import TapeBackend
+from tests.strategy.graph_fits import FULL, SEGMENTS
+from tests.strategy.tiny import TinyLM, loader
+
+
+@pytest.mark.parametrize("graphs", [None, SEGMENTS, FULL], ids=["eager", "segments", "full"])
+def test_a_finished_fit_is_freed(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the first fit of a program, in which the strategy starts the ranks.
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    kept = fitted(graphs)
+    # Cycles through autograd's nodes need more than one collection.
+    for _ in range(3):
+        gc.collect()
+    assert [name for name, reference in kept.items() if reference() is not None] == []
+
+
+def fitted(graphs: Any) -> dict[str, weakref.ref[Any]]:
+    """Train, and return weak references to what the fit used."""
+    strategy = MegatronStrategy(cuda_graphs=graphs)
+    strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = TinyLM()
+    trainer.fit(module, loader(4))
+    found = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+    assert found
+    return {
+        "trainer": weakref.ref(trainer),
+        "strategy": weakref.ref(strategy),
+        "module": weakref.ref(module),
+        **found,
+    }
