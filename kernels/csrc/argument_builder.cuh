@@ -38,13 +38,18 @@ struct GroupArguments {
 constexpr int kBuilderThreads = 256;
 constexpr int kWarpSize = 32;
 
+// Return the first row of group g.
+__device__ inline int start_of(const Problem& problem, int g) {
+  return g || problem.is_continued ? problem.group_ends[g - 1] : 0;
+}
+
 // Write zeros where a group has no rows: no tile stores there. (A tile with K = 0 would store accumulators that were
 // never set.)
 template <class Element>
 __device__ void zero_empty_groups(const Problem& problem, Element* d, int block, int num_blocks) {
   const int64_t size = int64_t(problem.n) * problem.k, num_vectors = size * sizeof(Element) / sizeof(uint4);
   for (int g = 0; g < problem.num_groups; ++g) {
-    if (problem.group_ends[g] > (g ? problem.group_ends[g - 1] : 0)) continue;
+    if (problem.group_ends[g] > start_of(problem, g)) continue;
     uint4* vectors = reinterpret_cast<uint4*>(d + g * problem.weight_step);
     for (int64_t i = int64_t(block) * kBuilderThreads + threadIdx.x; i < num_vectors;
          i += int64_t(num_blocks) * kBuilderThreads)
@@ -99,7 +104,7 @@ __global__ void __launch_bounds__(kBuilderThreads) build_arguments(Problem probl
   }
   __shared__ int num_clusters[kMaxGroups];
   for (int g = threadIdx.x; g < problem.num_groups; g += kBuilderThreads) {
-    const int start = g ? problem.group_ends[g - 1] : 0;
+    const int start = start_of(problem, g);
     num_clusters[g] = describe_group<Gemm>(g, start, max(0, problem.group_ends[g] - start), problem, out);
   }
   __syncthreads();

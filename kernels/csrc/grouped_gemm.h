@@ -40,6 +40,7 @@ struct Problem {
   void* d;
   const float* probabilities = nullptr;   // of SwiGLU
   void* kept = nullptr;                   // of SwiGLU: h, or null where it is not stored
+  bool is_continued = false;              // the first group starts at the end before it, group_ends[-1], not at row 0
 };
 
 struct LaunchOptions {

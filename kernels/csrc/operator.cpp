@@ -1,7 +1,8 @@
 // The operators lm_kernels::grouped_gemm and grouped_swiglu: they check what they are given and launch one variant.
 //
 // Only torch's stable ABI is used, so one library serves every torch from 2.10 on, and any Python. Outputs and workspace
-// are the caller's. What the ends of groups are is not checked: they are on the device.
+// are the caller's. What the ends of groups are is not checked: they are on the device. A launch may compute the groups
+// from first_group on: weights of several stacks then take one launch each, over the same ends and rows.
 #include <climits>
 #include <cstdint>
 #include <optional>
@@ -100,7 +101,7 @@ void check_shape(const char* name, const Tensor& tensor, int64_t size0, int64_t 
 
 // Return the sizes of the problem after the checks of dtypes and shapes.
 lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a, const Tensor& b,
-                                    const Tensor& group_ends) {
+                                    const Tensor& group_ends, int64_t first_group) {
   LM_CHECK(a.is_cuda(), "a must be on a GPU");
   const int device = a.get_device();
   const bool weight_grad = lm_kernels::is_weight_grad(kind);
@@ -110,7 +111,9 @@ lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a,
   check_kind("d", d, dtype_d, weight_grad ? 3 : 2, device);
   LM_CHECK((weight_grad ? b : d).is_contiguous(), weight_grad ? "b" : "d", " must be contiguous");
   check_tensor("group_ends", group_ends, ScalarType::Int, 1, device);
-  const int64_t groups = group_ends.size(0), rows = a.size(0);
+  LM_CHECK(first_group >= 0 && first_group <= group_ends.size(0), "first_group must be one of ", group_ends.size(0),
+           " groups: it is ", first_group);
+  const int64_t groups = group_ends.size(0) - first_group, rows = a.size(0);
   const int64_t n = weight_grad ? a.size(1) : b.size(1), k = weight_grad ? b.size(1) : b.size(2);
   if (weight_grad) {
     check_shape("b", b, rows, k);
@@ -131,8 +134,10 @@ lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a,
   check_aligned("d", d);
   const int64_t weight_step =
       groups == 0 ? 0 : checked_weight_step(weight_grad ? "d" : "b", weight_grad ? d : b, weight_grad);
-  return {int(groups), static_cast<const int*>(group_ends.data_ptr()), int(rows), int(n), int(k), weight_step,
-          a.data_ptr(), b.data_ptr(), d.data_ptr()};
+  lm_kernels::Problem problem{int(groups), static_cast<const int*>(group_ends.data_ptr()) + first_group, int(rows),
+                              int(n), int(k), weight_step, a.data_ptr(), b.data_ptr(), d.data_ptr()};
+  problem.is_continued = first_group > 0;
+  return problem;
 }
 
 const char* reason(Status status) {
@@ -164,9 +169,10 @@ void launch(const Variant& chosen, const lm_kernels::Problem& problem, int devic
 }
 
 void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& group_ends, Tensor workspace,
-                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha) {
+                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha,
+                  int64_t first_group) {
   const Variant& chosen = find_variant(variant, false);
-  const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
+  const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends, first_group);
   LM_CHECK(alpha == 1 || lm_kernels::is_fp32(chosen.kind), "only fp32 weight gradients are multiplied by alpha: ",
            variant, " is none, and alpha is ", alpha);
   launch(chosen, problem, a.get_device(), workspace, raster_along_n, raster_band, num_sms, alpha);
@@ -174,9 +180,9 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
 
 void grouped_swiglu(Tensor d, std::optional<Tensor> kept, const Tensor& a, const Tensor& b,
                     const Tensor& probabilities, const Tensor& group_ends, Tensor workspace, std::string variant,
-                    bool raster_along_n, int64_t raster_band, int64_t num_sms) {
+                    bool raster_along_n, int64_t raster_band, int64_t num_sms, int64_t first_group) {
   const Variant& chosen = find_variant(variant, true);
-  lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
+  lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends, first_group);
   LM_CHECK(problem.n % 16 == 0, "n (", problem.n, ") must be a multiple of 16, for gates and ups of whole 16 bytes");
   const int device = a.get_device();
   check_tensor("probabilities", probabilities, ScalarType::Float, 1, device);
@@ -197,10 +203,10 @@ void grouped_swiglu(Tensor d, std::optional<Tensor> kept, const Tensor& a, const
 STABLE_TORCH_LIBRARY(lm_kernels, m) {
   m.def(
       "grouped_gemm(Tensor(a!) d, Tensor a, Tensor b, Tensor group_ends, Tensor(b!) workspace, str variant, "
-      "bool raster_along_n, int raster_band, int num_sms, float alpha=1.0) -> ()");
+      "bool raster_along_n, int raster_band, int num_sms, float alpha=1.0, int first_group=0) -> ()");
   m.def(
       "grouped_swiglu(Tensor(a!) d, Tensor(b!)? kept, Tensor a, Tensor b, Tensor probabilities, Tensor group_ends, "
-      "Tensor(c!) workspace, str variant, bool raster_along_n, int raster_band, int num_sms) -> ()");
+      "Tensor(c!) workspace, str variant, bool raster_along_n, int raster_band, int num_sms, int first_group=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lm_kernels, CUDA, m) {
