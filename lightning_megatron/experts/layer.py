@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.experts.choose_clone_source import choose_clone_source
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.router import Router
@@ -140,13 +139,15 @@ class MixtureOfExperts(nn.Module):
                 self.transport,
                 has_shared=self.shared is not None,
                 clones=self.clones,
+                matrices=self.experts.matrices,
                 limit=self.row_limit,
             )
-            segments = self._list_segments(choice.dispatcher.is_static)
+            segments = self._list_segments(choice)
             self._built = built = self.mesh, settings, choice, segments
         return built[2:]
 
-    def _list_segments(self, is_static: bool) -> SegmentList:
+    def _list_segments(self, choice: TransportChoice) -> SegmentList:
+        is_static = choice.dispatcher.is_static
         chosen = ("tokens", "probabilities", "selected")
         dispatch: dict[str, Any] = {"is_static": is_static, "scopes": ("preprocess",)}
         found = [
@@ -175,7 +176,15 @@ class MixtureOfExperts(nn.Module):
                 )
             )
         found += [
-            Segment("receive", self._receive, ("sent",), ("dispatched",), **dispatch),
+            Segment(
+                "receive",
+                self._receive,
+                ("sent",),
+                ("dispatched",),
+                modules=(self.experts,) if choice.puts_weights else (),
+                starts_transfer=choice.puts_weights,
+                **dispatch,
+            ),
             Segment(
                 "experts",
                 self._compute,
@@ -240,8 +249,9 @@ class MixtureOfExperts(nn.Module):
     def _compute(self, dispatched: Dispatched) -> Tensor:
         clones = None
         if dispatched.clones is not None:
-            transport = self.transport_choice.transport
-            clones = choose_clone_source(self.mesh, transport, dispatched.clones)
+            sources = self.transport_choice.clone_sources
+            assert sources is not None, "clones need places"
+            clones = sources(dispatched.clones)
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones
         return (
             recomputed(self.experts, *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 _TRIAL = 16
 #: Maximum number of cached views of a region; the number of tokens may differ from step to step.
 _REMEMBERED_VIEWS = 1024
+
+
+#: What a region of shared memory holds. Each lives as long as its readers need it, so that one does
+#: not take the place of another.
+PeerUse = Literal["tokens", "clone counts", "clone weights", "clone gradients"]
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,16 @@ class PeerRegion:
 
 
 class PeerMemory:
-    """Region of one axis, shared by all layers that put rows over the axis.
+    """Regions of one axis, one for each use, shared by all layers that put rows over the axis.
 
-    It grows on demand and is freed with the groups. All ranks use it in the same order, each on one
-    stream.
+    They grow on demand and are freed with the groups. All ranks use them in the same order, each on
+    one stream.
     """
 
     def __init__(self) -> None:
-        self._region: PeerRegion | None = None
-        self._is_captured = False
+        self._regions: dict[PeerUse, PeerRegion] = {}
+        #: Uses whose regions are in captured CUDA graphs.
+        self._captured: set[PeerUse] = set()
         #: Old regions whose addresses are in captured CUDA graphs.
         self._kept: list[PeerRegion] = []
         self._verdict: tuple[str | None] | None = None
@@ -108,9 +114,19 @@ class PeerMemory:
         return None
 
     def reserve(
-        self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device
+        self,
+        group: dist.ProcessGroup | None,
+        num_bytes: int,
+        device: torch.device,
+        use: PeerUse = "tokens",
     ) -> PeerRegion:
-        """Return the region with at least the given size, which must be equal on all ranks.
+        """Return a region with at least the given size, which must be equal on all ranks.
+
+        Args:
+            group: Process group of the ranks.
+            num_bytes: Least size of the region (bytes).
+            device: Device of this rank.
+            use: What the region holds.
 
         Raises:
             RuntimeError: If the region would have to grow during the capture of a CUDA graph.
@@ -118,45 +134,70 @@ class PeerMemory:
         Communication: the ranks of the group wait for each other if the region grows.
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._region is None or self._region.memory.numel() < num_bytes:
+        found = self._regions.get(use)
+        if found is None or found.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
                     "shared memory must be allocated before a graph is captured, because the ranks "
-                    f"wait for each other to allocate it: {num_bytes} bytes are needed. Run the "
-                    "captured code once before, with the same number of tokens."
+                    f"wait for each other to allocate it: {num_bytes} bytes are needed for {use}. "
+                    "Run the captured code once before, with the same number of tokens."
                 )
             # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
-                self._grow(group, num_bytes, device)
-        self._is_captured |= is_captured
-        assert self._region is not None, "_grow has created the region"
-        return self._region
+                found = self._grow(group, num_bytes, device, use)
+        if is_captured:
+            self._captured.add(use)
+        return found
 
-    def _grow(self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device) -> None:
-        before = self._region
-        self._region = None
-        if device.type != "cuda":
-            self._region = PeerRegion(torch.empty(num_bytes, dtype=torch.uint8, device=device))
+    def wait(self) -> None:
+        """Let the current stream wait for the streams of all ranks, and for their writes.
+
+        Without a region there is nothing to wait for: all ranks wait when the first one is made.
+        """
+        if not self._regions:
             return
+        use, region = next(iter(self._regions.items()))
+        if region.memory.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured.add(use)
+        region.wait()
+
+    def _grow(
+        self,
+        group: dist.ProcessGroup | None,
+        num_bytes: int,
+        device: torch.device,
+        use: PeerUse,
+    ) -> PeerRegion:
+        before = self._regions.pop(use, None)
+        if device.type != "cuda":
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._regions[use] = PeerRegion(memory)
+            return self._regions[use]
         assert group is not None, "GPUs share memory only within a process group"
-        if before is not None and self._is_captured:
+        if before is not None and use in self._captured:
             self._kept.append(before)
         # The old region may be freed only when no rank writes into it any more. After the
         # synchronization the writes of this rank have completed, and the rendezvous in _shared
         # waits for all ranks.
         torch.cuda.synchronize(device)
-        self._region = _shared(group, num_bytes, device)
-        self._is_captured = False
+        self._regions[use] = _shared(group, num_bytes, device)
+        self._captured.discard(use)
+        return self._regions[use]
 
     def release(self) -> None:
         """Free the memory."""
-        self._region = None
+        self._regions.clear()
+        self._captured.clear()
         self._verdict = None
         self._kept.clear()
 
 
 def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerRegion:
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    # What nobody has written is finite: kernels multiply what lies beside a weight by zeros. The
+    # writes of other ranks come after the rendezvous.
+    memory.zero_()
+    torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, group)
     # Newer versions of torch can place several tensors into one allocation; buffer_ptrs are
     # addresses of allocations.

@@ -63,6 +63,7 @@ class GradientSlot:
         self._accepts = accepts
         self._join = join
         self._row: SlotRow | None = None
+        self._first_part: GradientSlot | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,29 +149,25 @@ class GradientSlot:
     def first_part(self) -> GradientSlot:
         """Return a slot for the first part of a gradient, which the owner is not told of.
 
-        It adds to the same sum. :meth:`add_last_part` completes the gradient.
+        It adds to the same sum, to which :meth:`add` then adds the last part.
         """
-        part = GradientSlot(self.gradient, lambda: None, self._accepts, scale=self.scale)
-        part.is_empty = self.is_empty
-        return part
-
-    def add_last_part(self, first: GradientSlot, gradient: Float[Tensor, "..."]) -> None:
-        """Add the last part of a gradient, as :meth:`add` does.
-
-        Args:
-            first: Slot of :meth:`first_part`, to which the first part was added.
-            gradient: The last part, of the parameter's shape.
-        """
-        self.is_empty = first.is_empty
-        self.add(gradient)
+        if self._first_part is None:
+            self._first_part = GradientSlot(
+                self.gradient, self._fill, self._accepts, scale=self.scale
+            )
+        self._first_part.is_empty = self.is_empty
+        return self._first_part
 
     def clear(self) -> None:
         """Mark the sum as empty, at the start of a step."""
         self.is_empty = True
 
     def _added(self) -> None:
-        self.is_empty = False
+        self._fill()
         self._on_gradient()
+
+    def _fill(self) -> None:
+        self.is_empty = False
 
 
 class SlotRow:

@@ -52,6 +52,9 @@ def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
         "_put_tokens",
         "_put_sums",
         "_add_slots",
+        "_put_counts",
+        "_put_weights",
+        "_add_clone_gradients",
     )
     assert {Kernel(name, 0, 1, 7).kind for name in names} == {"communication"}
     assert Kernel("at::native::index_put_kernel_impl", 0, 1, 7).kind != "communication"

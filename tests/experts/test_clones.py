@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,143 +10,18 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport import choose_transport as choosing
 from lightning_megatron.experts.transport import cloning_dispatcher
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
-from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.experts.cloned_layer import Case, any_legal_plan, distance, floats
 from tests.world import run_world
 
-SIZE, INNER, NUM_EXPERTS, TOP_K, TOKENS = 5, 6, 8, 3, 24
 TRANSPORTS = ("one_sided", "all_gather", "all_to_all")
-
-
-def integers(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
-    """Draw whole numbers, all sums and products of which float64 holds."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, shape, generator=draw).double()
-
-
-def floats(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
-
-
-def popular_first(seed: int, tokens: int) -> Tensor:
-    """Draw selections, most of which are of the first rank's experts; some are of none."""
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, NUM_EXPERTS, generator=draw) + torch.linspace(1, 0, NUM_EXPERTS)
-    experts = scores.topk(TOP_K).indices
-    return experts.masked_fill(torch.rand(experts.shape, generator=draw) < 0.1, -1)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What runs on all ranks: transport, places (0: without clones), draw of numbers, and the way
-    of gradients.
-    """
-
-    transport: str
-    places: int
-    draw: Callable[..., Tensor] = integers
-    has_slots: bool = False
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Watched(CloneCollectives):
-    """Transfers that notice gradients which count as complete too early."""
-
-    reported: list[str]
-
-    def give_back(self, gradients: Tensor) -> Tensor:
-        returned = super().give_back(gradients)
-        matrix = "down" if gradients.shape[1] == SIZE else "up"
-        assert not any(matrix in name for name in self.reported), "clones' gradients come first"
-        return returned
-
-
-def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
-    """Return outputs and gradients of two microbatches on this rank."""
-    config = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, ffn_hidden_size=INNER)
-    experts = GroupedMLP(SIZE, config, mesh, activation="relu").double()
-    reported: list[str] = []
-    slots = {}
-    for name, weight in experts.named_parameters():
-        number, matrix = name.split(".")[:2]
-        seed = 2 * int(number) + (matrix == "down")
-        weight.data = case.draw(1000 * case.seed + seed, *weight.shape)
-        if case.has_slots:
-            tell = lambda name=name: reported.append(name)  # noqa: E731
-            slots[name] = GradientSlot(torch.full_like(weight, torch.nan), tell, scale=2.0)
-            set_slot(weight, slots[name])
-    clones = CloneSettings(case.places) if case.places else None
-    way: Any = case.transport
-    dispatcher = choose_transport(NUM_EXPERTS, TOP_K, mesh, way, clones=clones).dispatcher
-    # Without equal counts ranks may have any number of tokens.
-    tokens = TOKENS if dispatcher.needs_equal_counts else TOKENS - 5 * mesh.ep.rank
-    found: dict[str, Tensor] = {}
-    for microbatch in range(2):
-        seed = 100 * case.seed + 10 * microbatch + mesh.ep.rank
-        hidden = case.draw(seed + 1, tokens, SIZE).requires_grad_()
-        scales = case.draw(seed + 2, tokens, TOP_K, low=1, high=3).requires_grad_()
-        prepared = dispatcher.prepare(hidden, scales, popular_first(seed, tokens))
-        arrived = dispatcher.receive(dispatcher.send(prepared))
-        source = None
-        if arrived.clones is not None:
-            source = Watched(mesh.ep, arrived.clones, reported)
-            found[f"{microbatch} moved"] = arrived.clones.amounts.sum()
-        rows = experts(arrived.rows, arrived.probabilities, arrived.ends, source)
-        output = dispatcher.combine(dispatcher.send_back(rows, arrived))
-        reported.clear()
-        output.backward(case.draw(seed + 3, tokens, SIZE))
-        assert sorted(reported) == sorted(slots), "each gradient is complete once"
-        assert hidden.grad is not None
-        assert scales.grad is not None
-        found |= {f"{microbatch} output": output.detach(), f"{microbatch} hidden": hidden.grad}
-        found[f"{microbatch} probabilities"] = scales.grad
-    for name, weight in experts.named_parameters():
-        gradient = slots[name].gradient if case.has_slots else weight.grad
-        assert gradient is not None
-        found[name] = gradient
-    return found
-
-
-def distance(mesh: ParallelMesh, case: Case) -> tuple[float, int]:
-    """Return how far a case is from the same without clones, and how many selections move."""
-    found = run(mesh, case)
-    moved = sum(int(found.pop(f"{microbatch} moved")) for microbatch in range(2))
-    wanted = run(mesh, replace(case, places=0))
-    assert found.keys() == wanted.keys()
-    apart = max(
-        float((one - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1))
-        for name, one in found.items()
-    )
-    return apart, moved
-
-
-def any_legal_plan(counts: Tensor, places: int, min_rows: int) -> PlacedClones:
-    """Draw clones of any other ranks' experts, and the selections that go to them."""
-    layout = ExpertPlaces(*counts.shape, places)
-    draw = torch.Generator().manual_seed(int(counts.sum()))
-    here = torch.arange(layout.num_places) // places
-    owners = torch.randint(-1, NUM_EXPERTS, (layout.num_places,), generator=draw)
-    owners[owners // layout.homes == here] = -1
-    left = counts.clone().long()
-    off = torch.zeros(layout.num_ranks, layout.num_places, dtype=torch.int64)
-    for place, owner in enumerate(owners.tolist()):
-        if owner >= 0:
-            share = torch.rand(layout.num_ranks, generator=draw, dtype=torch.float64)
-            off[:, place] = (left[:, owner] * share).round().long()
-            left[:, owner] -= off[:, place]
-    rows = torch.zeros(layout.num_ranks, dtype=torch.int64)
-    return PlacedClones(layout, owners, off.sum(0), off, rows)
 
 
 def cases(ep: int) -> dict[str, Case]:

@@ -53,12 +53,16 @@ class Launches:
         stack: Tensor,
         probabilities: Tensor,
         ends: Tensor,
+        first_group: int = 0,
     ) -> None:
         self.kept.append(kept is not None)
         assert probabilities.dtype == torch.float32
-        inner = rows.new_zeros((rows.shape[0], stack.shape[1])) if kept is None else kept.zero_()
-        self._kernels(backends.Pass.FORWARD, inner, rows, stack, ends)
-        result.copy_(swiglu(inner, probabilities))
+        inner = rows.new_zeros((rows.shape[0], stack.shape[1])) if kept is None else kept
+        if first_group == 0:
+            inner.zero_()
+        self._kernels(backends.Pass.FORWARD, inner, rows, stack, ends, first_group=first_group)
+        own = slice([0, *ends.tolist()][first_group], None)
+        result[own] = swiglu(inner, probabilities)[own]
 
 
 class Computed(torch.autograd.Function):
@@ -88,8 +92,8 @@ def apply_weighted_swiglu(
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     kernels = Kernels()
     found = Launches(kernels)
-    monkeypatch.setattr(backends, "_launch", kernels)
-    monkeypatch.setattr(backends, "_launch_swiglu", found)
+    monkeypatch.setattr(backends, "launch", kernels)
+    monkeypatch.setattr(backends, "launch_swiglu", found)
     module = SimpleNamespace(apply_weighted_swiglu=apply_weighted_swiglu)
     monkeypatch.setattr(linear, "fused_kernels", lambda rows: module)
     return found

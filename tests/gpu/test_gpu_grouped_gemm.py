@@ -105,6 +105,35 @@ def test_every_variant_equals_float64(
         assert error < TOLERANCE[d.dtype], f"{name}: relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("variant", PLAIN)
+def test_a_launch_begins_at_any_group(variant: str) -> None:
+    which = pass_of(variant)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for name, (sizes, n, k) in CASES.items():
+        a, b, d = operands(which, sizes, n, k)
+        ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+        expected = reference(which, a, b, d, sizes)
+        workspace = torch.empty(
+            workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda"
+        )
+        run, order = torch.ops.lm_kernels.grouped_gemm, (variant, False, 0, num_sms, 1.0)
+        is_operand = which in {Pass.FORWARD, Pass.DATA_GRAD}
+        for first in {len(sizes) // 2, len(sizes) - 1} - {0}:
+            start, rows = sum(sizes[:first]), sum(sizes)
+            result, wanted = (
+                (d.clone(), expected) if is_operand else (d[first:].clone(), expected[first:])
+            )
+            given = (a, b[first:]) if is_operand else (a, b)
+            run(result, *given, ends, workspace, *order, first)
+            if is_operand:
+                own = slice(start, rows)
+                assert (result[:start] == UNTOUCHED).all(), f"{name}: rows before were written"
+                assert (result[rows:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
+                result, wanted = result[own], wanted[own]
+            error = (result.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+            assert error < TOLERANCE[d.dtype], f"{name} from {first}: relative error {error:.1e}"
+
+
 def test_what_does_not_fit_is_refused() -> None:
     a, b, d = operands(Pass.FORWARD, [8, 8], 64, 64)
     ends = torch.tensor([8, 16], device="cuda").int()

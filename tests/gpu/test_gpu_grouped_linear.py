@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.experts.compute.backends import Bundled, stacked
-from lightning_megatron.experts.compute.backends import _launch as launch
+from lightning_megatron.experts.compute.bundled_launch import launch
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP

@@ -23,6 +23,7 @@ from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
 from tests.kernels.clone_checks import CloneSizes, check_clones
 from tests.kernels.peer_checks import check_peer_rows
+from tests.kernels.peer_clone_checks import PeerCloneCase, check_peer_clones
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ExpertSizes:
         routers: Sequences, their length, and what the configuration of the experts says.
         peers: Ranks, tokens of each, experts, choices, size of a token.
         clones: Sizes of the plans of clones.
+        peer_clones: Ranks, experts, places of a rank, shapes of an expert's matrices.
         ways: How tokens choose.
         logits: What routers are given.
     """
@@ -44,6 +46,7 @@ class ExpertSizes:
     routers: tuple[tuple[int, int, dict[str, object]], ...]
     peers: tuple[tuple[int, int, int, int, int], ...]
     clones: CloneSizes
+    peer_clones: tuple[PeerCloneCase, ...]
     ways: tuple[str, ...] = (
         "random",
         "all to the same",
@@ -74,6 +77,11 @@ SMALL = ExpertSizes(
     routers=tuple((2, 9, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]), (3, 1, ROUTERS[3])),
     peers=((2, 7, 4, 2, 37), (3, 5, 9, 3, 64), (1, 3, 4, 2, 8), (4, 1, 4, 1, 1)),
     clones=CloneSizes(plans=1000, routings=150, layers=((3, 6, 2, 50, 2),)),
+    peer_clones=(
+        (2, 4, 1, ((5, 7), (7, 3))),
+        (3, 6, 4, ((40, 16), (16, 20))),
+        (4, 8, 2, ((33, 129),)),
+    ),
 )
 # For the interpreter: every branch of every kernel, few programs.
 FEW = ExpertSizes(
@@ -82,6 +90,7 @@ FEW = ExpertSizes(
     routers=tuple((2, 4, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]),),
     peers=((2, 5, 4, 2, 21), (3, 4, 9, 3, 32), (4, 1, 4, 1, 1)),
     clones=CloneSizes(plans=16, routings=6, layers=((3, 6, 2, 50, 2),)),
+    peer_clones=((2, 4, 1, ((5, 7), (7, 3))), (3, 6, 4, ((20, 8), (8, 10)))),
     ways=("random", "some nowhere"),
     logits=("ties",),
 )
@@ -106,6 +115,7 @@ REAL = ExpertSizes(
         plans=0, routings=0,
         layers=((4, 128, 1, 4096, 8), (4, 128, 2, 4096, 8), (8, 256, 4, 777, 8), (2, 8, 1, 4096, 2), (32, 512, 16, 100, 4)),
     ),
+    peer_clones=((4, 16, 2, ((1536, 2048), (2048, 768))), (2, 4, 1, ((28672, 4096), (4096, 14336)))),
 )  # fmt: skip
 
 
@@ -470,4 +480,5 @@ CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "split": check_split,
     "peer rows": lambda draw, sizes: check_peer_rows(draw, sizes.peers),
     "clones": lambda draw, sizes: check_clones(draw, sizes.clones),
+    "peer clones": lambda draw, sizes: check_peer_clones(draw, sizes.peer_clones),
 }

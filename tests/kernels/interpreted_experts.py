@@ -15,6 +15,7 @@ import torch
 from lightning_megatron.kernels.triton import (
     clone_plan,
     expert_sort,
+    peer_clones,
     peer_rows,
     route,
     route_settings,
@@ -33,7 +34,8 @@ route_settings._TILE = 64
 route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
 clone_plan._BLOCK = 32
 token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16
-peer_rows._PROGRAMS = 3
+peer_rows._PROGRAMS = peer_clones._PROGRAMS = 3
+peer_clones._WEIGHTS = peer_clones._GRADIENTS = 16
 weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
 
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron.experts.compute.bundled_launch import launch, launch_swiglu
 from lightning_megatron.experts.compute.choose_backend import BackendName
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.layers.stacked_view import stacked_view
-from lightning_megatron.plan.grouped_gemm import (
-    Pass,
-    VariantChoice,
-    choose_variant,
-    workspace_bytes,
-)
+from lightning_megatron.plan.grouped_gemm import Pass
 from lightning_megatron.shapes import Float, Int
-
-# Cache size for kernel variants: the number of rows may differ from step to step.
-_REMEMBERED_LAUNCHES = 1024
 
 
 class Loop:
@@ -72,6 +64,45 @@ class Loop:
         """Add the gradient of every weight to its slot."""
         for slot, group in zip(slots, _groups(ends), strict=True):
             slot.add_product(grad[group], rows[group])
+
+    # Products of homes, whose groups come first, and of clones, whose weights are another stack.
+
+    @classmethod
+    def output_of_both(
+        cls,
+        rows: Float[Tensor, "rows in_local"],
+        homes: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "homes out_local in_local"],
+        clones: Float[Tensor, "places out_local in_local"],
+        ends: Int[Tensor, "groups"],
+    ) -> Float[Tensor, "rows out_local"]:
+        """Return rows times the transposes of the weights of homes, then of clones."""
+        return cls.output(rows, [*homes, *clones], ends)
+
+    @classmethod
+    def input_gradient_of_both(
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        homes: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "homes out_local in_local"],
+        clones: Float[Tensor, "places out_local in_local"],
+        ends: Int[Tensor, "groups"],
+    ) -> Float[Tensor, "rows in_local"]:
+        """Return the gradient of the rows of homes, then of clones."""
+        return cls.input_gradient(grad, [*homes, *clones], ends)
+
+    @classmethod
+    def add_weight_gradients_of_both(
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "groups"],
+        slots: Sequence[GradientSlot],
+        clones: Float[Tensor, "places out_local in_local"],
+    ) -> None:
+        """Add the gradients of homes to their slots, and write those of clones."""
+        others = [GradientSlot(one, on_gradient=lambda: None) for one in clones]
+        cls.add_weight_gradients(grad, rows, ends, [*slots, *others])
 
 
 class GroupedMM(Loop):
@@ -136,7 +167,7 @@ class Bundled(GroupedMM):
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
         stack = _rows_apart(stacked(weights).to(rows.dtype))
-        return _launch(
+        return launch(
             Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends
         )
 
@@ -158,7 +189,7 @@ class Bundled(GroupedMM):
         out_features = stack.shape[1]
         result = rows.new_empty((rows.shape[0], out_features // 2))
         kept = rows.new_empty((rows.shape[0], out_features)) if keep else None
-        _launch_swiglu(result, kept, rows, stack, probabilities, ends)
+        launch_swiglu(result, kept, rows, stack, probabilities, ends)
         return result, kept
 
     @staticmethod
@@ -170,7 +201,7 @@ class Bundled(GroupedMM):
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
         stack = _rows_apart(stacked(weights).to(grad.dtype))
-        return _launch(
+        return launch(
             Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends
         )
 
@@ -182,7 +213,7 @@ class Bundled(GroupedMM):
     ) -> Float[Tensor, "experts out_local in_local"]:
         """Return the gradients of all weights as one stack."""
         result = grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
-        return _launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
+        return launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
 
     @classmethod
     def add_weight_gradients(
@@ -197,10 +228,73 @@ class Bundled(GroupedMM):
 
         def add(sums: Tensor, overwrite: bool) -> None:
             which = Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD
-            _launch(which, sums, grad, rows, ends, row.scale)
+            launch(which, sums, grad, rows, ends, row.scale)
 
         if not _takes_sums(row) or not row.add(add):
             super().add_weight_gradients(grad, rows, ends, slots)
+
+    # One tensor map serves the weights of one launch, so that clones are a second launch.
+
+    @classmethod
+    def output_of_both(
+        cls,
+        rows: Float[Tensor, "rows in_local"],
+        homes: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "homes out_local in_local"],
+        clones: Float[Tensor, "places out_local in_local"],
+        ends: Int[Tensor, "groups"],
+    ) -> Float[Tensor, "rows out_local"]:
+        """Return rows times the transposes of the weights of homes, then of clones."""
+        result = cls.output(rows, homes, ends[: len(homes)])
+        stack = _rows_apart(clones.to(rows.dtype))
+        return launch(Pass.FORWARD, result, rows, stack, ends, first_group=len(homes))
+
+    @classmethod
+    def swiglu_of_both(
+        cls,
+        rows: Float[Tensor, "rows hidden"],
+        homes: Sequence[Float[Tensor, "gate_up hidden"]] | Float[Tensor, "homes gate_up hidden"],
+        clones: Float[Tensor, "places gate_up hidden"],
+        probabilities: Float[Tensor, "rows"],
+        ends: Int[Tensor, "groups"],
+        *,
+        keep: bool,
+    ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
+        """Return what :meth:`swiglu` does, for the rows of homes, then of clones."""
+        result, kept = cls.swiglu(rows, homes, probabilities, ends[: len(homes)], keep=keep)
+        stack = _rows_apart(clones.to(rows.dtype))
+        launch_swiglu(result, kept, rows, stack, probabilities, ends, len(homes))
+        return result, kept
+
+    @classmethod
+    def input_gradient_of_both(
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        homes: Sequence[Float[Tensor, "out_local in_local"]]
+        | Float[Tensor, "homes out_local in_local"],
+        clones: Float[Tensor, "places out_local in_local"],
+        ends: Int[Tensor, "groups"],
+    ) -> Float[Tensor, "rows in_local"]:
+        """Return the gradient of the rows of homes, then of clones."""
+        result = cls.input_gradient(grad, homes, ends[: len(homes)])
+        stack = _rows_apart(clones.to(grad.dtype))
+        return launch(Pass.DATA_GRAD, result, grad, stack, ends, first_group=len(homes))
+
+    @classmethod
+    def add_weight_gradients_of_both(
+        cls,
+        grad: Float[Tensor, "rows out_local"],
+        rows: Float[Tensor, "rows in_local"],
+        ends: Int[Tensor, "groups"],
+        slots: Sequence[GradientSlot],
+        clones: Float[Tensor, "places out_local in_local"],
+    ) -> None:
+        """Add the gradients of homes to their slots, and write those of clones."""
+        if clones.dtype != torch.float32:
+            super().add_weight_gradients_of_both(grad, rows, ends, slots, clones)
+            return
+        cls.add_weight_gradients(grad, rows, ends[: len(slots)], slots)
+        launch(Pass.WEIGHT_GRAD_FP32, clones, grad, rows, ends, first_group=len(slots))
 
 
 BACKENDS: dict[BackendName, type[Loop]] = {
@@ -222,51 +316,6 @@ def stacked(
         return weights
     view = stacked_view(weights)
     return torch.stack(tuple(weights)) if view is None else view
-
-
-def _launch(
-    which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0
-) -> Tensor:
-    """Launch the kernel variant that ``plan.grouped_gemm`` chooses, without a host read.
-
-    A CUDA graph can capture it: the workspace comes from the graph's memory pool.
-    """
-    stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
-    choice, num_sms, num_bytes = _plan_launch(which, a.shape[0], *stack.shape, a.device)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
-    run = torch.ops.lm_kernels.grouped_gemm.default
-    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms, alpha)
-    return result
-
-
-def _launch_swiglu(
-    result: Tensor,
-    kept: Tensor | None,
-    rows: Tensor,
-    stack: Tensor,
-    probabilities: Tensor,
-    ends: Tensor,
-) -> None:
-    choice, num_sms, num_bytes = _plan_launch(
-        Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device
-    )
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
-    run = torch.ops.lm_kernels.grouped_swiglu.default
-    order = (choice.variant, choice.along_n, choice.band, num_sms)
-    run(result, kept, rows, stack, probabilities, ends, workspace, *order)
-
-
-@lru_cache(_REMEMBERED_LAUNCHES)
-def _plan_launch(
-    which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
-) -> tuple[VariantChoice, int, int]:
-    """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return (
-        choose_variant(which, num_rows, num_groups, n, k),
-        num_sms,
-        workspace_bytes(num_groups, num_sms),
-    )
 
 
 def _rows_apart(stack: Tensor) -> Tensor:

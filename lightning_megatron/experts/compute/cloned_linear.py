@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,16 +10,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.experts.compute import grouped_operator
-from lightning_megatron.experts.compute.backends import Loop
+from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
-from lightning_megatron.experts.compute.grouped_linear import hand_over
+from lightning_megatron.experts.compute.grouped_linear import require_kernels
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
-from lightning_megatron.layers.gradient_slot import GradientSlot, slots_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.handed_gradients import hand_over
 from lightning_megatron.shapes import Float, Int
+
+#: Function from rows, weights of homes, weights of clones and ends to the output.
+Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor, Tensor], Tensor]
 
 
 class CloneSource(Protocol):
-    """Interface of the way of weights to the clones on this rank, and of gradients back.
+    """Interface of the way of one matrix of experts to their clones here, and of gradients back.
 
     All ranks call the methods in the same order, whatever the plan is.
     """
@@ -27,19 +31,31 @@ class CloneSource(Protocol):
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
     ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the weights of the clones on this rank; those of empty places are finite.
+        """Return the weights of the clones on this rank; those of empty places have no rows.
 
         Args:
             weights: One matrix of every expert at home on this rank.
         """
 
-    def give_back(
-        self, gradients: Float[Tensor, "places out_local in_local"]
-    ) -> Float[Tensor, "homes out_local in_local"]:
-        """Return the sum of the gradients of all clones of each of this rank's experts.
+    def gradients(
+        self, like: Float[Tensor, "out_local in_local"]
+    ) -> Float[Tensor, "places out_local in_local"]:
+        """Return the tensor that gets the gradients of the clones on this rank.
 
         Args:
-            gradients: Gradient of the weight of every place of this rank.
+            like: Tensor with the shape of a weight and the dtype of its gradient.
+        """
+
+    def give_back(
+        self, gradients: Float[Tensor, "places out_local in_local"]
+    ) -> Float[Tensor, "homes out_local in_local"] | None:
+        """Return the sum of the gradients of all clones of each of this rank's experts.
+
+        None means that the backward pass of the transport adds them to the experts' gradients.
+
+        Args:
+            gradients: The tensor of :meth:`gradients`, with a gradient for every place of this
+                rank.
         """
 
 
@@ -75,13 +91,59 @@ def cloned_linear(
         out_features, in_features = weights[0].shape
         sizes = len(weights), in_features, out_features
         backend = choose_backend(rows.device, rows.dtype, *sizes).backend
-    if backend != "loop":
+    if backend == "grouped_mm":
         warn_of_slow_path(
             "weights of experts and of their clones are copied side by side for each product, "
-            "because the kernels take one stack of weights. Without clones nothing is copied."
+            "because torch's grouped product takes one stack of weights. The bundled kernels copy "
+            "nothing (lightning-megatron kernels build), and without clones nothing is copied."
         )
     implementation = grouped_operator.implementation_of(backend)
-    return _ClonedLinear.apply(rows.contiguous(), ends, implementation, clones, *weights)
+    output = implementation.output_of_both
+    return _ClonedLinear.apply(rows.contiguous(), ends, implementation, output, clones, *weights)
+
+
+@torch.compiler.disable
+def cloned_swiglu(
+    rows: Float[Tensor, "rows hidden"],
+    weights: Sequence[Float[Tensor, "gate_up hidden"]],
+    probabilities: Float[Tensor, "rows"],
+    ends: Int[Tensor, "groups"],
+    clones: CloneSource,
+) -> Float[Tensor, "rows gate_up//2"]:
+    """Multiply rows as :func:`cloned_linear` does, apply SwiGLU, and scale by probabilities.
+
+    Equal to :func:`~lightning_megatron.experts.compute.grouped_linear.grouped_swiglu` with the
+    weights of all homes and then of all clones.
+
+    Args:
+        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
+        weights: One weight for each home.
+        probabilities: Factor of each row, in float32.
+        ends: Index one past the last row of each group.
+        clones: Way of weights and gradients between homes and clones.
+
+    Raises:
+        UnsupportedError: If the Triton kernels of the backward pass are not available.
+
+    Communication: that of :func:`cloned_linear`.
+    """
+    kernels = require_kernels(rows)
+    factors = probabilities.detach().float().contiguous()
+    if not torch.is_grad_enabled():
+        given = rows.contiguous(), weights, clones.fetch(weights), factors, ends
+        return Bundled.swiglu_of_both(*given, keep=False)[0]
+    activated: list[Tensor] = []
+
+    def output(
+        rows: Tensor, homes: Sequence[Tensor] | Tensor, clones: Tensor, ends: Tensor
+    ) -> Tensor:
+        result, kept = Bundled.swiglu_of_both(rows, homes, clones, factors, ends, keep=True)
+        assert kept is not None, "the product is asked for"
+        activated.append(result)
+        return kept
+
+    inner = _ClonedLinear.apply(rows.contiguous(), ends, Bundled, output, clones, *weights)
+    return kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
 
 
 class _ClonedLinear(torch.autograd.Function):
@@ -91,6 +153,7 @@ class _ClonedLinear(torch.autograd.Function):
         rows: Tensor,
         ends: Tensor,
         backend: type[Loop],
+        output: Output,
         clones: CloneSource,
         *weights: Tensor,
     ) -> Tensor:
@@ -99,48 +162,47 @@ class _ClonedLinear(torch.autograd.Function):
         ctx.clones = clones
         # Slots at the time of the forward pass, as in a product without clones.
         ctx.slots = slots_of(weights)
-        return backend.output(rows, [*weights, *clones.fetch(weights).unbind()], ends)
+        return output(rows, _stack_or_all(weights, ctx.slots), clones.fetch(weights), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
+        clones: CloneSource = ctx.clones
         grad = grads[0].contiguous()
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            every = [*weights, *ctx.clones.fetch(weights).unbind()]
-            grad_rows = ctx.backend.input_gradient(grad, every, ends)
+            homes = _stack_or_all(weights, ctx.slots)
+            grad_rows = ctx.backend.input_gradient_of_both(grad, homes, clones.fetch(weights), ends)
+        needed = ctx.needs_input_grad[5:]
         slots = [slot for slot in ctx.slots if slot is not None]
+        grad_weights: list[Tensor | None] = [None] * len(weights)
         if len(slots) == len(weights):
-            _add_to_slots(grad, rows, ends, ctx.backend, ctx.clones, slots)
-            return grad_rows, None, None, None, *([None] * len(weights))
-        if not any(ctx.needs_input_grad[4:]):
-            return grad_rows, None, None, None, *([None] * len(weights))
-        found = ctx.backend.weight_gradients(grad, rows, ends)
-        homes, places = found.tensor_split((len(weights),))
-        total = homes + ctx.clones.give_back(places)
-        grad_weights = hand_over(total, weights, ctx.slots, ctx.needs_input_grad[4:])
-        return grad_rows, None, None, None, *grad_weights
+            places = clones.gradients(slots[0].gradient)
+            parts = [slot.first_part() for slot in slots]
+            ctx.backend.add_weight_gradients_of_both(grad, rows, ends, parts, places)
+        elif not any(needed):
+            return grad_rows, None, None, None, None, *grad_weights
+        else:
+            found = ctx.backend.weight_gradients(grad, rows, ends)
+            places = clones.gradients(weights[0])
+            places.copy_(found[len(weights) :])
+            parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
+            grad_weights = hand_over(found[: len(weights)], weights, parts_or_none, needed)
+        returned = clones.give_back(places)
+        if returned is not None:
+            rest = hand_over(returned, weights, ctx.slots, needed)
+            grad_weights = [
+                None if one is None or more is None else one + more
+                for one, more in zip(grad_weights, rest, strict=True)
+            ]
+        return grad_rows, None, None, None, None, *grad_weights
 
 
-@torch.no_grad()
-def _add_to_slots(
-    grad: Tensor,
-    rows: Tensor,
-    ends: Tensor,
-    backend: type[Loop],
-    clones: CloneSource,
-    slots: Sequence[GradientSlot],
-) -> None:
-    """Add the gradients of homes and of their clones to the homes' slots.
-
-    The gradients of clones have the dtype of the slots on their way.
-    """
-    shape = (ends.shape[0] - len(slots), *slots[0].gradient.shape)
-    sums = slots[0].gradient.new_zeros(shape)
-    firsts = [slot.first_part() for slot in slots]
-    places = [GradientSlot(one, on_gradient=lambda: None) for one in sums.unbind()]
-    backend.add_weight_gradients(grad, rows, ends, [*firsts, *places])
-    returned = clones.give_back(sums)
-    for slot, first, last in zip(slots, firsts, returned.unbind(), strict=True):
-        slot.add_last_part(first, last)
+def _stack_or_all(
+    weights: Sequence[Tensor], slots: Sequence[GradientSlot | None]
+) -> Sequence[Tensor] | Tensor:
+    """Return weights as one view, which their slots remember, or else one by one."""
+    found = [slot for slot in slots if slot is not None]
+    view = SlotRow.of(found).stacked_weights(weights) if len(found) == len(weights) else None
+    return weights if view is None else view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.handed_gradients import hand_over
 from lightning_megatron.layers.mlp import Activation, activate
 from lightning_megatron.shapes import Float, Int
 
@@ -94,13 +96,7 @@ def grouped_swiglu(
 
     Source: Shazeer 2020.
     """
-    kernels = fused_kernels(rows)
-    if kernels is None:
-        raise UnsupportedError(
-            "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
-            f"{rows.dtype} on {rows.device}. Only the Triton kernels compute the gradients of "
-            "grouped_swiglu. Use grouped_linear and an activation."
-        )
+    kernels = require_kernels(rows)
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
@@ -115,6 +111,22 @@ def grouped_swiglu(
 
     inner = _differentiable_product(rows, weights, ends, Bundled, output)
     return kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+
+
+def require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
+    """Return the fused kernels that compute the gradients of SwiGLU behind a product.
+
+    Raises:
+        UnsupportedError: If they do not support the rows.
+    """
+    kernels = fused_kernels(rows)
+    if kernels is None:
+        raise UnsupportedError(
+            "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
+            f"{rows.dtype} on {rows.device}. Only the Triton kernels compute the gradients of "
+            "grouped_swiglu. Use grouped_linear and an activation."
+        )
+    return kernels
 
 
 def weighted_activation(
@@ -247,26 +259,3 @@ class _GroupedLinear(torch.autograd.Function):
             found = ctx.backend.weight_gradients(grad, rows, ends)
             grad_weights = hand_over(found, weights, ctx.slots, ctx.needs_input_grad[4:])
         return grad_rows, None, None, None, *grad_weights
-
-
-def hand_over(
-    gradients: Float[Tensor, "experts out_local in_local"],
-    weights: Sequence[Float[Tensor, "out_local in_local"]],
-    slots: Sequence[GradientSlot | None],
-    needed: Sequence[bool],
-) -> list[Float[Tensor, "out_local in_local"] | None]:
-    """Add the gradients of weights to their slots, and return those that autograd hands on.
-
-    Args:
-        gradients: Gradients of all weights as one stack.
-        weights: One weight for each expert.
-        slots: Slot of each weight; None means that autograd hands its gradient on.
-        needed: Whether each weight needs a gradient.
-    """
-    found: list[Tensor | None] = [None] * len(weights)
-    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
-        if slot is not None:
-            slot.add(gradients[number])
-        elif needed[number]:
-            found[number] = gradients[number].to(weight.dtype)
-    return found

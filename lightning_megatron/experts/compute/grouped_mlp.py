@@ -13,7 +13,11 @@ from lightning_megatron.experts.compute.choose_backend import (
     LayerBackends,
     choose_layer_backends,
 )
-from lightning_megatron.experts.compute.cloned_linear import CloneSource, cloned_linear
+from lightning_megatron.experts.compute.cloned_linear import (
+    CloneSource,
+    cloned_linear,
+    cloned_swiglu,
+)
 from lightning_megatron.experts.compute.grouped_linear import (
     grouped_linear,
     grouped_swiglu,
@@ -129,12 +133,16 @@ class GroupedMLP(nn.ModuleDict):
             _weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))
         ]
 
+    def matrices(self) -> tuple[list[Float[Tensor, "_ hidden"]], list[Float[Tensor, "hidden ffn"]]]:
+        """Return the first matrix of every local expert, and the second."""
+        return self.weights(self.first_name), self.weights("down")
+
     def forward(
         self,
         rows: Float[Tensor, "rows hidden"],
         probabilities: Float[Tensor, "rows"],
         ends: Int[Tensor, "experts"],
-        clones: CloneSource | None = None,
+        clones: Sequence[CloneSource] | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
 
@@ -143,21 +151,23 @@ class GroupedMLP(nn.ModuleDict):
             probabilities: Factor of each row's output.
             ends: Index one past the last row of each local expert, then of each clone (int32, on
                 the device).
-            clones: Way of weights and gradients between homes and clones; None means that this rank
-                has no places for clones.
+            clones: Ways of the first and of the second matrix between homes and clones; None means
+                that this rank has no places for clones.
 
         Communication: that of ``clones``, for each of the two matrices.
         """
-        first = self.weights(self.first_name)
-        down = self.weights("down")
+        first, down = self.matrices()
         autocast_dtype = _autocast_dtype(rows)
         if autocast_dtype is not None:
             rows = rows.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
         if clones is not None:
-            inner = cloned_linear(rows, first, ends, clones, backends.first)
-            weighted = weighted_activation(inner, probabilities, ends, self.activation)
-            return cloned_linear(weighted, down, ends, clones, backends.down)
+            if backends.fuses_swiglu:
+                weighted = cloned_swiglu(rows, first, probabilities, ends, clones[0])
+            else:
+                inner = cloned_linear(rows, first, ends, clones[0], backends.first)
+                weighted = weighted_activation(inner, probabilities, ends, self.activation)
+            return cloned_linear(weighted, down, ends, clones[1], backends.down)
         if backends.fuses_swiglu:
             weighted = grouped_swiglu(rows, first, probabilities, ends)
         else:

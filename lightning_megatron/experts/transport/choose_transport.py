@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
+from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.experts.transport.cloning_dispatcher import CloningDispatcher
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
@@ -13,12 +16,23 @@ from lightning_megatron.experts.transport.dispatchers import (
     LocalDispatcher,
 )
 from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
-from lightning_megatron.experts.transport.peer_transfer import transfer_over, why_no_puts
+from lightning_megatron.experts.transport.peer_clones import (
+    Matrices,
+    PeerClones,
+    PeerRound,
+    PeerSource,
+)
+from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
+from lightning_megatron.experts.transport.peer_transfer import Puts, transfer_over, why_no_puts
 from lightning_megatron.experts.transport.row_limit import LayerRows
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
+
+#: Function that returns the ways of the first and of the second matrix between homes and clones.
+SourcesOfClones = Callable[[PlacedClones], Sequence[CloneCollectives | PeerSource]]
 
 
 @dataclass(frozen=True)
@@ -29,11 +43,22 @@ class TransportChoice:
         dispatcher: Dispatcher that moves tokens to experts.
         transport: Transport over ep.
         reason: Reason for the choice, for the log.
+        clone_sources: Function that returns the ways of the first and of the second matrix between
+            homes and the clones of a microbatch; None without places for clones.
     """
 
     dispatcher: Dispatcher
     transport: ChosenTransport
     reason: str
+    clone_sources: SourcesOfClones | None = None
+
+    @property
+    def puts_weights(self) -> bool:
+        """Return whether weights of clones lie in shared memory until the experts have read them.
+
+        Nothing else may use the memory in between.
+        """
+        return isinstance(_innermost(self.dispatcher), PeerCloningDispatcher)
 
 
 def choose_transport(
@@ -44,6 +69,7 @@ def choose_transport(
     *,
     has_shared: bool = False,
     clones: CloneSettings | None = None,
+    matrices: Matrices | None = None,
     limit: LayerRows | None = None,
 ) -> TransportChoice:
     """Choose the transport of a layer's tokens.
@@ -62,6 +88,8 @@ def choose_transport(
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
         clones: Places for clones of busy experts; None means none.
+        matrices: Function that returns each matrix of all experts at home on this rank. Only clones
+            need it, and only where GPUs put weights into each other's memory.
         limit: Limit on the rows of a rank's experts; None without one.
 
     Raises:
@@ -78,6 +106,7 @@ def choose_transport(
         resolved, why = _transport_of_clones(mesh)
     else:
         resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
+    sources = None
     if clones is None:
         dispatcher, what = _over_ep(here, num_experts, mesh, resolved, limit)
     else:
@@ -85,13 +114,39 @@ def choose_transport(
         size = layout.homes + layout.places
         physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
         inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved, limit)
-        dispatcher = CloningDispatcher(inner, mesh.ep, num_experts, clones)
+        dispatcher, sources = _with_clones(inner, num_experts, mesh.ep, clones, matrices)
         what = f"{what}, to experts and their clones"
     reason = f"{what}: {why}"
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
-    return TransportChoice(dispatcher, resolved, reason)
+    return TransportChoice(dispatcher, resolved, reason, sources)
+
+
+def _with_clones(
+    inner: Dispatcher,
+    num_experts: int,
+    ep: MeshAxis,
+    settings: CloneSettings,
+    matrices: Matrices | None,
+) -> tuple[Dispatcher, SourcesOfClones]:
+    """Return the dispatcher to homes and clones, and the way of weights: puts beside puts."""
+    if isinstance(inner, OneSidedDispatcher) and isinstance(inner.transfer, Puts):
+        assert matrices is not None, "weights are put by their homes"
+        kernels = inner.transfer.kernels
+        peers = PeerClones(ep, num_experts, settings.places, matrices, kernels)
+        return (
+            PeerCloningDispatcher(inner, peers, settings),
+            lambda clones: PeerRound(peers, clones).sources,
+        )
+    return (
+        CloningDispatcher(inner, ep, num_experts, settings),
+        lambda clones: (CloneCollectives(ep, clones),) * 2,
+    )
+
+
+def _innermost(dispatcher: Dispatcher) -> Dispatcher:
+    return dispatcher.inner if isinstance(dispatcher, GatherDispatcher) else dispatcher
 
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:

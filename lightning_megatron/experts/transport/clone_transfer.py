@@ -48,6 +48,12 @@ class CloneCollectives:
         found = received[source * owners.shape[0] + places]
         return found.where(_wide(owners >= 0, found), 0)
 
+    def gradients(
+        self, like: Float[Tensor, "out_local in_local"]
+    ) -> Float[Tensor, "places out_local in_local"]:
+        """Return a new tensor for the gradients of the clones on this rank."""
+        return like.new_empty((self.clones.layout.places, *like.shape))
+
     def give_back(
         self, gradients: Float[Tensor, "places out_local in_local"]
     ) -> Float[Tensor, "homes out_local in_local"]:

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_megatron.experts.transport.peer_transfer import (
-    PeerTransfer,
-    from_experts,
-    to_experts,
-)
+from lightning_megatron.experts.transport.peer_passes import from_experts, to_experts
+from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.in_flight import InFlight
@@ -70,6 +67,7 @@ class OneSidedDispatcher:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
         tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
+        self.transfer.begin()
         arrived = to_experts(*tokens, self.here, self.transfer, self.limit)
         return Dispatched(*arrived, sent_experts=experts)
 

@@ -11,26 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.transport.permute import (
-    RowMap,
-    permute,
-    permute_both,
-    read_selections,
-    unpermute,
-)
-from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
+from lightning_megatron.experts.transport.permute import RowMap, read_selections, unpermute
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
 from lightning_megatron.groups.peer_memory import PeerRegion
 from lightning_megatron.layers.choose_kernels import choose_kernels
-from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.plan.token_buffer import TokenBuffer
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -97,7 +88,13 @@ def _lay_out(
 
 
 class PeerTransfer(Protocol):
-    """Interface of the transfers of tokens to their experts and of sums back, without autograd."""
+    """Interface of the transfers of tokens to their experts and of sums back, without autograd.
+
+    Each transfer is :meth:`begin`, and then :meth:`spread` or :meth:`collect`.
+    """
+
+    def begin(self) -> None:
+        """Wait until no rank reads any more what the last transfer has brought."""
 
     def spread(
         self,
@@ -132,11 +129,12 @@ class PeerTransfer(Protocol):
 class Puts:
     """Transfers by writes into the memory of the other GPUs.
 
-    A barrier precedes each write, because other ranks may still read the data of the last transfer.
-    Another barrier follows it, because the writes of other ranks may not have arrived yet. A rank
-    reads the received data on the same stream before its next transfer, so only one transfer uses
-    the memory at a time. One buffer therefore serves all layers, both directions, both passes and
-    replays of a CUDA graph, as long as all ranks run the same transfers in the same order.
+    A barrier precedes each write (:meth:`begin`), because other ranks may still read the data of
+    the last transfer. Another barrier follows it, because the writes of other ranks may not have
+    arrived yet. A rank reads the received data on the same stream before its next transfer, so only
+    one transfer uses the memory at a time. One buffer therefore serves all layers, both directions,
+    both passes and replays of a CUDA graph, as long as all ranks run the same transfers in the same
+    order.
 
     Args:
         axis: Axis of the ranks.
@@ -148,6 +146,10 @@ class Puts:
     experts_each: int
     kernels: ModuleType
 
+    def begin(self) -> None:
+        """Let the stream wait for those of all ranks."""
+        self.axis.peer_memory.wait()
+
     def spread(
         self,
         hidden: Float[Tensor, "tokens hidden"],
@@ -158,7 +160,6 @@ class Puts:
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens")
-            buffer.region.wait()
             where = buffer.region.pointers, self.axis.rank, self.experts_each, buffer.layout
             self.kernels.put_tokens(hidden, probabilities, experts, *where)
             buffer.region.wait()
@@ -177,7 +178,6 @@ class Puts:
             no_scales = None if buffer.scales is None else torch.empty_like(buffer.scales)
             return torch.empty_like(buffer.rows), no_scales
         self.axis.note("put_sums")
-        buffer.region.wait()
         where = buffer.region.pointers, self.axis.rank, buffer.layout
         lies = row_map.rows, row_map.ends, row_map.needed
         self.kernels.put_sums(values, scales, *lies, *where)
@@ -199,6 +199,9 @@ class Collectives:
 
     axis: MeshAxis
     experts_each: int
+
+    def begin(self) -> None:
+        """Do nothing: collectives wait for each other."""
 
     def spread(
         self,
@@ -264,102 +267,3 @@ def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
     choice = choose_kernels(device) if device.type == "cuda" else None
     missing = None if choice is None or choice.kernels is not None else choice.reason
     return axis.peer_memory.why_not(axis.group, device, missing)
-
-
-def to_experts(
-    hidden: Float[Tensor, "tokens hidden"],
-    probabilities: Float[Tensor, "tokens top_k"],
-    experts: Int[Tensor, "tokens top_k"],
-    here: ShardRange,
-    transfer: PeerTransfer,
-    limit: LayerRows | None = None,
-) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
-    """Transfer tokens to the ranks of their experts, and sort them there by expert.
-
-    Args:
-        hidden: Hidden states of this rank's tokens.
-        probabilities: Probabilities of their selected experts.
-        experts: Experts selected for them; -1 means none.
-        here: Experts of this rank.
-        transfer: Transfer between the ranks.
-        limit: Limit on the rows; None without one.
-
-    Returns:
-        Rows of the received tokens, their probabilities, and the map from the selections of all
-        ranks' tokens to the rows.
-    """
-    return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit)
-
-
-def from_experts(
-    outputs: Float[Tensor, "rows hidden"],
-    row_map: RowMap,
-    experts: Int[Tensor, "tokens top_k"],
-    transfer: PeerTransfer,
-) -> Float[Tensor, "tokens hidden"]:
-    """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
-
-    Args:
-        outputs: Outputs of the experts for the rows.
-        row_map: Map from the selections of all ranks' tokens to the rows.
-        experts: Experts selected for this rank's tokens.
-        transfer: Transfer between the ranks.
-    """
-    return _FromExperts.apply(outputs, row_map, experts, transfer)
-
-
-class _ToExperts(torch.autograd.Function):
-    """Spread and sort tokens; the backward pass collects their gradients.
-
-    No view of the shared memory leaves these functions, because the next transfer overwrites it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        probabilities: Tensor,
-        experts: Tensor,
-        here: ShardRange,
-        transfer: PeerTransfer,
-        limit: LayerRows | None,
-    ) -> tuple[Tensor, Tensor, RowMap]:
-        buffer = transfer.spread(hidden, probabilities, experts)
-        assert buffer.scales is not None, "probabilities were sent"
-        assert buffer.experts is not None, "selected experts were sent"
-        row_map = map_within(limit, buffer.experts, here.start, here.size)
-        ctx.save_for_backward(experts)
-        ctx.row_map = row_map
-        ctx.transfer = transfer
-        return *permute_both(buffer.rows, buffer.scales, row_map), row_map
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (experts,) = ctx.saved_tensors
-        gradients = ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts)
-        return *gradients, None, None, None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """Collect sums of rows; the backward pass spreads their gradients to the rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer
-    ) -> Tensor:
-        ctx.save_for_backward(experts)
-        ctx.row_map = row_map
-        ctx.transfer = transfer
-        return transfer.collect(outputs, None, row_map, experts)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (experts,) = ctx.saved_tensors
-        return (
-            permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map),
-            None,
-            None,
-            None,
-        )

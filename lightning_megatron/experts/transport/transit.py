@@ -128,8 +128,10 @@ class Returned:
         row_map: Map from selections to the rows.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
             outputs.
+        clones: Clones of busy experts, if one-sided puts move their weights.
     """
 
     rows: Float[Tensor, "rows hidden"]
     row_map: RowMap
     sent_experts: Int[Tensor, "tokens top_k"] | None = None
+    clones: PlacedClones | None = None

@@ -19,6 +19,11 @@ from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, so
 from lightning_megatron.kernels.triton.gelu import apply_gelu
 from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.triton.norm import add_norm
+from lightning_megatron.kernels.triton.peer_clones import (
+    add_clone_gradients,
+    put_counts,
+    put_weights,
+)
 from lightning_megatron.kernels.triton.peer_rows import add_buffer_rows, put_sums, put_tokens
 from lightning_megatron.kernels.triton.rotary import rotate_qkv
 from lightning_megatron.kernels.triton.route import route_tokens
@@ -38,6 +43,7 @@ __all__ = [
     "add_norm",
     "add_routing",
     "add_buffer_rows",
+    "add_clone_gradients",
     "assign_clones",
     "attach_losses",
     "cross_entropy_gradient",
@@ -48,8 +54,10 @@ __all__ = [
     "apply_weighted_swiglu",
     "permute_tokens",
     "physical_experts",
+    "put_counts",
     "put_sums",
     "put_tokens",
+    "put_weights",
     "route_tokens",
     "sort_selections",
     "split_rows",

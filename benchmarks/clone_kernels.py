@@ -1,0 +1,165 @@
+"""Benchmark of the kernels for clones of busy experts, on one GPU with the memory of several ranks.
+
+    python -m benchmarks.clone_kernels --out clone_kernels.md
+
+The shapes are those of Qwen3-30B-A3B on 4 ranks with 2 places each. A time is the median of single
+calls, each after an idle period and with a cold cache. Weights and gradients move within one GPU,
+so their speed is an upper limit of that over NVLink. The products compare one launch over homes and
+clones in one stack with one launch for each of both stacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.expert_kernels import timed
+from lightning_megatron.experts.compute.backends import Bundled
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.experts.transport.cloning import place_clones, to_physical
+from lightning_megatron.experts.transport.permute import map_rows
+from lightning_megatron.kernels import triton as kernels
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.plan.clone_memory import CloneMemory
+
+RANKS, EXPERTS, PLACES, TOP_K, TOKENS = 4, 128, 2, 8, 4096
+HOMES = EXPERTS // RANKS
+#: Shapes of an expert's matrices.
+SHAPES = ((1536, 2048), (2048, 768))
+DEVICE = torch.device("cuda", 0)
+
+
+def median(call: Callable[[], Any], rounds: int) -> float:
+    """Return the median time of a call after two that do not count (µs)."""
+    return statistics.median([timed(call) for _ in range(rounds + 2)][2:])
+
+
+def routed() -> tuple[Tensor, Tensor]:
+    """Return selections of one rank's tokens, and the counts of all; early experts are busy."""
+    scores = torch.rand(RANKS, TOKENS, EXPERTS, device=DEVICE)
+    popularity = (1.0 + torch.arange(EXPERTS, device=DEVICE)).pow(-0.6)
+    selected = (scores.log() / popularity).topk(TOP_K).indices
+    counts = torch.stack([one.flatten().bincount(minlength=EXPERTS) for one in selected])
+    return selected[0], counts.int()
+
+
+def plan_rows(rounds: int) -> list[str]:
+    """Time the plan and the physical experts, which together may take 25 µs."""
+    experts, counts = routed()
+    row_map = map_rows(experts, 0, EXPERTS)
+    clones = place_clones(counts, PLACES)
+    plan = median(lambda: place_clones(counts, PLACES), rounds)
+    remap = median(lambda: to_physical(experts, row_map, clones, 0), rounds)
+    return [
+        f"| plan | {plan:.1f} | |",
+        f"| physical experts | {remap:.1f} | |",
+        f"| both | {plan + remap:.1f} | at most 25 |",
+    ]
+
+
+def move_rows(rounds: int) -> list[str]:
+    """Time the weights that one rank puts, and the gradients that it reads: all places are its."""
+    owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
+    owners[:PLACES] = -1
+    num_clones = int((owners >= 0).sum())
+    found = []
+    for what, dtype in (("put weights", torch.bfloat16), ("add gradients", torch.float32)):
+        layout = CloneMemory(PLACES, SHAPES, dtype.itemsize)
+        memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
+        pointers = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
+        is_put = what == "put weights"
+        move: Callable[..., None] = kernels.put_weights if is_put else kernels.add_clone_gradients
+        for shape, start in zip(SHAPES, layout.starts, strict=True):
+            stack = torch.zeros(HOMES, *shape, dtype=dtype, device=DEVICE)
+            taken = median(partial(move, stack, owners, pointers, 0, start), rounds)
+            size = num_clones * shape[0] * shape[1] * dtype.itemsize
+            speed = size / taken / 1e3
+            found.append(f"| {what} {shape} x {num_clones} | {taken:.1f} | {speed:.0f} GB/s |")
+            nobody = torch.full_like(owners, -1)
+            idle = median(partial(move, stack, nobody, pointers, 0, start), rounds)
+            found.append(f"| {what} {shape}, no clone | {idle:.1f} | |")
+    return found
+
+
+def product_rows(rounds: int) -> list[str]:
+    """Time products of homes and clones in one launch and in two."""
+    backend = choose_backend(DEVICE, torch.bfloat16, HOMES, *SHAPES[0][::-1])
+    if backend.backend != "bundled":
+        return [f"| products | | {backend.reason} |"]
+    groups = HOMES + PLACES
+    num_rows = RANKS * TOKENS * TOP_K // RANKS
+    sizes = torch.full((groups,), num_rows // groups)
+    ends = sizes.cumsum(0).int().to(DEVICE)
+    return [line for n, k in SHAPES for line in products_of(n, k, num_rows, ends, rounds)]
+
+
+def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> list[str]:
+    """Time the three products of one matrix of experts."""
+    groups = HOMES + PLACES
+    rows = torch.randn(num_rows, k, device=DEVICE).bfloat16()
+    grad = torch.randn(num_rows, n, device=DEVICE).bfloat16()
+    stack = torch.randn(groups, n, k, device=DEVICE).bfloat16()
+    both = stack[:HOMES], stack[HOMES:].clone()
+    sums = torch.zeros(groups, n, k, device=DEVICE)
+    slots = [GradientSlot(one, lambda: None) for one in sums]
+    apart = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "forward": (
+            partial(Bundled.output, rows, stack, ends),
+            partial(Bundled.output_of_both, rows, *both, ends),
+        ),
+        "data gradient": (
+            partial(Bundled.input_gradient, grad, stack, ends),
+            partial(Bundled.input_gradient_of_both, grad, *both, ends),
+        ),
+        "weight gradient": (
+            partial(Bundled.add_weight_gradients, grad, rows, ends, slots),
+            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *apart),
+        ),
+    }
+    found = []
+    for what, (one, two) in pairs.items():
+        alone: list[float] = []
+        twice: list[float] = []
+        for _ in range(rounds + 2):
+            alone.append(timed(one))
+            twice.append(timed(two))
+        first, second = (statistics.median(times[2:]) for times in (alone, twice))
+        more = 100 * (second / first - 1)
+        found.append(
+            f"| {what} {n, k}, one and two launches | {first:.1f}, {second:.1f} | {more:+.1f} % |"
+        )
+    return found
+
+
+def main() -> None:
+    """Measure everything and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each kernel")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "",
+        "| kernel | µs | |",
+        "| --- | --- | --- |",
+        *plan_rows(options.rounds),
+        *move_rows(options.rounds),
+        *product_rows(options.rounds),
+    ]
+    print("\n".join(lines))
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""One-sided way of weights to the clones of experts, and of gradients back to their homes.
+
+Three memories are shared by all layers, beside that of tokens: counts, ``places`` times the
+matrices of an expert in the dtype of weights, and as many float32 gradients. What moves for clones
+shares the barriers of the tokens:
+
+====================================  =========================================================
+forward                               backward
+====================================  =========================================================
+put own counts; **wait**              **wait**; put weights again, put gradients of outputs;
+                                      **wait**
+plan; put weights, put tokens;        products: gradients of clones go into this rank's memory
+**wait**
+products read the weights             **wait**; homes add their clones' gradients, put sums;
+                                      **wait**
+====================================  =========================================================
+
+No memory is overwritten while it is read, because whoever writes into it does so behind a wait that
+its reader reaches only after its last read:
+
+- Counts are put before a wait that follows the last wait of the tokens of the layer before, and
+  every rank has planned that layer before it came to that wait.
+- Weights are put behind the first wait of a transfer. The products that read the last ones come
+  before that wait on every rank: forward before the sums of outputs are put, backward before the
+  sums of gradients are.
+- A rank writes gradients into its own memory after the wait that ends the transfer of gradients of
+  outputs. Every home has read the last ones before it came to the wait at the end of the sums of
+  gradients, which is earlier.
+
+Between its put and its last read no other transfer over the axis may run. So the steps of a layer
+between them are one piece for whoever runs pieces of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.transport.cloning import PlacedClones
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.peer_memory import PeerRegion
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.plan.clone_memory import CloneMemory
+from lightning_megatron.shapes import Float, Int
+
+#: Function that returns each matrix of all experts at home on this rank.
+Matrices = Callable[[], Sequence[Sequence[Tensor]]]
+#: Size of a count (bytes).
+_COUNT = 4
+
+
+@dataclass(frozen=True)
+class PeerClones:
+    """Memories of the clones of one layer, which other ranks reach without action of the owner.
+
+    Args:
+        axis: Axis of the ranks (ep).
+        num_experts: Number of experts of the layer.
+        places: Number of places on every rank (places).
+        matrices: Function that returns each matrix of all experts at home on this rank.
+        kernels: Module of the fused kernels.
+    """
+
+    axis: MeshAxis
+    num_experts: int
+    places: int
+    matrices: Matrices
+    kernels: ModuleType
+
+    def exchange(self, ends: Int[Tensor, "experts"]) -> Int[Tensor, "ranks experts"]:
+        """Return the counts of all ranks' selections; this also begins the transfer of tokens.
+
+        It allocates all memories, so that a layer that has run forward once can be captured.
+
+        Args:
+            ends: Index one past the last of this rank's selections of each expert of the layer,
+                sorted by expert.
+
+        Communication: a put of the counts, and a barrier.
+        """
+        shape = (self.axis.size, self.num_experts)
+        memory = self.axis.peer_memory
+        size = prod(shape) * _COUNT
+        region = memory.reserve(self.axis.group, size, ends.device, "clone counts")
+        self.weights_memory()
+        self.gradients_memory()
+        self.axis.note("put_counts")
+        self.kernels.put_counts(ends, region.pointers, self.axis.rank)
+        memory.wait()
+        return region.view(0, shape, torch.int32)
+
+    def weights_memory(self) -> tuple[PeerRegion, CloneMemory]:
+        """Return the memory of weights, and its layout."""
+        weight = self.matrices()[0][0]
+        layout = self._lay_out(weight.dtype)
+        memory = self.axis.peer_memory
+        region = memory.reserve(self.axis.group, layout.num_bytes, weight.device, "clone weights")
+        return region, layout
+
+    def gradients_memory(self) -> tuple[PeerRegion, CloneMemory]:
+        """Return the memory of gradients, and its layout."""
+        device = self.matrices()[0][0].device
+        layout = self._lay_out(torch.float32)
+        memory = self.axis.peer_memory
+        return memory.reserve(self.axis.group, layout.num_bytes, device, "clone gradients"), layout
+
+    def _lay_out(self, dtype: torch.dtype) -> CloneMemory:
+        shapes = tuple((one[0].shape[0], one[0].shape[1]) for one in self.matrices())
+        return CloneMemory(self.places, shapes, dtype.itemsize)
+
+
+class PeerRound:
+    """What moves for the clones of one layer and microbatch.
+
+    Args:
+        peers: Memories of the clones.
+        clones: The clones of this microbatch.
+
+    Communication: puts of weights, and reads of gradients, without a barrier.
+    """
+
+    def __init__(self, peers: PeerClones, clones: PlacedClones) -> None:
+        self._peers = peers
+        self._clones = clones
+        self._matrices = [tuple(weights) for weights in peers.matrices()]
+        # Slots at the time of the forward pass, as in a product.
+        self._slots = [slots_of(weights) for weights in self._matrices]
+
+    @property
+    def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
+        """Return all weights; only one if all have slots, so that autograd hands on no gradient."""
+        weights = [weight for matrix in self._matrices for weight in matrix]
+        return weights[:1] if self._have_slots else weights
+
+    @property
+    def sources(self) -> tuple[PeerSource, ...]:
+        """Return the way of each matrix to the clones on this rank, and of its gradients back."""
+        region, layout = self._peers.weights_memory()
+        gradients, wide = self._peers.gradients_memory()
+        return tuple(
+            PeerSource(
+                region.view(start, (layout.places, *shape), weights[0].dtype),
+                gradients.view(wide_start, (layout.places, *shape), torch.float32),
+            )
+            for weights, shape, start, wide_start in zip(
+                self._matrices, layout.shapes, layout.starts, wide.starts, strict=True
+            )
+        )
+
+    def put_weights(self) -> None:
+        """Put the weights of this rank's experts into the places of their clones."""
+        region, layout = self._peers.weights_memory()
+        self._peers.axis.note("put_weights")
+        for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
+            view = _remembered_view(weights, slots)
+            stack = torch.stack(weights) if view is None else view
+            where = self._clones.owners, region.pointers, self._peers.axis.rank, start
+            self._peers.kernels.put_weights(stack.detach(), *where)
+
+    def add_gradients(self) -> list[Float[Tensor, "out_local in_local"] | None]:
+        """Add the gradients of clones to those of their homes, in the order of places.
+
+        Each is multiplied by the scale of its slot. A home's gradient is complete then, and its
+        slot is told so, also if it has no clone.
+
+        Returns:
+            Gradients of :attr:`leaves`; None for those that have slots.
+        """
+        if not any(weight.requires_grad for matrix in self._matrices for weight in matrix):
+            return [None for _ in self.leaves]
+        region, layout = self._peers.gradients_memory()
+        assert region.pointers is not None, "GPUs have the addresses of each other's memory"
+        self._peers.axis.note("add_clone_gradients")
+        returned: list[Tensor | None] = []
+        for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
+            where = self._clones.owners, region.pointers, self._peers.axis.rank, start
+            add = partial(_add, self._peers.kernels, where)
+            if _add_to_slots(slots, add):
+                returned += [None] * len(weights)
+                continue
+            sums = torch.zeros((len(weights), *weights[0].shape), device=weights[0].device)
+            add(sums, 1.0)
+            needed = [weight.requires_grad for weight in weights]
+            returned += hand_over(sums, weights, slots, needed)
+        return returned[:1] if self._have_slots else returned
+
+    @property
+    def _have_slots(self) -> bool:
+        return all(slot is not None for slots in self._slots for slot in slots)
+
+
+@dataclass(frozen=True)
+class PeerSource:
+    """Way of one matrix through memory that other ranks put weights into and read gradients from.
+
+    Args:
+        weights: Weights of the clones on this rank.
+        memory: Memory of their gradients, float32.
+    """
+
+    weights: Float[Tensor, "places out_local in_local"]
+    memory: Float[Tensor, "places out_local in_local"]
+
+    def fetch(
+        self, weights: Sequence[Float[Tensor, "out_local in_local"]]
+    ) -> Float[Tensor, "places out_local in_local"]:
+        """Return the weights that the homes have put here with the last tokens, or gradients."""
+        return self.weights
+
+    def gradients(
+        self, like: Float[Tensor, "out_local in_local"]
+    ) -> Float[Tensor, "places out_local in_local"]:
+        """Return the memory from which the homes read."""
+        return self.memory
+
+    def give_back(self, gradients: Float[Tensor, "places out_local in_local"]) -> None:
+        """Leave the gradients to :meth:`PeerRound.add_gradients` of the homes."""
+
+
+def _remembered_view(
+    weights: Sequence[Tensor], slots: Sequence[GradientSlot | None]
+) -> Tensor | None:
+    """Return weights as one view, which their slots remember; None if they lie apart."""
+    found = [slot for slot in slots if slot is not None]
+    if len(found) == len(weights):
+        return SlotRow.of(found).stacked_weights(weights)
+    return stacked_view(weights)
+
+
+def _add(
+    kernels: ModuleType, where: tuple[Tensor, Tensor, int, int], sums: Tensor, scale: float
+) -> None:
+    kernels.add_clone_gradients(sums, *where, scale)
+
+
+def _add_to_slots(
+    slots: Sequence[GradientSlot | None], add: Callable[[Tensor, float], None]
+) -> bool:
+    """Let one launch add to all slots, and tell them; return False if it cannot."""
+    found = [slot for slot in slots if slot is not None]
+    if len(found) < len(slots):
+        return False
+    row = SlotRow.of(found)
+
+    def add_to(sums: Tensor, overwrite: bool) -> None:
+        if overwrite:
+            # The experts' own products have added nothing.
+            sums.zero_()
+        add(sums, row.scale)
+
+    return row.is_contiguous and row.add(add_to)

@@ -1,0 +1,153 @@
+"""One-sided transfers with gradients: each is the backward pass of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
+from lightning_megatron.experts.transport.permute import RowMap, permute, permute_both
+from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
+from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float, Int
+
+
+class CloneRound(Protocol):
+    """Interface of what moves for the clones of one microbatch beside its tokens.
+
+    The methods run between :meth:`PeerTransfer.begin` and the transfer of rows. Rows and what moves
+    for clones thus share its barriers.
+    """
+
+    @property
+    def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
+        """Return the weights of homes whose gradients autograd hands on, or one if none are."""
+
+    def put_weights(self) -> None:
+        """Put weights of this rank's experts into the places of their clones."""
+
+    def add_gradients(self) -> list[Float[Tensor, "out_local in_local"] | None]:
+        """Add the gradients of clones to those of their homes; return those of the leaves."""
+
+
+def to_experts(
+    hidden: Float[Tensor, "tokens hidden"],
+    probabilities: Float[Tensor, "tokens top_k"],
+    experts: Int[Tensor, "tokens top_k"],
+    here: ShardRange,
+    transfer: PeerTransfer,
+    limit: LayerRows | None = None,
+    clones: CloneRound | None = None,
+) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
+    """Transfer tokens to the ranks of their experts, and sort them there by expert.
+
+    The caller has begun the transfer (:meth:`PeerTransfer.begin`).
+
+    Args:
+        hidden: Hidden states of this rank's tokens.
+        probabilities: Probabilities of their selected experts.
+        experts: Experts selected for them; -1 means none.
+        here: Experts of this rank.
+        transfer: Transfer between the ranks.
+        limit: Limit on the rows; None without one.
+        clones: What moves for clones in the backward pass; None without clones.
+
+    Returns:
+        Rows of the received tokens, their probabilities, and the map from the selections of all
+        ranks' tokens to the rows.
+    """
+    # The weights make the backward pass run, and hand on their gradients, where no token needs one.
+    weights = () if clones is None else clones.leaves
+    return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit, clones, *weights)
+
+
+def from_experts(
+    outputs: Float[Tensor, "rows hidden"],
+    row_map: RowMap,
+    experts: Int[Tensor, "tokens top_k"],
+    transfer: PeerTransfer,
+    clones: CloneRound | None = None,
+) -> Float[Tensor, "tokens hidden"]:
+    """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
+
+    Args:
+        outputs: Outputs of the experts for the rows.
+        row_map: Map from the selections of all ranks' tokens to the rows.
+        experts: Experts selected for this rank's tokens.
+        transfer: Transfer between the ranks.
+        clones: What moves for clones in the backward pass; None without clones.
+    """
+    return _FromExperts.apply(outputs, row_map, experts, transfer, clones)
+
+
+class _ToExperts(torch.autograd.Function):
+    """Spread and sort tokens; the backward pass collects their gradients.
+
+    No view of the shared memory leaves these functions, because the next transfer overwrites it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        probabilities: Tensor,
+        experts: Tensor,
+        here: ShardRange,
+        transfer: PeerTransfer,
+        limit: LayerRows | None,
+        clones: CloneRound | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, RowMap]:
+        buffer = transfer.spread(hidden, probabilities, experts)
+        assert buffer.scales is not None, "probabilities were sent"
+        assert buffer.experts is not None, "selected experts were sent"
+        row_map = map_within(limit, buffer.experts, here.start, here.size)
+        ctx.save_for_backward(experts)
+        ctx.row_map = row_map
+        ctx.transfer = transfer
+        ctx.clones = clones
+        return *permute_both(buffer.rows, buffer.scales, row_map), row_map
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts,) = ctx.saved_tensors
+        ctx.transfer.begin()
+        grad_weights = [] if ctx.clones is None else ctx.clones.add_gradients()
+        gradients = ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts)
+        return *gradients, None, None, None, None, None, *grad_weights
+
+
+class _FromExperts(torch.autograd.Function):
+    """Collect sums of rows; the backward pass spreads their gradients to the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: Tensor,
+        row_map: RowMap,
+        experts: Tensor,
+        transfer: PeerTransfer,
+        clones: CloneRound | None,
+    ) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.row_map = row_map
+        ctx.transfer = transfer
+        ctx.clones = clones
+        transfer.begin()
+        return transfer.collect(outputs, None, row_map, experts)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts,) = ctx.saved_tensors
+        ctx.transfer.begin()
+        if ctx.clones is not None:
+            # Again, because another layer or microbatch has used the places since.
+            ctx.clones.put_weights()
+        rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map)
+        return rows, None, None, None, None

@@ -1,0 +1,33 @@
+"""Gradients of several weights, for their slots or for autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.shapes import Float
+
+
+def hand_over(
+    gradients: Float[Tensor, "experts out_local in_local"],
+    weights: Sequence[Float[Tensor, "out_local in_local"]],
+    slots: Sequence[GradientSlot | None],
+    needed: Sequence[bool],
+) -> list[Float[Tensor, "out_local in_local"] | None]:
+    """Add the gradients of weights to their slots, and return those that autograd hands on.
+
+    Args:
+        gradients: Gradients of all weights as one stack.
+        weights: One weight for each expert.
+        slots: Slot of each weight; None means that autograd hands its gradient on.
+        needed: Whether each weight needs a gradient.
+    """
+    found: list[Tensor | None] = [None] * len(weights)
+    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        if slot is not None:
+            slot.add(gradients[number])
+        elif needed[number]:
+            found[number] = gradients[number].to(weight.dtype)
+    return found

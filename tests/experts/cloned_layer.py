@@ -1,0 +1,222 @@
+"""Experts with clones beside the same experts without: numbers whose sums are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.transport.choose_transport import choose_transport
+from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
+from lightning_megatron.experts.transport.cloning import PlacedClones
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.mlp import Activation
+from lightning_megatron.layers.recompute import recomputed
+from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
+from lightning_megatron.plan.experts import ExpertsConfig
+
+NUM_EXPERTS, TOP_K, TOKENS = 8, 3, 24
+
+
+def integers(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
+    """Draw whole numbers, all sums and products of which float64 holds."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=draw).double()
+
+
+def floats(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def popular_first(seed: int, tokens: int) -> Tensor:
+    """Draw selections, most of which are of the first rank's experts; some are of none."""
+    draw = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, NUM_EXPERTS, generator=draw) + torch.linspace(1, 0, NUM_EXPERTS)
+    experts = scores.topk(TOP_K).indices
+    return experts.masked_fill(torch.rand(experts.shape, generator=draw) < 0.1, -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs on all ranks: transport, places (0: without clones), draw of numbers, the way of
+    gradients, size of a token, inner features, and type of tokens and weights.
+    """
+
+    transport: str
+    places: int
+    draw: Callable[..., Tensor] = integers
+    has_slots: bool = False
+    seed: int = 0
+    size: int = 5
+    inner: int = 6
+    dtype: torch.dtype = torch.float64
+    activation: Activation = "relu"
+    recomputes: bool = False
+
+    @property
+    def slot_dtype(self) -> torch.dtype:
+        """Return the type of gradient sums: float32 for half types."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Watched(CloneCollectives):
+    """Transfers that notice gradients which count as complete too early."""
+
+    reported: list[str]
+    matrix: str
+
+    def give_back(self, gradients: Tensor) -> Tensor:
+        returned = super().give_back(gradients)
+        is_reported = any(self.matrix in name for name in self.reported)
+        assert not is_reported, "clones' gradients come first"
+        return returned
+
+
+def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
+    """Return outputs and gradients of two microbatches on this rank."""
+    layer = ClonedLayer(mesh, case)
+    found: dict[str, Tensor] = {}
+    for microbatch in range(2):
+        for name, value in layer.train(*layer.drawn(microbatch)).items():
+            found[f"{microbatch} {name}"] = value
+    return found | layer.gradients()
+
+
+class ClonedLayer:
+    """Experts with clones or without, between a dispatcher's transfers."""
+
+    def __init__(self, mesh: ParallelMesh, case: Case) -> None:
+        self.mesh = mesh
+        self.case = case
+        config = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, ffn_hidden_size=case.inner)
+        self.experts = GroupedMLP(case.size, config, mesh, activation=case.activation)
+        self.experts.to(mesh.device, case.dtype)
+        self.reported: list[str] = []
+        self.slots: dict[str, GradientSlot] = {}
+        weights = dict(self.experts.named_parameters())
+        # As the flat buffers of training: in reverse, one beside the other.
+        sums = torch.empty(sum(one.numel() for one in weights.values()), device=mesh.device)
+        sums = sums.to(case.slot_dtype).fill_(torch.nan)
+        values = torch.empty_like(sums, dtype=case.dtype)
+        start = 0
+        for name, weight in reversed(weights.items()):
+            part = slice(start, start + weight.numel())
+            start = part.stop
+            number, matrix = name.split(".")[:2]
+            seed = 1000 * case.seed + 2 * int(number) + (matrix == "down")
+            shape = weight.shape
+            weight.data = values[part].view(shape).copy_(self.draw(seed, *shape))
+            if case.has_slots:
+                tell = lambda name=name: self.reported.append(name)  # noqa: E731
+                self.slots[name] = GradientSlot(sums[part].view(shape), tell, scale=2.0)
+                set_slot(weight, self.slots[name])
+        clones = CloneSettings(case.places) if case.places else None
+        way: Any = case.transport
+        self.choice = choose_transport(
+            NUM_EXPERTS, TOP_K, mesh, way, clones=clones, matrices=self.experts.matrices
+        )
+
+    def draw(self, seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
+        values = self.case.draw(seed, *shape, low=low, high=high)
+        return values.to(self.mesh.device, self.case.dtype)
+
+    def drawn(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw tokens, probabilities, selections and the gradient of the output."""
+        # Without equal counts ranks may have any number of tokens.
+        is_equal = self.choice.dispatcher.needs_equal_counts
+        tokens = TOKENS if is_equal else TOKENS - 5 * self.mesh.ep.rank
+        seed = 100 * self.case.seed + 10 * microbatch + self.mesh.ep.rank
+        scales = self.draw(seed + 2, tokens, TOP_K, low=1, high=3)
+        if self.mesh.device.type == "cuda":
+            scales = scales.float()
+        return (
+            self.draw(seed + 1, tokens, self.case.size).requires_grad_(),
+            scales.requires_grad_(),
+            popular_first(seed, tokens).to(self.mesh.device),
+            self.draw(seed + 3, tokens, self.case.size),
+        )
+
+    def train(
+        self, hidden: Tensor, scales: Tensor, selected: Tensor, outer: Tensor
+    ) -> dict[str, Tensor]:
+        """Run a microbatch; return its output, and the gradients of tokens and probabilities."""
+        dispatcher = self.choice.dispatcher
+        found: dict[str, Tensor] = {}
+        arrived = dispatcher.receive(dispatcher.send(dispatcher.prepare(hidden, scales, selected)))
+        source = None
+        if arrived.clones is not None:
+            assert self.choice.clone_sources is not None
+            source = self.choice.clone_sources(arrived.clones)
+            if isinstance(source[0], CloneCollectives):
+                here = self.mesh.ep, arrived.clones, self.reported
+                source = [Watched(*here, matrix) for matrix in ("up", "down")]
+            found["moved"] = arrived.clones.amounts.sum()
+        given = arrived.rows, arrived.probabilities, arrived.ends, source
+        rows = recomputed(self.experts, *given) if self.case.recomputes else self.experts(*given)
+        output = dispatcher.combine(dispatcher.send_back(rows, arrived))
+        self.reported.clear()
+        weights = [] if self.slots else list(self.experts.parameters())
+        before = [one.grad for one in weights]
+        hidden_grad, scale_grad, *grads = torch.autograd.grad(
+            output, [hidden, scales, *weights], outer
+        )
+        for one, earlier, gradient in zip(weights, before, grads, strict=True):
+            one.grad = gradient if earlier is None else earlier + gradient
+        assert sorted(self.reported) == sorted(self.slots), "each gradient is complete once"
+        return found | {
+            "output": output.detach(),
+            "hidden": hidden_grad,
+            "probabilities": scale_grad,
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of all experts on this rank."""
+        if self.slots:
+            return {name: slot.gradient for name, slot in self.slots.items()}
+        return {
+            name: one.grad for name, one in self.experts.named_parameters() if one.grad is not None
+        }
+
+
+def distance(mesh: ParallelMesh, case: Case, plain: str | None = None) -> tuple[float, int]:
+    """Return how far a case is from the same without clones, and how many selections move.
+
+    Args:
+        mesh: The groups of this rank.
+        case: Case with places for clones.
+        plain: Transport of the tokens without clones; None means that of the case.
+    """
+    found = run(mesh, case)
+    moved = sum(int(found.pop(f"{microbatch} moved")) for microbatch in range(2))
+    # Sums are exact, or compared in float64: any transport gives what the same one gives.
+    wanted = run(mesh, replace(case, places=0, transport=plain or case.transport))
+    assert found.keys() == wanted.keys()
+    apart = max(
+        float((one - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1))
+        for name, one in found.items()
+    )
+    return apart, moved
+
+
+def any_legal_plan(counts: Tensor, places: int, min_rows: int) -> PlacedClones:
+    """Draw clones of any other ranks' experts, and the selections that go to them."""
+    layout = ExpertPlaces(*counts.shape, places)
+    draw = torch.Generator().manual_seed(int(counts.sum()))
+    here = torch.arange(layout.num_places) // places
+    owners = torch.randint(-1, NUM_EXPERTS, (layout.num_places,), generator=draw)
+    owners[owners // layout.homes == here] = -1
+    left = counts.clone().long()
+    off = torch.zeros(layout.num_ranks, layout.num_places, dtype=torch.int64)
+    for place, owner in enumerate(owners.tolist()):
+        if owner >= 0:
+            share = torch.rand(layout.num_ranks, generator=draw, dtype=torch.float64)
+            off[:, place] = (left[:, owner] * share).round().long()
+            left[:, owner] -= off[:, place]
+    rows = torch.zeros(layout.num_ranks, dtype=torch.int64)
+    return PlacedClones(layout, owners, off.sum(0), off, rows)

@@ -1,0 +1,107 @@
+"""Run layers with clones on one-sided puts in Triton's interpreter, on CPUs whose processes share
+memory; printed is what failed, as JSON.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.experts.transport import peer_cloning, peer_passes
+from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
+from lightning_megatron.experts.transport.peer_transfer import Puts
+from lightning_megatron.experts.transport.permute import permute_both
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.kernels import triton as kernels
+from lightning_megatron.kernels.triton import peer_clones, peer_rows
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
+from tests.experts.host_peers import delay, late, share_memory
+from tests.kernels import interpreted  # noqa: F401  mends the interpreter
+from tests.kernels.program import report_checks
+from tests.world import run_world
+
+#: Cases of each number of ranks.
+CASES = {
+    2: {
+        "one rank late": Case("one_sided", 1, has_slots=True),
+        "autograd": Case("one_sided", 2, seed=1),
+        "recomputed": Case("one_sided", 2, floats, has_slots=True, recomputes=True, seed=2),
+        "swapped weights": Case("one_sided", 2, has_slots=True),
+        "gradients twice": Case("one_sided", 2, has_slots=True),
+        "no wait": Case("one_sided", 2, has_slots=True, seed=4),
+    },
+    4: {"any plan": Case("one_sided", 3, has_slots=True, seed=3)},
+}
+#: What is wrong on purpose, so that the comparison must notice it on some rank.
+BROKEN = {"swapped weights", "gradients twice", "no wait"}
+
+
+def swapped(put: Callable[..., None]) -> Callable[..., None]:
+    """Return puts of the weights of the next expert of the home rank."""
+    return lambda weights, *where: put(weights.roll(1, 0), *where)
+
+
+def twice(add: Callable[..., None]) -> Callable[..., None]:
+    """Return additions of the gradients of clones that come twice."""
+
+    def both(*given: object) -> None:
+        add(*given)
+        add(*given)
+
+    return both
+
+
+def _distances(rank: int, size: int, folder: str) -> dict[str, tuple[float, int]]:
+    # Small blocks and few programs, so that each has several of everything.
+    peer_rows._BLOCK = peer_clones._WEIGHTS = peer_clones._GRADIENTS = 16
+    peer_rows._PROGRAMS = peer_clones._PROGRAMS = 2
+    found = {}
+    with pytest.MonkeyPatch.context() as outer:
+        share_memory(outer, Path(folder), kernels)
+        mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
+        dispatcher = ClonedLayer(mesh, Case("one_sided", 1)).choice.dispatcher
+        assert isinstance(dispatcher, PeerCloningDispatcher), dispatcher
+        for name, case in CASES[size].items():
+            with pytest.MonkeyPatch.context() as patch:
+                if name == "any plan":
+                    patch.setattr(peer_cloning, "place_clones", any_legal_plan)
+                if name in ("one rank late", "no wait") and rank == 1:
+                    delay(patch, kernels, lambda: time.sleep(0.02))
+                if name == "no wait":
+                    patch.setattr(Puts, "begin", lambda self: None)
+                    if rank == 1:
+                        slow = late(permute_both, lambda: time.sleep(0.5))
+                        patch.setattr(peer_passes, "permute_both", slow)
+                if name == "swapped weights":
+                    patch.setattr(kernels, "put_weights", swapped(kernels.put_weights))
+                if name == "gradients twice":
+                    add = kernels.add_clone_gradients
+                    patch.setattr(kernels, "add_clone_gradients", twice(add))
+                found[name] = distance(mesh, case, "all_gather")
+        mesh.destroy()
+    return found
+
+
+def check(size: int) -> None:
+    """Demand the bits of a layer without clones, and that what is wrong is noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_world(_distances, size, folder)
+    for name in CASES[size]:
+        apart = max(found[name][0] for found in ranks)
+        assert all(found[name][1] > 0 for found in ranks), f"{name}: nothing moves"
+        if name in BROKEN:
+            assert apart > 0.1, f"{name}: not noticed"
+        elif name == "recomputed":
+            # Gradients of clones are float32 on their way.
+            assert apart < 1e-6, f"{name}: {apart}"
+        else:
+            assert apart == 0, f"{name}: {apart}"
+
+
+if __name__ == "__main__":
+    report_checks({f"{size} ranks": lambda size=size: check(size) for size in CASES})

@@ -1,0 +1,128 @@
+"""Clones of experts whose weights and gradients GPUs put into, and read from, each other's memory.
+
+With the environment variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 all ranks share one GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.experts.transport import peer_cloning
+from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
+from tests.experts.host_peers import delay
+from tests.world import run_world
+
+SHARES_GPU = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+SIZES = [
+    pytest.param(2, marks=pytest.mark.gpu if SHARES_GPU else pytest.mark.gpu2),
+    pytest.param(4, marks=pytest.mark.gpu if SHARES_GPU else pytest.mark.gpu4),
+]
+#: All sums are whole numbers below 256, which bfloat16 holds.
+EXACT = Case("one_sided", 2, has_slots=True, size=16, inner=16, dtype=torch.bfloat16)
+CASES = {
+    "slots": EXACT,
+    "one place": replace(EXACT, places=1, seed=1),
+    "autograd": replace(EXACT, has_slots=False, seed=2),
+    "recomputed": replace(EXACT, recomputes=True, seed=3),
+    "any plan": replace(EXACT, places=3, seed=4),
+    "one rank late": replace(EXACT, seed=5),
+    "swiglu": replace(EXACT, draw=floats, activation="swiglu", size=256, inner=128),
+}
+CYCLES = 9_000_000  # about 5 ms
+
+
+def mesh_of(rank: int, size: int) -> ParallelMesh:
+    """Return the mesh of a rank, on its own GPU or on that of all."""
+    device = torch.device("cuda", 0 if SHARES_GPU else rank)
+    torch.cuda.set_device(device)
+    backend = "gloo" if SHARES_GPU else None
+    return ParallelMesh.create(ParallelLayout(size, ep=size), device=device, backend=backend)
+
+
+def run_ranks(function: Callable[..., Any], size: int) -> list[Any]:
+    if not SHARES_GPU and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    return run_world(function, size, backend="gloo" if SHARES_GPU else "nccl")
+
+
+def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
+    from lightning_megatron.kernels import triton as kernels
+
+    mesh = mesh_of(rank, size)
+    assert isinstance(ClonedLayer(mesh, EXACT).choice.dispatcher, PeerCloningDispatcher)
+    found = {}
+    for name, case in CASES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "any plan":
+                patch.setattr(peer_cloning, "place_clones", legal_plan)
+            if name == "one rank late" and rank == 1:
+                delay(patch, kernels, lambda: torch.cuda._sleep(CYCLES))
+            found[name] = distance(mesh, case)
+    torch.cuda.synchronize()
+    mesh.destroy()
+    return found
+
+
+def legal_plan(counts: torch.Tensor, places: int, min_rows: int) -> Any:
+    """Draw any legal plan on the host, and bring it to the GPU."""
+    plan = any_legal_plan(counts.cpu(), places, min_rows)
+    names = ("owners", "amounts", "off", "rows")
+    return replace(plan, **{name: getattr(plan, name).to(counts.device) for name in names})
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_clones_change_no_bit_of_exact_sums(size: int) -> None:
+    ranks = run_ranks(_distances, size)
+    for name in CASES:
+        apart = max(found[name][0] for found in ranks)
+        assert all(found[name][1] > 0 for found in ranks), f"{name}: nothing moves"
+        assert apart <= (2e-2 if name == "swiglu" else 0.0), f"{name}: {apart}"
+
+
+def _replay(rank: int, size: int) -> int:
+    mesh = mesh_of(rank, size)
+    layer, plain = ClonedLayer(mesh, EXACT), ClonedLayer(mesh, replace(EXACT, places=0))
+    given = layer.drawn(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer.train(*given)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    for slot in layer.slots.values():
+        slot.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        found = layer.train(*given)
+    moved = 0
+    for microbatch in range(1, 6):
+        new = layer.drawn(microbatch)
+        with torch.no_grad():
+            for old, value in zip(given, new, strict=True):
+                old.copy_(value)
+        graph.replay()
+        for slot in plain.slots.values():
+            slot.clear()
+        wanted = plain.train(*new) | plain.gradients()
+        replayed = found | layer.gradients()
+        moved += int(found["moved"])
+        for name, value in wanted.items():
+            assert torch.equal(replayed[name], value), f"{microbatch}, rank {rank}: {name}"
+    del graph
+    torch.cuda.synchronize()
+    mesh.destroy()
+    return moved
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_captured_layer_follows_new_plans(size: int) -> None:
+    assert all(moved > 0 for moved in run_ranks(_replay, size))
