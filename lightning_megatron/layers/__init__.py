@@ -35,7 +35,6 @@ that. These names have one meaning in the layers, kernels, experts and models:
   (places).
 - ``all_places``: places of all ranks, beside those of this rank (places).
 - ``groups``: homes and places of this rank (groups).
-- ``passes``: passes of layers that a step has noted (passes).
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).

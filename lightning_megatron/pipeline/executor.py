@@ -74,8 +74,9 @@ class PipelineExecutor:
         #: Tensor from which attached losses read the weight of every microbatch, as
         #: :class:`MicrobatchWeights` describes it; None makes new tensors in each step.
         self.fixed_weight: Tensor | None = None
-        #: Function called after the last forward pass of this rank in each run; None calls nothing.
-        self.after_forwards: Callable[[], None] | None = None
+        #: Function called after the last forward pass of this rank in each run. It returns a
+        #: function that is called after the last pass. None calls nothing.
+        self.after_forwards: Callable[[], Callable[[], None]] | None = None
 
     def run(
         self,
@@ -172,6 +173,7 @@ class PipelineExecutor:
         num_actions = 0
         instructions = program.instructions(self.mesh.pp.rank)
         last = None if self.after_forwards is None else _last_forward(instructions)
+        finish: Callable[[], None] | None = None
         for instruction in instructions:
             if isinstance(instruction, Compute):
                 due = points.get(num_actions, ())
@@ -179,11 +181,13 @@ class PipelineExecutor:
                     run.announce(instruction.action, observer)
                 run.compute(instruction.action)
                 if self.after_forwards is not None and instruction is last:
-                    self.after_forwards()
+                    finish = self.after_forwards()
                 _reduce(due, observer)
                 num_actions += 1
             else:
                 run.start_transfers(instruction.sends, instruction.receives)
+        if finish is not None:
+            finish()
 
     def _program(self, num_microbatches: int, backward: bool) -> tuple[Schedule, Program, Points]:
         key = (num_microbatches, backward)

@@ -161,7 +161,7 @@ class Run:
         limit = self.mixtures.row_limit
         if limit is not None:
             runner.limited_rows = LimitedRows(
-                *(self.module, self.mesh, limit, self.mixtures.running),
+                *(self.module, self.mesh, limit, self.mixtures),
                 *(self.executor, self.state.gradients),
             )
         return runner

@@ -10,6 +10,7 @@ import torch
 from lightning_megatron.experts.transport.dispatchers import LocalDispatcher
 from lightning_megatron.experts.transport.permute import map_rows
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit, RowNeed
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange
 
 NUM_TOKENS, TOP_K, SIZE = 300, 2, 3
@@ -47,11 +48,15 @@ def outcome(experts: torch.Tensor, limit: LayerRows | None) -> list[torch.Tensor
 def test_selections_beyond_the_limit_count_as_dropped() -> None:
     experts = selections()
     needed = int(((experts >= HERE.start) & (experts < HERE.stop)).sum())
-    limit = LayerRows(RowLimit(1.0), 5, num_ranks=3)
+    limit = LayerRows(RowLimit(1.0, ParallelMesh.single()), 5, num_ranks=3)
     assert needed > 256
     with limit.limit.limiting():
         found = outcome(experts, limit)
-        (need,) = limit.limit.start_read().wait()
+        limit.limit.start_read()()
+    assert limit.limit.was_too_small()
+    with limit.limit.measuring() as measured:
+        outcome(experts, limit)
+    (need,) = measured.needs()
     assert need == RowNeed(layer=5, share=NUM_TOKENS * TOP_K // 3, rows=needed)
     whole = map_rows(experts, HERE.start, HERE.stop - HERE.start)
     dropped = experts.clone()
@@ -74,20 +79,65 @@ def test_a_limited_map_is_the_start_of_the_whole_map(most: int) -> None:
     assert torch.equal(whole.needed, whole.ends[-1:])
 
 
-def test_the_limit_holds_inside_the_block_only_and_keeps_the_largest_need_of_each_layer() -> None:
-    limit = RowLimit(1.0)
-    layers = [LayerRows(limit, number, num_ranks=1) for number in (0, 1)]
+def test_the_limit_holds_inside_the_block_only() -> None:
+    limit = RowLimit(1.0, ParallelMesh.single())
+    layer = LayerRows(limit, 0, num_ranks=1)
     experts = selections()[:64]
-    few, many = torch.full_like(experts, -1), torch.zeros_like(experts)
     assert limit.rows_for(64) is None
     with limit.limiting():
         assert limit.rows_for(64) == 128
+        assert layer.map(experts, 0, 4).num_rows == 128
+    assert layer.map(torch.zeros(100, 2, dtype=torch.int64), 0, 4).num_rows == 200
+
+
+@pytest.mark.parametrize(
+    ("numbers", "is_too_small"),
+    [
+        ([(0, 129, 128)], True),
+        ([(0, 128, 128), (1, 0, 128)], False),
+        # Of another shape: the limit on a share of 129 is 256 rows.
+        ([(0, 128, 128), (1, 256, 129)], False),
+        ([(0, 128, 128), (1, 257, 129), (0, 3, 128)], True),
+        ([(1, 200, 129), (0, 129, 128)], True),
+        ([], False),
+    ],
+)
+def test_a_run_is_too_small_if_one_pass_needs_more_than_its_own_limit(
+    numbers: list[tuple[int, int, int]], is_too_small: bool
+) -> None:
+    limit = RowLimit(1.0, ParallelMesh.single())
+    for _ in range(2):
+        with limit.limiting():
+            for layer, needed, share in numbers:
+                limit.note(layer, share, torch.tensor([needed], dtype=torch.int32))
+            limit.start_read()()
+        assert limit.was_too_small() == is_too_small
+        with limit.limiting():
+            limit.start_read()()
+        assert not limit.was_too_small()
+
+
+def test_the_largest_need_of_each_layer_and_shape_is_measured() -> None:
+    limit = RowLimit(1.0, ParallelMesh.single())
+    layers = [LayerRows(limit, number, num_ranks=1) for number in (0, 1)]
+    experts = selections()[:64]
+    few, many = torch.full_like(experts, -1), torch.zeros_like(experts)
+    with limit.measuring() as measured:
         for layer, chosen in ((0, many), (0, few), (1, few), (1, many[:32])):
             layers[layer].map(chosen, 0, 4)
-        needs = limit.start_read().wait()
+    needs = measured.needs()
     found: dict[tuple[int, int], Any] = {(one.layer, one.share): one.rows for one in needs}
     assert found == {(0, 128): 128, (1, 128): 0, (1, 64): 64}
-    with limit.limiting():
-        assert limit.start_read().wait() == []
     layers[0].map(many, 0, 4)
-    assert limit.start_read().wait() == []
+    assert measured.needs() == needs
+
+
+def test_another_factor_counts_in_rows_of_its_own_limit() -> None:
+    limit = RowLimit(1.0, ParallelMesh.single())
+    layer = torch.tensor([200], dtype=torch.int32)
+    for factor, is_too_small in ((1.0, True), (1.2, False)):
+        limit.grow(factor)
+        with limit.limiting():
+            limit.note(0, 128, layer)
+            limit.start_read()()
+        assert limit.was_too_small() == is_too_small

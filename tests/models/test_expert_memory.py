@@ -209,7 +209,7 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
     for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        limit = RowLimit(rows or 1.0)
+        limit = RowLimit(rows or 1.0, mesh)
         model = balanced(config, mesh, transport, limit)
         check_parameters(model, config, layout)
         how: dict[str, Any] = {
@@ -253,7 +253,7 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
     for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        limit = RowLimit(rows or 1.0)
+        limit = RowLimit(rows or 1.0, mesh)
         model = balanced(config, mesh, transport, limit)
         training = TrainingShape(
             seq_length=LENGTH,
@@ -295,7 +295,7 @@ def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
     for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
         for is_limited in (False, True) if ep > 1 and transport != "all_to_all" else (False,):
-            limit = LayerRows(RowLimit(1.5), 0, ep) if is_limited else None
+            limit = LayerRows(RowLimit(1.5, mesh), 0, ep) if is_limited else None
             chosen = choose_transport(8, top_k, mesh, transport, limit=limit).dispatcher
             found = transport_over_ep(top_k, ep, transport, is_limited=is_limited)
             assert found == kinds[type(chosen)]

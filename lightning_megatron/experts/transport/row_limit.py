@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.transport.permute import RowMap, map_rows
+from lightning_megatron.experts.transport.row_excess import RowExcess
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.row_limit import limited_rows
 from lightning_megatron.shapes import Int
 
 
 @dataclass(frozen=True)
 class RowNeed:
-    """Most rows that a layer needed on this rank in one pass.
+    """Most rows that a layer needed on this rank in a pass of a step.
 
     Args:
         layer: Index of the layer in the model.
@@ -29,6 +31,32 @@ class RowNeed:
     rows: int
 
 
+class MeasuredRows:
+    """Most rows that this rank has needed, by layer and even share."""
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
+        """Add what a pass of a layer needs, without a copy to the host.
+
+        Args:
+            layer: Index of the layer in the model.
+            share: Rows of a rank in this pass if all ranks get equally many (rows).
+            needed: Rows that the routing needs on this rank, on the device.
+        """
+        before = self._most.get((layer, share))
+        larger = needed.clone() if before is None else torch.maximum(before, needed)
+        self._most[layer, share] = larger
+
+    def needs(self) -> list[RowNeed]:
+        """Copy to the host what has been needed."""
+        if not self._most:
+            return []
+        rows = torch.cat(list(self._most.values())).tolist()
+        return [RowNeed(*key, number) for key, number in zip(self._most, rows, strict=True)]
+
+
 class RowLimit:
     """Limit on the rows of experts' buffers, shared by all layers of a run.
 
@@ -37,23 +65,43 @@ class RowLimit:
 
     Args:
         factor: Rows of a buffer over an even share, at least 1.
+        mesh: The groups and the device of this rank.
     """
 
-    def __init__(self, factor: float) -> None:
-        #: Rows of a buffer over an even share; the same on all ranks.
-        self.factor = factor
+    def __init__(self, factor: float, mesh: ParallelMesh) -> None:
+        self._factor = factor
+        self._excess = RowExcess(mesh.device, mesh.world)
         self._holds = False
-        self._needed: dict[tuple[int, int], Tensor] = {}
+        self._measured: MeasuredRows | None = None
+
+    @property
+    def factor(self) -> float:
+        """Return the rows of a buffer over an even share; the same on all ranks."""
+        return self._factor
+
+    def grow(self, factor: float) -> None:
+        """Set another factor; graphs that were captured with the old one must not run again."""
+        self._factor = factor
+        self._excess.forget_limit()
 
     @contextmanager
     def limiting(self) -> Iterator[None]:
         """Limit the rows of all buffers inside the block, and forget what was needed before it."""
-        self._needed.clear()
+        self._excess.clear()
         self._holds = True
         try:
             yield
         finally:
             self._holds = False
+
+    @contextmanager
+    def measuring(self) -> Iterator[MeasuredRows]:
+        """Measure inside the block, without a limit, what each layer needs."""
+        self._measured = MeasuredRows()
+        try:
+            yield self._measured
+        finally:
+            self._measured = None
 
     def rows_for(self, share: int) -> int | None:
         """Return the limit on the rows of a buffer; None where no limit holds.
@@ -61,7 +109,7 @@ class RowLimit:
         Args:
             share: Rows of a rank if all ranks get equally many (rows).
         """
-        return limited_rows(self.factor, share) if self._holds else None
+        return limited_rows(self._factor, share) if self._holds else None
 
     def note(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
         """Note what a pass of a layer needs, without a copy to the host.
@@ -71,47 +119,28 @@ class RowLimit:
             share: Rows of a rank in this pass if all ranks get equally many (rows).
             needed: Rows that the routing needs on this rank, on the device.
         """
-        most = self._needed.get((layer, share))
-        if most is None:
-            self._needed[layer, share] = needed.clone()
-        else:
-            torch.maximum(most, needed, out=most)
+        most = self.rows_for(share)
+        if most is not None:
+            self._excess.add(needed, most)
+        elif self._measured is not None:
+            self._measured.add(layer, share, needed)
 
-    def start_read(self) -> NeedsInFlight:
-        """Start to copy to the host what the passes of the block have needed so far."""
-        keys = tuple(self._needed)
-        if not keys:
-            return NeedsInFlight(keys, torch.empty(0, dtype=torch.int32), None)
-        needed = torch.cat(list(self._needed.values()))
-        if needed.device.type != "cuda":
-            return NeedsInFlight(keys, needed, None)
-        on_host = torch.empty(needed.shape, dtype=needed.dtype, pin_memory=True)
-        on_host.copy_(needed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return NeedsInFlight(keys, on_host, event)
+    def start_read(self) -> Callable[[], None]:
+        """Start to tell the host whether the passes of the block have had enough rows so far.
 
+        Returns:
+            Function to call when the last pass has been started.
 
-@dataclass(frozen=True)
-class NeedsInFlight:
-    """What the passes of a step have needed, on its way to the host.
+        Communication: that of :meth:`RowExcess.start`.
+        """
+        return self._excess.start()
 
-    Args:
-        keys: Layer and even share of each number.
-        on_host: Numbers of rows, complete after the event.
-        event: Event at the end of the copy; None if the numbers are there already.
-    """
+    def was_too_small(self) -> bool:
+        """Wait for what :meth:`start_read` has started; return whether rows were missing anywhere.
 
-    keys: tuple[tuple[int, int], ...]
-    on_host: Int[Tensor, "passes"]
-    event: torch.cuda.Event | None
-
-    def wait(self) -> list[RowNeed]:
-        """Wait for the numbers, and return them."""
-        if self.event is not None:
-            self.event.synchronize()
-        pairs = zip(self.keys, self.on_host.tolist(), strict=True)
-        return [RowNeed(layer, share, rows) for (layer, share), rows in pairs]
+        The result is the same on all ranks.
+        """
+        return self._excess.wait() > 0
 
 
 @dataclass(frozen=True)
@@ -141,8 +170,7 @@ class LayerRows:
         share = experts.numel() // self.num_ranks
         most = self.limit.rows_for(share)
         row_map = map_rows(experts, first, num_experts, most)
-        if most is not None:
-            self.limit.note(self.layer, share, row_map.needed)
+        self.limit.note(self.layer, share, row_map.needed)
         return row_map
 
 

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.optimization.parameter_readers import gradient_changer
+from lightning_megatron.strategy.options.expert_option import check_limited_sums
 from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,
     copy_replaced_parameters,
@@ -23,6 +25,7 @@ from lightning_megatron.strategy.private.callback_patches import (
     resets_weights,
     traces_graph,
 )
+from lightning_megatron.strategy.private.loops import may_accumulate
 
 #: Callbacks that need the whole model, and the part of the error message that names the reason.
 _KEEPS = {
@@ -32,16 +35,22 @@ _KEEPS = {
 }
 
 
-def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
+def check_callbacks(
+    trainer: Trainer, layout: ParallelLayout, expert_rows: float | None = None
+) -> None:
     """Refuse callbacks and loggers that need the whole model if each rank has only a part.
 
     Args:
         trainer: The Trainer of the run.
         layout: Sizes of the axes.
+        expert_rows: Limit on the rows of a rank's experts over an even share; None without one.
 
     Raises:
-        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1.
+        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1;
+            if a hook may change accumulated gradients that a limit may compute again.
     """
+    if expert_rows is not None and may_accumulate(trainer):
+        check_limited_sums(gradient_changer(trainer))
     if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
         return
     for logger in trainer.loggers:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.strategy.modules.tensor_copies import copy_all_
 
 #: Packages whose objects, other than modules, steps only read.
 _READ_ONLY = frozenset(
@@ -60,10 +61,11 @@ class ModuleState:
     ) -> None:
         self._held = list(_dictionaries(module.named_modules() if parts is None else parts))
         self._recorded: dict[int, _Recorded] = {}
-        with torch.no_grad():
-            for one in self._held:
-                for key, value in one.kept.items():
-                    self._record(f"{one.prefix}.{key}" if one.is_watched else "", value)
+        for one in self._held:
+            for key, value in one.kept.items():
+                self._record(f"{one.prefix}.{key}" if one.is_watched else "", value)
+        tensors = [one for one in self._recorded.values() if isinstance(one.value, Tensor)]
+        copy_all_([one.copy for one in tensors], [one.value for one in tensors])
 
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return the kind of every changed value by name: number, tensor, container or object.
@@ -186,14 +188,17 @@ def _kind(value: Any) -> str:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a mutable value for restoring; None if immutable or not covered."""
+    """Return a copy of a mutable value for restoring; None if immutable or not covered.
+
+    Of a tensor it is memory without values, because the snapshot copies all tensors together.
+    """
     if isinstance(value, Tensor):
         is_plain = (
             not isinstance(value, nn.Parameter)
             and value.layout == torch.strided
             and value.device.type != "meta"
         )
-        return value.detach().clone() if is_plain else None
+        return torch.empty_like(value, requires_grad=False) if is_plain else None
     if isinstance(value, (list, dict, set, deque)):
         return shallow_copy(value)
     reader = next(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
@@ -63,7 +64,7 @@ class MixtureRuntime:
         if any(one.has_losses for one in mixtures):
             self.loss_weight = LossWeight()
         #: Limit on the rows of experts' buffers; None without one.
-        self.row_limit = None if rows is None else RowLimit(rows)
+        self.row_limit = None if rows is None else RowLimit(rows, mesh)
         for number, layer in self._layers.items():
             layer.transport = transport
             layer.loss_weight = self.loss_weight or LossWeight()
@@ -157,6 +158,18 @@ class MixtureRuntime:
                 for (number, one), own in zip(statistics.items(), sums, strict=True)
             }
         self._has_ended = True
+
+    def resume_step(self) -> None:
+        """Go on with a step that a graph has ended (:meth:`adopt`), because it must run again."""
+        self._has_ended = False
+
+    @property
+    def step_tensors(self) -> list[Tensor]:
+        """Return the tensors of this stage's routers that steps write: statistics and buffers."""
+        sums = [one.sums for one in self.running]
+        return sums + [
+            buffer for layer in self._layers.values() for buffer in layer.router.buffers()
+        ]
 
     @property
     def running(self) -> list[RunningSums]:

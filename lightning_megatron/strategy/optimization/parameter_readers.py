@@ -102,6 +102,17 @@ def gradient_reader(trainer: Trainer) -> str | None:
     )
 
 
+def gradient_changer(trainer: Trainer) -> str | None:
+    """Return a hook that may change gradients between accumulated batches; None without one.
+
+    A callback or module whose class sets ``reads_gradients = False`` does not count.
+    """
+    between = ("on_train_batch_start", "on_train_batch_end")
+    return first_overridden(
+        trainer, ("on_after_backward",), _may_read_gradients
+    ) or first_overridden(trainer, between, _names_gradients)
+
+
 def first_overridden(
     trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
 ) -> str | None:

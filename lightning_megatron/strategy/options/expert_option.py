@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 
 
-def check_expert_rows(
-    rows: float | None, ep: int, transport: Transport, graphs: CudaGraphs | None
-) -> None:
+def check_expert_rows(rows: float | None, ep: int, transport: Transport) -> None:
     """Refuse a limit on the rows of experts where nothing could have one.
 
     Args:
         rows: Limit on the rows of a rank's experts over an even share; None without one.
         ep: Ranks that share the experts of a layer (ranks).
         transport: Transport of tokens over ep.
-        graphs: Settings of CUDA graphs; None without graphs.
 
     Raises:
         ParallelPlanError: If ep is 1, or the transport is an all-to-all.
-        UnsupportedError: If steps are captured as CUDA graphs.
     """
     if rows is None:
         return
@@ -35,12 +30,6 @@ def check_expert_rows(
             f"expert_rows ({rows:g}) needs expert_transport of one_sided, all_gather or auto: with "
             "all_to_all the host reads how many rows come, and buffers have exactly these. Use one "
             "of the three, or expert_rows=None."
-        )
-    if graphs is not None:
-        raise UnsupportedError(
-            f"expert_rows ({rows:g}) cannot be used with cuda_graphs in this version: a step that "
-            "needs more rows is run again with larger buffers, and a graph has the sizes of its "
-            "capture. Use expert_rows=None, or cuda_graphs=None."
         )
 
 
@@ -71,27 +60,37 @@ def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transpo
         )
 
 
-def check_limited_step(accumulated: int, is_automatic: bool) -> None:
+def check_limited_step(is_automatic: bool) -> None:
     """Refuse training steps that could not be run again.
 
     Args:
-        accumulated: Batches whose gradients are accumulated (batches).
         is_automatic: Whether the module uses automatic optimization.
 
     Raises:
-        UnsupportedError: If gradients of several batches accumulate, or user code runs backward
-            passes.
+        UnsupportedError: If user code runs backward passes.
     """
-    if accumulated > 1:
-        raise UnsupportedError(
-            f"expert_rows cannot be used with accumulate_grad_batches ({accumulated}) above 1: a "
-            "batch that needs more rows is run again, and its first gradients could not be taken "
-            "out of the sum with those of earlier batches. Use larger batches that microbatch_size "
-            "cuts, or expert_rows=None."
-        )
     if not is_automatic:
         raise UnsupportedError(
             "expert_rows needs automatic optimization: a step that needs more rows is run again, "
             "and the strategy cannot repeat the backward passes of user code. Use "
             "automatic_optimization=True, or expert_rows=None."
+        )
+
+
+def check_limited_sums(changer: str | None) -> None:
+    """Refuse sums of gradients over batches that could not be computed again.
+
+    Args:
+        changer: Hook that may change gradients between accumulated batches; None without one.
+
+    Raises:
+        UnsupportedError: If there is such a hook.
+    """
+    if changer is not None:
+        raise UnsupportedError(
+            f"expert_rows with accumulated gradients cannot run {changer}, which may change "
+            "gradients between batches: a batch that needs more rows is run again with all earlier "
+            "batches of its optimizer step, and their changes would be lost. Change gradients in "
+            "on_before_optimizer_step, set reads_gradients = False in the class of the hook if it "
+            "changes none, or use expert_rows=None."
         )

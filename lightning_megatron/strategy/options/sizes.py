@@ -42,8 +42,7 @@ def check_sizes(
     """
     check_optimization(module, layout.pp)
     if options.expert_rows is not None and "train_dataloaders" in arguments:
-        accumulated = arguments["trainer"].accumulate_grad_batches
-        check_limited_step(accumulated, module.automatic_optimization)
+        check_limited_step(module.automatic_optimization)
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
     batch_size, seq_length = getattr(

@@ -225,7 +225,7 @@ class StrategyOptions:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         coerce_fields(self)
-        check_expert_rows(self.expert_rows, self.ep, self.expert_transport, self.graphs)
+        check_expert_rows(self.expert_rows, self.ep, self.expert_transport)
         check_expert_clones(self.clones, self.ep, self.expert_transport)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import (
@@ -30,6 +31,7 @@ __all__ = [
     "call_strategy_step",
     "forward_zero_grad",
     "is_logged",
+    "may_accumulate",
     "logged_step",
     "replace_automatic_optimization",
     "restore_epoch_ends",
@@ -84,6 +86,13 @@ def accumulates(trainer: Trainer) -> bool:
 def logged_step(trainer: Trainer) -> int:
     """Return the step number under which Lightning logs this batch."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def may_accumulate(trainer: Trainer) -> bool:
+    """Return whether gradients of several batches accumulate, now or in a later epoch."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    is_scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    return is_scheduled or trainer.accumulate_grad_batches > 1
 
 
 def is_logged(trainer: Trainer) -> bool:

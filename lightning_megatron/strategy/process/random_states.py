@@ -1,9 +1,10 @@
-"""States of the default random generators as plain values, for safe checkpoints."""
+"""States of the default random generators: as plain values for checkpoints, or for one step."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,36 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     np.random.set_state((ours["kind"], keys, ours["position"], ours["has_gauss"], ours["gauss"]))
     python = states["python"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
+
+
+@dataclass(frozen=True)
+class DefaultGenerators:
+    """States of torch's, numpy's and Python's default generators, to undo the draws of a step.
+
+    Unlike :func:`random_states` it converts nothing, because every step takes one.
+
+    Args:
+        device: Device of this rank.
+        states: States of torch's generator of the CPU, numpy's and Python's.
+        of_device: State of the generator of the device; None on a CPU.
+    """
+
+    device: torch.device
+    states: tuple[torch.Tensor, Any, Any]
+    of_device: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> DefaultGenerators:
+        """Return the states as they are now."""
+        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+        return cls(device, states, of_device)
+
+    def restore(self) -> None:
+        """Restore the states."""
+        of_torch, of_numpy, of_python = self.states
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+        if self.of_device is not None:
+            torch.cuda.set_rng_state(self.of_device, self.device)

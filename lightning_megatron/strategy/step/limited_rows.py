@@ -6,46 +6,65 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import SpeedWarning
-from lightning_megatron.experts.routing.statistics import RunningSums
-from lightning_megatron.experts.transport.row_limit import NeedsInFlight, RowLimit, RowNeed
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.plan.row_limit import enough_for, grown_factor, limited_rows
 from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
+from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
-from lightning_megatron.strategy.process.random_states import (
-    random_states,
-    restore_random_states,
-)
+from lightning_megatron.strategy.process.random_states import DefaultGenerators
 from lightning_megatron.strategy.step.step_values import BackwardPasses
 
 _Ran = TypeVar("_Ran")
+#: Function that runs a training step with some settings of its backward passes.
+_Run = Callable[[BackwardPasses], _Ran]
 #: The limit grows at this failure and at all later ones.
 _GROWS_FROM = 2
+
+
+class LimitedGraphs(Protocol):
+    """Graphs of steps, whose captured buffers have a limit on their rows."""
+
+    def suspend(self) -> None:
+        """Run the rest of the current step eagerly; called on all ranks."""
+
+    def capture_again(self, reason: str) -> None:
+        """Capture all graphs again after the current step; called on all ranks.
+
+        Args:
+            reason: What has changed.
+        """
 
 
 class LimitedRows:
     """Training and evaluation steps whose experts have buffers with a limit on their rows.
 
-    The first run of a step has the limit. At the end of its last forward pass each rank starts a
-    copy of the rows that its layers needed; the host reads it, and forms the maximum over all
-    ranks, when it has queued the backward passes, which the device still runs. If a buffer was too
-    small on any rank, all ranks undo the run and repeat it without the limit. The random streams of
-    a step are functions of its position, so nothing of them has to be undone.
+    The first run of a step has the limit, eagerly or by graphs. At the end of its last forward
+    pass each rank starts a maximum over all ranks of the rows that were missing. The host reads it
+    when it has queued the backward passes, which the device still runs. If a buffer was too small
+    on any rank, all ranks undo the run and repeat it eagerly and without the limit, in memory
+    outside of the graphs. The random streams of a step are functions of its position, so nothing of
+    them has to be undone.
+
+    Gradients of a batch cannot be taken out of a sum with those of earlier batches. Where they
+    accumulate, a second run therefore clears the sum, and runs all batches of the optimizer step
+    again, each from the state of the module that it began with.
 
     Args:
         module: The user's module.
         mesh: The groups of this rank.
         limit: Limit of all layers.
-        statistics: Statistics of this rank's experts, which the passes of a step add to.
+        mixtures: Mixture-of-experts layers of this rank.
         executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
     """
@@ -55,17 +74,20 @@ class LimitedRows:
         module: LightningModule,
         mesh: ParallelMesh,
         limit: RowLimit,
-        statistics: Sequence[RunningSums],
+        mixtures: MixtureRuntime,
         executor: PipelineExecutor,
         gradients: StepGradients,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._limit = limit
-        self._statistics = statistics
+        self._mixtures = mixtures
         self._executor = executor
         self._gradients = gradients
         self._parts = own_parts(module)
+        self._earlier: list[_EarlierBatch] = []
+        #: Graphs of the steps; None without any.
+        self.graphs: LimitedGraphs | None = None
         #: Number of steps that were run again.
         self.num_failures = 0
 
@@ -74,93 +96,109 @@ class LimitedRows:
         """Return the limit as it is now: rows of a buffer over an even share."""
         return self._limit.factor
 
-    def train(
-        self, run: Callable[[BackwardPasses | None], _Ran], passes: BackwardPasses | None
-    ) -> _Ran:
+    def train(self, first: _Run[_Ran], again: _Run[_Ran], passes: BackwardPasses) -> _Ran:
         """Run a training step as :meth:`run` does.
 
         The hooks that clear the gradients of the previous step run before the first forward pass,
         once: what they change must not be undone.
 
         Args:
-            run: Function that runs the step with these settings.
-            passes: Settings of the backward passes; None computes no gradients.
+            first: Function that runs the step with these settings, perhaps by graphs.
+            again: Function that runs it eagerly.
+            passes: Settings of the backward passes.
 
-        Communication: that of :meth:`run`.
+        Communication: that of :meth:`run`; if a buffer was too small also that of all batches of
+            this optimizer step.
         """
-        if passes is None:
-            return self.run(partial(run, None), partial(run, None))
-
         passes.clear_gradients()
         passes.hide_gradients()
         cleared = replace(passes, clear_gradients=lambda: None)
+        if not passes.adds:
+            self._earlier.clear()
+        before = self._before()
 
-        def again() -> _Ran:
+        def restore() -> None:
             self._gradients.discard()
-            return run(cleared)
+            for batch in self._earlier:
+                batch.before.restore()
+                batch.run()
+            before.restore()
+            self._mixtures.resume_step()
 
-        return self.run(partial(run, cleared), again)
+        repeat = partial(again, cleared)
+        result = self._run(partial(first, cleared), repeat, restore)
+        if passes.will_step:
+            self._earlier.clear()
+        else:
+            self._earlier.append(_EarlierBatch(before, repeat))
+        return result
 
     def run(self, first: Callable[[], _Ran], again: Callable[[], _Ran]) -> _Ran:
         """Run a step with the limit, and once more without it if a buffer was too small.
 
         Args:
-            first: Function that runs the step.
-            again: Function that runs it a second time; state of the module and of the routers is
-                again that of before.
+            first: Function that runs the step, perhaps by graphs.
+            again: Function that runs it eagerly; state of the module and of the routers is again
+                that of before.
 
         Returns:
             The result of the run that counts.
 
-        Communication: one all-reduce of a number over the world on the CPU; if a buffer was too
-            small also one gather of objects.
+        Communication: one all-reduce of a number over the world on the device; if a buffer was too
+            small also one gather of objects on the CPU.
         """
-        before = _Before(
-            ModuleState(self._module, self._parts),
-            random_states(self._mesh.device),
-            [(layer, layer.sums.clone()) for layer in self._statistics],
-        )
-        reads: list[NeedsInFlight] = []
-        with self._limit.limiting(), self._reading(reads):
+        return self._run(first, again, self._before().restore)
+
+    def _run(
+        self, first: Callable[[], _Ran], again: Callable[[], _Ran], restore: Callable[[], None]
+    ) -> _Ran:
+        with self._limit.limiting(), self._reading():
             result = first()
-        largest = self._largest(reads)
-        ratio = torch.tensor(0.0 if largest is None else largest.rows / largest.share)
-        if not all_reduce_(ratio.double(), self._mesh.world_cpu, "max").item():
+        if not self._limit.was_too_small():
             return result
         # Outputs of the first run may be large, and the worst case needs the memory.
         del result
-        before.restore(self._mesh.device)
-        self._warn(largest)
-        return again()
+        if self.graphs is not None:
+            self.graphs.suspend()
+        try:
+            restore()
+            with self._limit.measuring() as measured:
+                result = again()
+        except Exception as error:
+            error.add_note(
+                f"experts: expert_rows={self.factor:g} was too small for this step, which was "
+                "being run again with the rows of the worst routing."
+            )
+            raise
+        self._warn(measured.needs())
+        return result
+
+    def _before(self) -> _Before:
+        return _Before(
+            ModuleState(self._module, self._parts),
+            DefaultGenerators.now(self._mesh.device),
+            self._mixtures,
+            copies_of(self._mixtures.step_tensors),
+        )
 
     @contextmanager
-    def _reading(self, reads: list[NeedsInFlight]) -> Iterator[None]:
-        """Start to read what the layers need after the last forward pass inside the block."""
-        self._executor.after_forwards = lambda: reads.append(self._limit.start_read())
+    def _reading(self) -> Iterator[None]:
+        """Start to read whether rows were missing after the last forward pass inside the block."""
+        self._executor.after_forwards = self._limit.start_read
         try:
             yield
         finally:
             self._executor.after_forwards = None
 
-    def _largest(self, reads: list[NeedsInFlight]) -> RowNeed | None:
-        """Return what exceeds the limit most on this rank; None if all rows have found room."""
-        factor = self._limit.factor
-        exceeding = [
-            need
-            for read in reads
-            for need in read.wait()
-            if need.rows > limited_rows(factor, need.share)
-        ]
-        return max(exceeding, key=lambda need: need.rows / need.share, default=None)
-
-    def _warn(self, largest: RowNeed | None) -> None:
+    def _warn(self, needs: Sequence[RowNeed]) -> None:
         """Name the buffer that was too small, and let the limit grow on all ranks alike."""
+        largest = max(needs, key=_over_share, default=None)
         found = [
             (need, rank)
             for rank, need in enumerate(all_gather_objects(largest, self._mesh.world_cpu))
             if need is not None
         ]
-        need, rank = max(found, key=lambda pair: pair[0].rows / pair[0].share)
+        need, rank = max(found, key=lambda pair: _over_share(pair[0]))
         factor = self._limit.factor
         words = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "
@@ -169,9 +207,16 @@ class LimitedRows:
         )
         self.num_failures += 1
         if self.num_failures >= _GROWS_FROM:
-            self._limit.factor = grown_factor(need.rows, need.share)
+            self._limit.grow(grown_factor(need.rows, need.share))
             words += f", and expert_rows is {self._limit.factor:g} from now on"
+            if self.graphs is not None:
+                self.graphs.capture_again(f"expert_rows has grown to {self._limit.factor:g}")
         rank_zero_warn(f"{words}.", category=SpeedWarning)
+
+
+def _over_share(need: RowNeed) -> float:
+    """Return the rows that were needed over an even share."""
+    return need.rows / need.share
 
 
 @dataclass(frozen=True)
@@ -179,13 +224,25 @@ class _Before:
     """State before a step that a second run starts from, beside gradients and random streams."""
 
     module: ModuleState
-    generators: dict[str, Any]
-    statistics: list[tuple[RunningSums, torch.Tensor]]
+    generators: DefaultGenerators
+    mixtures: MixtureRuntime
+    copies: Sequence[torch.Tensor]
 
-    @torch.no_grad()
-    def restore(self, device: torch.device) -> None:
-        """Restore the module, the default generators and the statistics of experts."""
+    def restore(self) -> None:
+        """Restore the module, the default generators, and the state of the routers."""
         self.module.restore()
-        restore_random_states(self.generators, device)
-        for layer, sums in self.statistics:
-            layer.sums.copy_(sums)
+        self.generators.restore()
+        copy_all_(self.mixtures.step_tensors, self.copies)
+
+
+@dataclass(frozen=True)
+class _EarlierBatch:
+    """Batch whose gradients are in the sum to which the next batch adds.
+
+    Args:
+        before: State that it began with.
+        run: Function that runs it eagerly.
+    """
+
+    before: _Before
+    run: Callable[[], object]

@@ -115,6 +115,19 @@ class MicrobatchLosses:
         """Return the factor of a recorded microbatch's loss."""
         return self._weights[number]
 
+    def check_complete(self) -> None:
+        """Refuse a step that has returned no loss for a microbatch, where other ranks exist.
+
+        Raises:
+            RuntimeError: If a microbatch has no loss.
+        """
+        if self.num_missing:
+            raise RuntimeError(
+                "training_step must return a loss on every rank and for every microbatch: it "
+                "returned None. The other ranks wait for the gradients of this rank. To skip a "
+                "batch, return a loss of zero, such as 0.0 * output.sum()."
+            )
+
     @property
     def is_empty(self) -> bool:
         """Return whether no microbatch of this rank had a loss."""

@@ -122,6 +122,9 @@ class RunGraphs:
         self._must_look = False
         self._has_changed = False
         self._epoch = 0
+        # Kind of the step that is running, and what the strategy has changed on all ranks.
+        self._kind: StepKind | None = None
+        self._common_change: str | None = None
         self._said: set[tuple[str, str]] = set()
         self._num_known = 0
         # Whether the graphs have changed since the line that says what is captured.
@@ -140,6 +143,19 @@ class RunGraphs:
     def note_change(self) -> None:
         """Go on eagerly on this rank, whose trained parameters have changed, until all look."""
         self._has_changed = any(phase.has_begun for phase in self._phases.values())
+
+    def suspend(self) -> None:
+        """Run the rest of the current step eagerly; called on all ranks."""
+        if self._kind is not None:
+            self._captures.permit(self._kind, False)
+
+    def capture_again(self, reason: str) -> None:
+        """Capture all graphs again after the current step; called on all ranks.
+
+        Args:
+            reason: What has changed.
+        """
+        self._common_change = reason
 
     def step(self, shapes: Hashable, epoch: int) -> AbstractContextManager[None]:
         """Return the context of a training step, which graphs run where they serve it.
@@ -193,9 +209,11 @@ class RunGraphs:
             phase.begin(Addresses.of(self._module))
             self._captures.begin(kind)
         self._captures.permit(kind, phase.may_replay(shapes, self._has_changed))
+        self._kind = kind
         try:
             yield
         finally:
+            self._kind = None
             self._captures.end_step()
         self._end_step(phase)
 
@@ -246,6 +264,8 @@ class RunGraphs:
 
     def _look(self, phase: CapturePhase, looks: bool) -> None:
         """Release the graphs of all ranks if what those of one rank use has changed."""
+        if self._common_change is not None:
+            self._release(self._common_change)
         is_shared = self._must_look or self._settings.check or looks
         if not is_shared or not phase.has_begun:
             return
@@ -261,8 +281,14 @@ class RunGraphs:
         self._exchange_failures()
         if self.is_off:
             return
-        what = change or "parameters have changed on another rank"
-        rank_zero_info(f"CUDA graphs are captured again after one eager step: {what}.")
+        self._release(change or "parameters have changed on another rank")
+
+    def _release(self, change: str) -> None:
+        """Release all graphs, which are captured again after one eager step of each kind."""
+        self._common_change = None
+        if not any(phase.has_begun for phase in self._phases.values()):
+            return
+        rank_zero_info(f"CUDA graphs are captured again after one eager step: {change}.")
         self._captures.release()
         for one in self._phases.values():
             one.start_again()

@@ -135,7 +135,8 @@ class StepRunner:
         if passes is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
-        self._check_losses(losses)
+        if self._mesh.has_loss and self._mesh.world.size > 1:
+            losses.check_complete()
         extra = [losses.report(), losses.num_tokens(self._mesh.device)]
         counts = losses.counts
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
@@ -193,16 +194,24 @@ class StepRunner:
                 )
             return RanMicrobatches(outputs, own, losses)
 
-        if self.whole_steps is None or passes is None or self._is_choosing:
-            if self.whole_steps is not None:
-                self.whole_steps.begin_gather()
-            runs = partial(run, microbatches, factor, args=args)
-            with nullcontext() if passes is not None else torch.no_grad():
-                limited = self.limited_rows
-                return RanStep(runs(passes) if limited is None else limited.train(runs, passes))
-        return self.whole_steps.train(
-            microbatches, args, passes, run, step=step, factor=factor, divisor=divisor
-        )
+        graphs = self.whole_steps
+        limited = self.limited_rows
+        is_choosing = self._choice is not None and self._choice.measured is None
+
+        def eagerly(passes: BackwardPasses | None) -> RanStep[RanMicrobatches]:
+            if graphs is not None:
+                graphs.begin_gather()
+            return RanStep(run(microbatches, factor, passes, args))
+
+        if passes is None:
+            once = partial(eagerly, None)
+            with torch.no_grad():
+                return once() if limited is None else limited.run(once, once)
+        first: Callable[[BackwardPasses], RanStep[RanMicrobatches]] = eagerly
+        if graphs is not None and not is_choosing:
+            by_graph = partial(graphs.train, microbatches, args, run=run, step=step)
+            first = partial(by_graph, factor=factor, divisor=divisor)
+        return first(passes) if limited is None else limited.train(first, eagerly, passes)
 
     def evaluate(
         self,
@@ -241,13 +250,16 @@ class StepRunner:
                 outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
             return RanMicrobatches(outputs, own)
 
+        def eagerly() -> RanStep[RanMicrobatches]:
+            return RanStep(run(microbatches, args))
+
+        graphs = self.whole_steps
         limited = self.limited_rows
+        first = eagerly
+        if graphs is not None and graphs.evaluates:
+            first = partial(graphs.evaluate, key, microbatches, args, run, step=step)
         with by_graphs:
-            if self.whole_steps is None or not self.whole_steps.evaluates:
-                runs = partial(run, microbatches, args)
-                ran = RanStep(runs() if limited is None else limited.run(runs, runs))
-            else:
-                ran = self.whole_steps.evaluate(key, microbatches, args, run, step=step)
+            ran = first() if limited is None else limited.run(first, eagerly)
         outputs = own_outputs(ran)
         recorder = ran.result.recorder
         counts = None if name == "predict_step" else token_counts_in(outputs)
@@ -385,16 +397,3 @@ class StepRunner:
             if isinstance(merged, Mapping)
             else merged
         )
-
-    def _check_losses(self, losses: MicrobatchLosses) -> None:
-        if self._mesh.has_loss and losses.num_missing and self._mesh.world.size > 1:
-            raise RuntimeError(
-                "training_step must return a loss on every rank and for every microbatch: it "
-                "returned None. The other ranks wait for the gradients of this rank. To skip a "
-                "batch, return a loss of zero, such as 0.0 * output.sum()."
-            )
-
-    @property
-    def _is_choosing(self) -> bool:
-        """Return whether the schedule may change, because its actions are still measured."""
-        return self._choice is not None and self._choice.measured is None

@@ -33,6 +33,7 @@ class BackwardPasses:
             ``parameter.grad``; ``run`` also does this.
         run: Function that runs the backward pass of one microbatch from its weighted loss.
         adds: Whether gradients of earlier batches are kept and added to; the same on all ranks.
+        will_step: Whether the optimizer steps after these passes; the same on all ranks.
         observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
             not start during the backward pass.
         inspector: Inspector of the graphs; None if replicas are not compared in this step.
@@ -47,6 +48,7 @@ class BackwardPasses:
     hide_gradients: Callable[[], None]
     run: Callable[[Tensor], None]
     adds: bool
+    will_step: bool = True
     observer: BackwardObserver | None = None
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None

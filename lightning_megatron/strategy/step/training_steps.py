@@ -82,6 +82,8 @@ class TrainingSteps:
             graphs: The graphs; None without any.
         """
         self._graphs = graphs
+        if self._runner.limited_rows is not None:
+            self._runner.limited_rows.graphs = graphs
 
     def capture_whole(
         self,
@@ -143,8 +145,6 @@ class TrainingSteps:
     def _train(self, args: tuple[Any, ...], step: int) -> Any:
         """Run a step of automatic optimization."""
         trainer = self._module.trainer
-        if self._runner.limited_rows is not None:
-            check_limited_step(trainer.accumulate_grad_batches, is_automatic=True)
         passes = None if skips_backward(trainer) else self._backward_passes()
         with self._by_graphs(args[0], passes is not None):
             result = self._runner.train(
@@ -181,6 +181,7 @@ class TrainingSteps:
             self._state.gradients.hide,
             self._run_backward,
             self._clear_gradients is None,
+            will_step,
             self._state.gradients.observer if overlaps else None,
             self._state.checks.inspector,
             self._mixtures.loss_weight,
@@ -209,7 +210,7 @@ class TrainingSteps:
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
         """Run a step of manual optimization, whose backward passes user code runs."""
         if self._runner.limited_rows is not None:
-            check_limited_step(1, is_automatic=False)
+            check_limited_step(is_automatic=False)
         self._state.main.wait()
         self._mesh.random.begin_microbatch(step, self._mesh.dp.rank)
         if self._mixtures.loss_weight is not None:

@@ -1,0 +1,103 @@
+"""Rows beyond a limit that a run has needed on any rank, read while the device still computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import sleep
+
+import torch
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.pending import start_all_reduce
+from lightning_megatron.shapes import Int
+
+#: Value of the host's copy before the device has written it; no number of rows is so small.
+_UNREAD = torch.iinfo(torch.int32).min
+#: Time between two looks at the host's copy (seconds).
+_PAUSE = 20e-6
+
+
+class RowExcess:
+    """Largest number of rows beyond a limit, over the passes of a run and over all ranks.
+
+    All tensors keep their addresses, so that a CUDA graph may hold :meth:`add` and :meth:`start`.
+    The device writes the result into pinned memory, where the host finds it without an event: an
+    event of a replay could still be that of the replay before.
+
+    Args:
+        device: Device of the passes.
+        world: Axis of all ranks that run together.
+    """
+
+    def __init__(self, device: torch.device, world: MeshAxis) -> None:
+        is_cuda = device.type == "cuda"
+        # Validation may come first, and graphs cannot write tensors of its inference mode later.
+        with torch.inference_mode(False):
+            self._most = torch.zeros(1, dtype=torch.int32, device=device)
+            self._excess = torch.zeros_like(self._most)
+            self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+        self._world = world
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._reference: int | None = None
+
+    def clear(self) -> None:
+        """Forget all passes before the next run; the host must have waited for the last result."""
+        self._most.zero_()
+        self._on_host.fill_(_UNREAD)
+
+    def forget_limit(self) -> None:
+        """Count in rows of another limit from the next pass on; no graph may be replayed again."""
+        self._reference = None
+
+    @torch.no_grad()
+    def add(self, needed: Int[torch.Tensor, "1"], limit: int) -> None:
+        """Add what a pass needs, without a copy to the host.
+
+        Args:
+            needed: Rows that the routing needs on this rank, on the device. The dtype is int32.
+            limit: Rows that the pass has (rows).
+        """
+        if self._reference is None:
+            self._reference = limit
+        # Counted as if all passes had the limit of the first one: that serves all shapes with one
+        # number, and the usual case of one shape with one launch.
+        shift = self._reference - limit
+        torch.maximum(self._most, needed + shift if shift else needed, out=self._most)
+
+    @torch.no_grad()
+    def start(self) -> Callable[[], None]:
+        """Start the maximum over all ranks and its copy to the host, beside later work.
+
+        Returns:
+            Function to call on the same stream when the run ends, so that a capture has joined all
+            that it started.
+
+        Communication: one all-reduce of a number over the world on the device.
+        """
+        torch.sub(self._most, self._reference or 0, out=self._excess)
+        pending = start_all_reduce(self._excess, self._world, "max")
+        stream = self._stream
+        if stream is None:
+
+            def finish() -> None:
+                pending.wait()
+                self._on_host.copy_(self._excess)
+
+            return finish
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            pending.wait()
+            self._on_host.copy_(self._excess, non_blocking=True)
+        return lambda: torch.cuda.current_stream().wait_stream(stream)
+
+    def wait(self) -> int:
+        """Wait until the device has written the result, and return it; above 0 rows were missing.
+
+        Raises:
+            RuntimeError: If the device has failed.
+        """
+        while (found := int(self._on_host)) == _UNREAD:
+            # Raises the errors of the device, after which the result would never come.
+            torch.cuda.current_stream().query()
+            sleep(_PAUSE)
+        return found

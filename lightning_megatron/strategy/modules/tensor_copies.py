@@ -1,0 +1,37 @@
+"""Copies of many small tensors by few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors, with one launch for all of a device and dtype.
+
+    Args:
+        tensors: Plain strided tensors.
+    """
+    copies = [torch.empty_like(one) for one in tensors]
+    copy_all_(copies, tensors)
+    return copies
+
+
+@torch.no_grad()
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, with one launch for all of a device and dtype.
+
+    Args:
+        targets: Tensors that are written.
+        sources: Tensors that are read, one for each target.
+    """
+    groups: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.device, target.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for into, given in groups.values():
+        torch._foreach_copy_(into, given)

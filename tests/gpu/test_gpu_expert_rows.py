@@ -1,0 +1,57 @@
+"""On two GPUs steps by graphs that need more rows than a limit are run again, with eager bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import CudaGraphs
+from tests.strategy.limited_fits import EXPERTS, Excess
+from tests.strategy.steered_fits import SteeredRecord, fit
+from tests.world import run_world
+
+#: The twelfth batch is captured already; the limit grows at the validation after it.
+EXCESS: Excess = {
+    ("train", 11, 0, 0): -1,
+    ("val", 1, 1, 0): 2,
+    ("train", 15, 1, 1): 120,
+    ("train", 18, 1, 1): 150,
+}
+
+
+def world_of_two(rank: int, size: int) -> dict[str, SteeredRecord]:
+    options: dict[str, Any] = {
+        "accelerator": "gpu",
+        "precision": "bf16-mixed",
+        "num_batches": 24,
+        "val_check_interval": 12,
+        "model": {"hidden_size": 64, "experts": {**EXPERTS, "ffn_hidden_size": 32}},
+    }
+    found = {
+        "without": fit(None, EXCESS, **options),
+        "repeated": fit(None, EXCESS, **options),
+        "eager": fit(1.0, EXCESS, **options),
+    }
+    for mode in ("segments", "full"):
+        graphs = CudaGraphs(mode, evaluation=True, on_failure="error")  # type: ignore[arg-type]
+        found[mode] = fit(1.0, EXCESS, graphs, **options)
+    return found
+
+
+@pytest.mark.gpu2
+def test_a_limit_leaves_the_bits_of_a_fit_without_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for ranks in run_world(world_of_two, 2, backend="nccl"):
+        without = ranks["without"]
+        repeated = set(ranks["repeated"].differences_from(without))
+        for name in ("eager", "segments", "full"):
+            assert set(ranks[name].differences_from(without)) <= repeated, name
+            assert ranks[name].num_failures == 3, name
+            assert ranks[name].factor == 1.75, name
+        for mode in ("segments", "full"):
+            assert ranks[mode].num_graphs[10] > 0, mode
+            assert ranks[mode].num_graphs[19] < ranks[mode].num_graphs[10], mode
+            assert ranks[mode].num_graphs[-1] > 0, mode

@@ -1,0 +1,252 @@
+"""Steps by graphs that need more rows than ``expert_rows`` allows are run again eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_megatron import CudaGraphs
+from lightning_megatron.experts.transport.row_limit import RowLimit
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.strategy.step.limited_rows import LimitedRows
+from tests.strategy.limited_fits import Excess
+from tests.strategy.steered_fits import NUM_LAYERS, SteeredRecord, fit
+from tests.strategy.update_fits import fused
+from tests.world import run_world
+
+SEGMENTS = CudaGraphs("segments", warmup_steps=1, evaluation=True, on_failure="error")
+FULL = CudaGraphs("full", warmup_steps=1, evaluation=True, on_failure="error")
+#: One row too many in the fourth batch and two in the validation after it, from where on there are
+#: 384 rows. The second validation has room then, the ninth batch has not.
+EXCESS: Excess = {
+    ("train", 3, 0, 0): -1,
+    ("val", 1, 1, 0): 2,
+    ("train", 7, 1, 1): 120,
+    ("train", 8, 1, 1): 150,
+}
+#: In the middle of the second optimizer step, and at the end of the last one.
+ACCUMULATED: Excess = {("train", 4, 1, 0): 3, ("train", 14, 0, 1): -40}
+#: One step, in which the update is a graph already.
+UPDATED: Excess = {("train", 6, 1, 1): 9}
+AGAIN = "the step was run again without a limit"
+WARNINGS = [
+    f"layer 0 needed 257 rows on rank 1, expert_rows=1 has 256: {AGAIN}; 1.01 would do.",
+    f"layer 0 needed 258 rows on rank 0, expert_rows=1 has 256: {AGAIN}; 1.01 would do, and "
+    "expert_rows is 1.11 from now on.",
+    f"layer 1 needed 406 rows on rank 0, expert_rows=1.11 has 384: {AGAIN}; 1.59 would do, and "
+    "expert_rows is 1.75 from now on.",
+]
+
+
+def world_of_two(rank: int, size: int, folder: str) -> dict[str, SteeredRecord]:
+    whole: dict[str, Any] = {"num_batches": 10, "val_check_interval": 4}
+    found = {
+        "without": fit(None, EXCESS, **whole),
+        "segments": fit(1.0, EXCESS, SEGMENTS, **whole),
+        "full": fit(1.0, EXCESS, FULL, saves={6: f"{folder}/half"}, **whole),
+        "resumed": fit(1.0, EXCESS, SEGMENTS, ckpt_path=f"{folder}/half", **whole),
+        "resumed without": fit(None, EXCESS, ckpt_path=f"{folder}/half", **whole),
+    }
+    sums: dict[str, Any] = {
+        **{"num_batches": 15, "max_steps": 5, "accumulate_grad_batches": 3},
+        **{"limit_val_batches": 0, "val_check_interval": None},
+    }
+    found["sums, without"] = fit(None, ACCUMULATED, **sums)
+    found["sums, eager"] = fit(1.0, ACCUMULATED, **sums)
+    found["sums, full"] = fit(1.0, ACCUMULATED, FULL, **sums)
+    updates: dict[str, Any] = {
+        **{"precision": "32-true", "num_batches": 8, "limit_val_batches": 0},
+        **{"model": {"is_fused": True}, "gradient_clip_val": 0.1},
+    }
+    with fused():
+        found["updates, without"] = fit(None, UPDATED, **updates)
+        found["updates, full"] = fit(1.0, UPDATED, replace(FULL, optimizer=True), **updates)
+    # Graphs without a limit, for the number of their entries.
+    found["unlimited graphs"] = fit(None, {}, FULL, num_batches=6, limit_val_batches=0)
+    return found
+
+
+def world_of_four(rank: int, size: int) -> dict[str, SteeredRecord]:
+    excess: Excess = {("train", 4, 1, 1): 5, ("train", 5, 0, 0): -9, ("val", 0, 0, 1): 5}
+    stages: dict[str, Any] = {"devices": 4, "layout": {"pp": 2}, "num_batches": 8}
+    return {
+        "without": fit(None, excess, **stages),
+        **{one.mode: fit(1.0, excess, one, **stages) for one in (SEGMENTS, FULL)},
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, SteeredRecord]]:
+    return run_world(world_of_two, 2, str(tmp_path_factory.mktemp("rows")))
+
+
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_a_fit_by_graphs_with_a_limit_is_an_eager_one_without(
+    found: list[dict[str, SteeredRecord]], mode: str
+) -> None:
+    for rank, ranks in enumerate(found):
+        without, limited = ranks["without"], ranks[mode]
+        assert limited.differences_from(without) == [], f"rank {rank}"
+        assert len(limited.losses) == 10
+        assert len(limited.evaluated) == 4
+        assert (limited.num_failures, limited.factor) == (3, 1.75)
+    for words, warning in zip(WARNINGS, found[0][mode].warnings, strict=True):
+        assert words in warning
+
+
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_graphs_run_first_and_are_captured_again_when_the_limit_has_grown(
+    found: list[dict[str, SteeredRecord]], mode: str
+) -> None:
+    for ranks in found:
+        one = ranks[mode]
+        replays = [
+            after - before
+            for before, after in zip([0, *one.num_replays[:-1]], one.num_replays, strict=True)
+        ]
+        # Batches that needed too much were first run by graphs, and no graph is left afterwards.
+        for batch in (3, 8):
+            assert replays[batch] > 0, batch
+            assert one.num_graphs[batch] > 0, batch
+        assert one.num_graphs[9] < one.num_graphs[8]
+        # Between them the graphs have been captured with more rows.
+        assert one.num_graphs[4] < one.num_graphs[7]
+        assert replays[7] > 0
+
+
+def test_a_fit_by_graphs_goes_on_after_steps_that_were_run_again(
+    found: list[dict[str, SteeredRecord]],
+) -> None:
+    for ranks in found:
+        resumed = ranks["resumed"]
+        assert resumed.differences_from(ranks["resumed without"]) == []
+        assert len(resumed.losses) == 4
+        assert resumed.num_failures == 2, "its limit is again that of its strategy"
+        assert resumed.num_replays[-1] > 0
+
+
+@pytest.mark.parametrize("name", ["eager", "full"])
+def test_gradients_of_earlier_batches_are_computed_again_where_they_accumulate(
+    found: list[dict[str, SteeredRecord]], name: str
+) -> None:
+    for rank, ranks in enumerate(found):
+        without, limited = ranks["sums, without"], ranks[f"sums, {name}"]
+        assert limited.differences_from(without) == [], f"rank {rank}"
+        assert len(limited.losses) == 15
+        assert limited.num_failures == 2
+    if name == "full":
+        assert found[0]["sums, full"].num_replays[14] > found[0]["sums, full"].num_replays[13]
+
+
+def test_a_captured_update_waits_for_the_run_that_counts(
+    found: list[dict[str, SteeredRecord]],
+) -> None:
+    for ranks in found:
+        without, limited = ranks["updates, without"], ranks["updates, full"]
+        assert limited.differences_from(without) == []
+        assert limited.num_failures == 1
+        # Of the step, with gathers of parameters and without, and of the update.
+        assert limited.num_graphs[5:] == [3, 3, 3]
+
+
+def test_a_limit_costs_two_small_kernels_a_pass_of_a_layer_and_four_a_step(
+    found: list[dict[str, SteeredRecord]],
+) -> None:
+    for ranks in found:
+        limited, unlimited = (
+            max(ranks["full"].num_entries),
+            max(ranks["unlimited graphs"].num_entries),
+        )
+        num_passes = 2 * NUM_LAYERS
+        # Ends within the limit and the largest need; what is missing, its maximum over the ranks,
+        # the wait for that and the copy to the host.
+        assert limited - unlimited == 2 * num_passes + 4
+
+
+@pytest.mark.slow
+def test_all_stages_of_a_pipeline_run_a_step_again_eagerly() -> None:
+    for rank, ranks in enumerate(run_world(world_of_four, 4)):
+        for mode in ("segments", "full"):
+            assert ranks[mode].differences_from(ranks["without"]) == [], f"{mode}, rank {rank}"
+            assert ranks[mode].num_failures == 2, mode
+            assert max(ranks[mode].num_graphs) > 0, mode
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators that would launch kernels or copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_view = any(one.alias_info is not None for one in func._schema.returns) and not any(
+            one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments
+        )
+        if not is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return result
+
+
+class Buffers(LightningModule):
+    """A module of the user with many buffers of one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(20):
+            self.register_buffer(f"one{number}", torch.full((3,), float(number)))
+
+
+class Routers:
+    """State of many routers."""
+
+    def __init__(self) -> None:
+        sums = [torch.zeros(9, dtype=torch.float64) for _ in range(48)]
+        self.step_tensors = [*sums, *(torch.zeros(4) for _ in range(48))]
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    with Launches() as mode:
+        yield mode.names
+
+
+def test_the_state_before_a_step_is_kept_by_one_copy_for_each_dtype() -> None:
+    mesh = ParallelMesh.single()
+    module, routers = Buffers(), Routers()
+    limit = RowLimit(1.0, mesh)
+    executor = PipelineExecutor(mesh, None)
+    limited = LimitedRows(module, mesh, limit, cast("Any", routers), executor, cast("Any", None))
+
+    def first() -> None:
+        assert executor.after_forwards is not None
+        limit.note(0, 128, torch.tensor([129], dtype=torch.int32))
+        module.one3 += 1.0
+        routers.step_tensors[50] += 1.0
+        executor.after_forwards()()
+
+    def again() -> str:
+        assert module.one3.tolist() == [3.0] * 3
+        assert routers.step_tensors[50].tolist() == [0.0] * 4
+        limit.note(0, 128, torch.tensor([129], dtype=torch.int32))
+        return "again"
+
+    with counted() as names:
+        limited._before()
+    # Buffers of the module, statistics, and buffers of the routers.
+    assert names == ["_foreach_copy_.default"] * 3
+    with counted() as names, limit.limiting():
+        pass
+    # The counter on the device, and the word on the host, which is no launch.
+    assert names == ["zero_.default", "fill_.Scalar"]
+    assert limited.run(first, again) == "again"
+    assert limited.num_failures == 1
