@@ -39,6 +39,9 @@ class Validated(Trained):
         pass
 
 
+STEPS, BETWEEN = 8, 5
+
+
 def flat(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 
@@ -49,11 +52,12 @@ def fit(
     steps: int,
     folder: str | Path,
     resume: Any = None,
+    every: int = BETWEEN,
     **options: Any,
 ) -> tuple[Validated, EMAWeightAveraging]:
-    """Train two steps an epoch, validate after each, save every step."""
+    """Train two steps an epoch, validate after each, save every few steps."""
     averaging = EMAWeightAveraging(decay=0.5)
-    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
     trainer = trainer_of(
         layout, size, steps, callbacks=[averaging, saver], num_sanity_val_steps=0, **options
     )
@@ -80,9 +84,6 @@ def saved(path: str | Path, prefix: str) -> dict[str, Tensor]:
         for name, one in found.items()
         if name.startswith(prefix)
     }
-
-
-STEPS, BETWEEN = 12, 7
 
 
 def test_averages_equal_those_of_lightning_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def _assert_averages(folder: str | Path, steps: int) -> None:
 
 
 def test_mixed_precision_averages_in_full_precision(tmp_path: Path) -> None:
-    ours, averaging = fit({}, 1, STEPS, tmp_path / "ours", precision="bf16-mixed")
+    ours, averaging = fit({}, 1, STEPS, tmp_path / "ours", every=1, precision="bf16-mixed")
     assert "_swap_models" not in vars(averaging), "the callback is as it was after the run"
     _assert_averages(tmp_path / "ours", STEPS)
     last = saved(tmp_path / "ours" / f"step={STEPS}.ckpt", MODEL)
@@ -170,6 +171,7 @@ def test_mixed_precision_averages_in_full_precision(tmp_path: Path) -> None:
         STEPS,
         tmp_path / "r",
         tmp_path / "ours" / f"step={BETWEEN}.ckpt",
+        every=1,
         precision="bf16-mixed",
     )
     assert rest.losses == ours.losses[BETWEEN:]
@@ -192,7 +194,7 @@ def _on_ranks(rank: int, size: int, folder: str) -> State:
             layout, size, STEPS, f"{folder}/rest", resume=f"{folder}/{name}/step={BETWEEN}.ckpt"
         )
         found[name] = (flat(module), torch.equal(flat(rest), flat(module)))
-        fit(layout, size, 4, f"{folder}/half {name}", precision="bf16-mixed")
+        fit(layout, size, 4, f"{folder}/half {name}", every=1, precision="bf16-mixed")
     return found
 
 
