@@ -22,6 +22,8 @@ from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.step_moments import ChunkCosts, Moment, moments
 
 GIB = 2**30
+#: Size of an element of a clone's gradient (bytes).
+_CLONE_GRADIENT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class TrainingShape:
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
         expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
             routing.
+        clone_places: Places on every rank for clones of busy experts (places).
         zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if
             it keeps all.
         parameter_bytes: Size of a parameter's element (bytes).
@@ -65,6 +68,7 @@ class TrainingShape:
     recompute: Recompute = "none"
     expert_transport: Transport = "auto"
     expert_rows: float | None = None
+    clone_places: int = 0
     zero: int = 1
     parameter_bytes: int = 2
     gradient_bytes: int = 4
@@ -93,7 +97,8 @@ class StageMemory:
         activations: Activations that layers keep for backward.
         loss: Logits, and tensors that the loss derives from them.
         workspace: Temporary buffers of the running layer or optimizer.
-        communication: Transfers in flight between stages, and symmetric buffers for tokens.
+        communication: Transfers in flight between stages, symmetric buffers for tokens, and clones
+            of experts with their gradients.
         libraries: Workspaces of libraries.
         graphs: Memory of CUDA graphs. The allocator also keeps that of the eager steps before the
             captures, which all other parts describe.
@@ -204,6 +209,7 @@ def _costs_of_blocks(
         etp=layout.etp,
         transport=training.expert_transport,
         expert_rows=training.expert_rows if layout.ep > 1 else None,
+        clone_places=training.clone_places if layout.ep > 1 else 0,
     )
     dense, mixture = (
         activation_costs(
@@ -261,7 +267,8 @@ def _stage_memory(
         loss=worst.loss,
         workspace=worst.workspace,
         communication=(transfers if worst.name != "optimizer step" else 0)
-        + max((block.slots for block in blocks), default=0),
+        + max((block.slots for block in blocks), default=0)
+        + (clone_bytes(model, layout, training) if num_mixtures else 0),
         libraries=training.library_bytes,
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
     )
@@ -307,6 +314,23 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
         "main_parameters": owned * training.main_bytes,
         "optimizer": owned * training.state_bytes,
     }
+
+
+def clone_bytes(model: ModelShape, layout: ParallelLayout, training: TrainingShape) -> int:
+    """Return the memory of the clones of a rank and of their gradients, for all layers together.
+
+    Gradients are float32 on their way.
+
+    Args:
+        model: Shape of the model, which has experts.
+        layout: Sizes of the axes.
+        training: The places, and the size of a weight's element.
+    """
+    if model.experts is None or layout.ep == 1:
+        return 0
+    homes = model.experts.num_experts // layout.ep
+    one = model.expert_parameters(layout) // homes
+    return training.clone_places * one * (training.activation_bytes + _CLONE_GRADIENT)
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:

@@ -63,6 +63,7 @@ class MicrobatchShape:
         transport: Transport of tokens to the ranks of ep.
         expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
             routing.
+        clone_places: Places on every rank for clones of busy experts (places).
     """
 
     num_tokens: int
@@ -73,6 +74,7 @@ class MicrobatchShape:
     etp: int = 1
     transport: Transport = "auto"
     expert_rows: float | None = None
+    clone_places: int = 0
 
     @property
     def own_tokens(self) -> int:
@@ -228,7 +230,9 @@ class _RowCounts:
             return cls(sent, sent * experts.top_k, sent * experts.top_k, are_exchanged=True)
         tokens = sent * batch.ep
         gathered = sent if transport == "one_sided" else tokens
-        buffer = tokens * min(experts.top_k, experts.num_experts // batch.ep)
+        # A token may go to a home and to clones on the same rank.
+        groups = experts.num_experts // batch.ep + batch.clone_places
+        buffer = tokens * min(experts.top_k, groups)
         if limit is not None:
             buffer = min(buffer, limited_rows(limit, sent * experts.top_k))
         return cls(gathered, tokens * experts.top_k, buffer, are_put=transport == "one_sided")

@@ -29,7 +29,8 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.activations import Recompute, activation_costs
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import TrainingShape, clone_bytes, estimate_memory
+from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
@@ -171,6 +172,8 @@ def peak_bytes(model: GPT, config: GPTConfig, batch: int = BATCH) -> int:
 
 # Two ranks.
 
+#: Places of a rank in layouts with clones of experts.
+PLACES = {"ep 2 by puts, limited, with clones": 2, "ep 2 by puts, with clones": 2}
 #: Sizes, sequence parallelism, transport, and limit on the rows of experts.
 LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
     "etp 2": ({"tp": 2}, True, "auto", None),
@@ -182,6 +185,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
     "ep 2 by an all-to-all": ({"ep": 2}, False, "all_to_all", None),
     "ep 2 by puts": ({"ep": 2}, False, "one_sided", None),
     "ep 2 by puts, limited": ({"ep": 2}, False, "one_sided", 1.25),
+    "ep 2 by puts, with clones": ({"ep": 2}, False, "one_sided", None),
+    "ep 2 by puts, limited, with clones": ({"ep": 2}, False, "one_sided", 1.25),
     "ep 2 inside tp 2 by puts": ({"tp": 2, "etp": 1, "ep": 2}, True, "one_sided", None),
 }
 
@@ -192,6 +197,11 @@ def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport, limit:
         layer.transport, layer.router.forced_balance = transport, True
         layer.row_limit = LayerRows(limit, number, mesh.ep.size)
     return model
+
+
+def set_places(model: GPT, places: int) -> None:
+    for layer in model.mixtures().values():
+        layer.clones = CloneSettings(places) if places else None
 
 
 def limiting(limit: RowLimit, rows: float | None) -> AbstractContextManager[None]:
@@ -217,7 +227,9 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
             "sequence_parallel": sequence_parallel,
             "transport": transport,
         }
-        how |= {"ep": layout.ep, "etp": layout.etp, "expert_rows": rows}
+        places = PLACES.get(name, 0)
+        set_places(model, places)
+        how |= {"ep": layout.ep, "etp": layout.etp, "expert_rows": rows, "clone_places": places}
         expected = estimated_bytes(config, torch.bfloat16, **how)
         with limiting(limit, rows):
             kept = kept_bytes(model, config, patience=0.5)
@@ -251,6 +263,9 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
     )
     found = {}
     for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
+        # Between CPUs clones come by collectives, which need other buffers than puts.
+        if name in PLACES:
+            continue
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
         limit = RowLimit(rows or 1.0, mesh)
@@ -279,9 +294,25 @@ def test_ranks_that_share_experts_hold_and_keep_what_the_estimate_says() -> None
 
 def test_ranks_that_share_experts_need_what_the_estimate_says() -> None:
     for found in run_world(train_step, 2):
-        assert list(found) == list(LAYOUTS)
+        assert list(found) == [name for name in LAYOUTS if name not in PLACES]
         for name, (peak, estimate) in found.items():
             assert estimate == pytest.approx(peak, rel=0.08), name
+
+
+def test_places_for_clones_need_memory_once_for_all_layers() -> None:
+    config = CONFIGS["all layers"]
+    shape = config.memory_shape()
+    layout = ParallelLayout(4, ep=4)
+    training = TrainingShape(seq_length=LENGTH, expert_transport="one_sided", expert_rows=1.0)
+    (without,) = estimate_memory(shape, layout, training)
+    (with_places,) = estimate_memory(shape, layout, replace(training, clone_places=2))
+    experts = config.experts
+    assert experts is not None
+    weights = 3 * config.hidden_size * experts.ffn_hidden_size
+    assert clone_bytes(shape, layout, replace(training, clone_places=2)) == 2 * weights * (2 + 4)
+    assert with_places.peak - without.peak == 2 * weights * (2 + 4)
+    (alone,) = estimate_memory(shape, ParallelLayout(1), replace(training, clone_places=2))
+    assert alone == estimate_memory(shape, ParallelLayout(1), training)[0]
 
 
 def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:

@@ -270,6 +270,7 @@ def training_shape(
         sequence_parallel=strategy.mesh.sequence_parallel,
         expert_transport=strategy.run.mixtures.transport,
         expert_rows=strategy.run.mixtures.expert_rows,
+        clone_places=strategy.run.mixtures.clone_places,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,

@@ -183,6 +183,12 @@ class MixtureRuntime:
         return None if self.row_limit is None else self.row_limit.factor
 
     @property
+    def clone_places(self) -> int:
+        """Return the places of every rank for clones; 0 if no layer here has any."""
+        settings = [layer.clones for layer in self._layers.values()]
+        return max((one.places for one in settings if one is not None), default=0)
+
+    @property
     def transport(self) -> Transport:
         """Return ``one_sided`` if a layer uses it, else the configured transport."""
         is_put = any(
