@@ -186,7 +186,7 @@ def write_map(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    from tests import clone_picture, performance_picture, schedule_picture
+    from tests import clone_picture, kept_table, performance_picture, schedule_picture
     from tests.options_page import OPTIONS, options_page
     from tests.room_picture import PICTURE, room_picture
 
@@ -198,3 +198,4 @@ if __name__ == "__main__":
     schedule_picture.write_picture()
     schedule_picture.write_trained_schedules()
     clone_picture.write()
+    kept_table.write()

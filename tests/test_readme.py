@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
-from tests import clone_picture, performance_picture, schedule_picture
+from tests import clone_picture, kept_table, performance_picture, schedule_picture
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import (
     DOCS,
@@ -168,6 +168,14 @@ def test_picture_and_table_of_planned_clones_are_current() -> None:
         wanted = clone_picture.numbers_of(new)
         is_current = found == pytest.approx(wanted, abs=tolerance, rel=0.03)
         assert is_current, f"{what} is old. Write it again: python -m tests.readme_blocks"
+
+
+def test_table_of_kept_bytes_is_current() -> None:
+    found = kept_table.TABLE.search(kept_table.PAGE.read_text())
+    assert found is not None
+    assert found.group() == kept_table.table(), (
+        "the table is old. Write it again: python -m tests.readme_blocks"
+    )
 
 
 def test_picture_of_the_schedules_is_that_of_the_printed_table() -> None:

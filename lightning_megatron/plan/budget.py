@@ -209,7 +209,7 @@ def _costs_of_blocks(
         etp=layout.etp,
         transport=training.expert_transport,
         expert_rows=training.expert_rows if layout.ep > 1 else None,
-        clone_places=training.clone_places if layout.ep > 1 else 0,
+        clone_places=training.clone_places,
     )
     dense, mixture = (
         activation_costs(
@@ -257,6 +257,7 @@ def _stage_memory(
     worst = max(found, key=lambda moment: moment.size)
     # A stage receives one tensor while it sends another.
     transfers = 2 * ends.boundary if layout.pp > 1 else 0
+    clones = clone_bytes(model, layout, training) if num_mixtures else 0
     return StageMemory(
         stage=stage,
         moment=worst.name,
@@ -268,7 +269,7 @@ def _stage_memory(
         workspace=worst.workspace,
         communication=(transfers if worst.name != "optimizer step" else 0)
         + max((block.slots for block in blocks), default=0)
-        + (clone_bytes(model, layout, training) if num_mixtures else 0),
+        + clones,
         libraries=training.library_bytes,
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
     )

@@ -145,13 +145,11 @@ def mixture_costs(
     rows = _RowCounts.of(experts, batch)
     inner = experts.ffn_hidden_size // batch.etp
     features = element * rows.buffer * inner
-    vectors = element * rows.buffer * hidden
     selections = element * rows.selections * hidden
-    recomputed = (table.ffn_copies + table.expert_copies) * features
-    kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
-    kept += batch.stream_tokens * _routing_bytes(experts, hidden, table, batch)
+    parts = kept_by_mixture(model, table, batch)
+    vectors = parts.inputs
+    recomputed = parts.products
     shared = _shared_costs(model, table, batch)
-    kept += shared.kept
     # Outputs of experts, sorted by expert and by selection; an all-to-all needs send and receive
     # buffers for both.
     forward = vectors + table.selection_copies * selections
@@ -188,7 +186,7 @@ def mixture_costs(
     last = max(freed_moments)
     freed = recomputed if recomputes else 0
     return NetworkCosts(
-        kept=kept,
+        kept=parts.total,
         recomputed=recomputed,
         forward=forward,
         backward=max(*kept_moments, last - recomputed),
@@ -199,6 +197,62 @@ def mixture_costs(
         inside=recomputed,
         returned=selections,
         has_static_transport=not rows.are_exchanged,
+    )
+
+
+@dataclass(frozen=True)
+class KeptByMixture:
+    """Bytes that a mixture of experts keeps for the backward pass of one microbatch.
+
+    Outputs of experts are not among them: probabilities multiply the inner features, so that their
+    gradients need no output.
+
+    Args:
+        inputs: Tokens sorted by expert, which the weight gradients of the first product read.
+        products: Outputs of the first product, and the inputs of the second one.
+        probabilities: Probability of every row.
+        maps: Maps from selections to rows and back.
+        router: Scores and selections of tokens.
+        shared: The shared expert.
+    """
+
+    inputs: int
+    products: int
+    probabilities: int
+    maps: int
+    router: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        rows = self.inputs + self.products + self.probabilities + self.maps
+        return rows + self.router + self.shared
+
+
+def kept_by_mixture(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+) -> KeptByMixture:
+    """Return what a mixture of experts keeps for the backward pass, by part.
+
+    Args:
+        model: Shape of the model, which has experts.
+        table: Activations that layers keep.
+        batch: Shape of the microbatch.
+    """
+    experts = model.experts
+    assert experts is not None, "the block has experts"
+    rows = _RowCounts.of(experts, batch)
+    element = batch.activation_bytes
+    features = element * rows.buffer * (experts.ffn_hidden_size // batch.etp)
+    routing = _routing_bytes(experts, model.hidden_size, table, batch)
+    return KeptByMixture(
+        inputs=element * rows.buffer * model.hidden_size,
+        products=(table.ffn_copies + table.expert_copies) * features,
+        probabilities=rows.buffer * batch.wide_bytes,
+        maps=rows.map_bytes,
+        router=batch.stream_tokens * routing,
+        shared=_shared_costs(model, table, batch).kept,
     )
 
 

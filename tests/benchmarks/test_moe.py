@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import headline
 from benchmarks.routing import Popularity, RankLoad, popularity_of
 from lightning_megatron.experts.transport.rank_rows import StepRows
 from lightning_megatron.plan.clone_cost import CloneCost
+
+
+def test_the_headline_estimates_before_it_trains(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    peaks = []
+    for rows in ("0", "1.25"):
+        headline.main(["--estimate-only", "--expert-rows", rows])
+        found = re.search(r"estimate: (\d+\.\d) GiB a GPU", capsys.readouterr().out)
+        assert found is not None
+        peaks.append(float(found.group(1)))
+    # 131,072 and 40,960 rows of 48 layers, each of 2,048 + 3 * 768 numbers in bfloat16.
+    saved = 48 * (131_072 - 40_960) * (2 * (2_048 + 3 * 768) + 4) / 2**30
+    assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.02)
+    with pytest.raises(SystemExit, match="nothing was run"):
+        headline.main(["--most", "100", "--out", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
 
 
 def test_choices_follow_the_popularity_without_repeats() -> None:
@@ -60,6 +79,7 @@ def test_the_predicted_gain_is_that_of_the_busiest_rank() -> None:
 def test_a_drawn_routing_is_measured_on_two_ranks(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "benchmarks.moe", "--devices", "2", "--accelerator", "cpu"]
     line += ["--shapes", "tiny_mixtral", "--routing", "zipf:1.0:ordered", "--steps", "2"]
+    line += ["--clones", "0", "1"]
     subprocess.run([*line, "--out", str(tmp_path)], check=True, capture_output=True)
     found = json.loads((tmp_path / "tiny_mixtral_zipf_1.0_ordered.json").read_text())
     ranks = found["RankLoad"]
@@ -72,6 +92,12 @@ def test_a_drawn_routing_is_measured_on_two_ranks(tmp_path: Path) -> None:
     assert ranks["rows_needed"] == max(busiest)
     assert ranks["max_over_mean"] == pytest.approx(sum(busiest) / 2 / (2 * 64), abs=1e-3)
     assert (ranks["moved"], ranks["clones"]) == (0, 0)
+    cloned = json.loads((tmp_path / "tiny_mixtral_zipf_1.0_ordered_clones1.json").read_text())
+    assert cloned["RankLoad"]["max_over_mean"] == ranks["max_over_mean"]
+    assert cloned["RankLoad"]["max_over_mean_after"] < 1.02
+    assert cloned["RankLoad"]["clones"] == 1.0
+    assert cloned["losses"] == pytest.approx(found["losses"], rel=1e-3)
     table = (tmp_path / "table.md").read_text()
+    assert "| ours | tiny_mixtral, zipf:1.0:ordered, 1 clones | ep2 |" in table
     assert "| ours | tiny_mixtral, zipf:1.0:ordered | ep2 |" in table
     assert f"| {ranks['max_over_mean']} | {ranks['max_over_mean']} | 0.0% |" in table

@@ -1,0 +1,126 @@
+"""Benchmark of the whole Qwen3-30B-A3B on one host: estimated memory first, then measured steps.
+
+    python -m benchmarks.headline --estimate-only
+    python -m benchmarks.headline --peer path/to/mcore_peer.py --peer-path PATHS --out runs/headline
+
+All 48 layers are trained with ep over all GPUs, eight sequences of 4,096 tokens a GPU and step, and
+gradient sums and moments in bfloat16. Experts have buffers with a limit and places for clones.
+Nothing runs if the estimate exceeds ``--most``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.data_parallel import TABLE, run_ours, run_peer
+from benchmarks.train_shapes import LAYOUTS, SHAPES, parser
+from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
+from lightning_megatron.plan.kept_activations import fused_activations
+from lightning_megatron.plan.layout import ParallelLayout
+
+SHAPE = "qwen3_48"
+#: Sequences of a GPU and step.
+BATCH = 8
+#: What a step must reach without recomputation: GiB a GPU, and tokens a second and GPU.
+MOST_GIB, LEAST_TOKENS = 105.0, 14_000
+
+
+def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of the strategy."""
+    found: dict[str, Any] = {
+        "microbatch_size": args.microbatch_size,
+        "recompute": args.recompute,
+        "gradient_dtype": "bfloat16",
+        "moments_dtype": "bfloat16",
+    }
+    found |= {"expert_rows": args.expert_rows} if args.expert_rows else {}
+    found |= {"expert_clones": args.clones} if args.clones else {}
+    return found | json.loads(args.options)
+
+
+def estimate(args: argparse.Namespace) -> StageMemory:
+    """Return the estimated memory of a GPU."""
+    shape = SHAPES[SHAPE].memory_shape()
+    options = strategy_options(args)
+    training = TrainingShape(
+        seq_length=SHAPES[SHAPE].max_seq_length,
+        microbatch_size=options["microbatch_size"],
+        num_microbatches=BATCH // options["microbatch_size"],
+        recompute=options["recompute"],
+        expert_transport="one_sided",
+        expert_rows=options.get("expert_rows"),
+        clone_places=options.get("expert_clones", 0),
+        gradient_bytes=2,
+        state_bytes=4,
+    )
+    layout = ParallelLayout(args.devices, ep=args.devices)
+    (found,) = estimate_memory(shape, layout, training, table=fused_activations(shape))
+    return found
+
+
+def estimate_line(found: StageMemory) -> str:
+    """Format an estimate as one line."""
+    parts = ("static", "activations", "loss", "workspace", "communication")
+    sizes = ", ".join(f"{name} {getattr(found, name) / GIB:.1f}" for name in parts)
+    return f"estimate: {found.peak / GIB:.1f} GiB a GPU ({sizes}); {MOST_GIB:.0f} are the goal"
+
+
+def case(routing: str, args: argparse.Namespace) -> list[str]:
+    """Run a routing with the peer and with our program, and return the rows of the table."""
+    out = Path(args.out) / f"{routing.replace(':', '_')}.json"
+    line = ["--model", SHAPE, "--layout", f"ep{args.devices}", "--batch", str(BATCH)]
+    line += ["--steps", str(args.steps), "--out", str(out), "--in-a-row"]
+    line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
+    line += ["--options", json.dumps(strategy_options(args))]
+    given = argparse.Namespace(**vars(parser().parse_args(line)))
+    given.peer = args.peer
+    given.peer_path = args.peer_path
+    given.timeout = args.timeout
+    given.connections = 0
+    rows = run_peer(given) if args.peer and routing == "balanced" else []
+    rows += run_ours(given, line)
+    return [row.replace(f"| {SHAPE} |", f"| {SHAPE}, {routing} |") for row in rows]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Estimate, run all routings and print the table."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    devices = [layout.devices for layout in LAYOUTS.values() if layout.ep == layout.devices > 1]
+    options.add_argument("--devices", type=int, default=4, choices=devices)
+    options.add_argument("--routing", nargs="*", default=["balanced", "natural"])
+    options.add_argument("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
+    options.add_argument("--recompute", default="none", choices=["none", "selective", "experts"])
+    options.add_argument("--expert-rows", type=float, default=1.25, help="0 is the worst routing")
+    options.add_argument("--clones", type=int, default=1, help="places of a rank for clones")
+    options.add_argument("--most", type=float, default=135.0, help="GiB of a GPU")
+    options.add_argument("--estimate-only", action="store_true", help="train nothing")
+    options.add_argument("--steps", type=int, default=8, help="steps that count")
+    options.add_argument("--peer", default="", help="program to compare with")
+    options.add_argument("--peer-path", default="", help="folders for its imports alone")
+    options.add_argument(
+        "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
+    options.add_argument("--timeout", type=float, default=500.0, help="seconds for each program")
+    options.add_argument("--out", default="runs/headline", help="folder for figures")
+    args = options.parse_args(arguments)
+    found = estimate(args)
+    print(estimate_line(found), flush=True)
+    if args.estimate_only:
+        return
+    if found.peak > args.most * GIB:
+        raise SystemExit(f"The estimate exceeds --most ({args.most:g} GiB): nothing was run.")
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    rows = [row for routing in args.routing for row in case(routing, args)]
+    goal = f"goal: {LEAST_TOKENS:,} tokens/s/GPU within {MOST_GIB:.0f} GiB"
+    text = "\n".join([*TABLE, *rows, "", estimate_line(found), goal])
+    print(text, flush=True)
+    (Path(args.out) / "table.md").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The table of `docs/experts.md` of what a mixture of experts keeps for the backward pass."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.train_shapes import SHAPES
+from lightning_megatron.plan.kept_activations import fused_activations
+from lightning_megatron.plan.network_activations import (
+    KeptByMixture,
+    MicrobatchShape,
+    kept_by_mixture,
+)
+from tests.readme_blocks import DOCS
+
+PAGE = DOCS / "experts.md"
+TABLE = re.compile(r"(?<=<!-- kept bytes -->\n)(?:\|.*\n)+")
+#: Part, its name in the table, and why it stays.
+PARTS = (
+    (
+        "inputs",
+        "tokens sorted by expert",
+        "weight gradients of the first product; received tokens are overwritten by the next layer",
+    ),
+    (
+        "products",
+        "gate and up values, and their activation times the probability",
+        "backward pass of the activation; weight gradients of the second product",
+    ),
+    ("probabilities", "probability of each row", "backward pass of the activation"),
+    ("maps", "maps between choices and rows", "way of gradients back to tokens"),
+    ("router", "logits and choices of the router", "gradients of the router"),
+)
+
+
+def kept(expert_rows: float | None) -> KeptByMixture:
+    """Return what a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
+    shape = SHAPES["qwen3_48"].memory_shape()
+    batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
+    return kept_by_mixture(shape, fused_activations(shape), batch)
+
+
+def table() -> str:
+    """Return the table of the page, in bytes a token."""
+    lines = [
+        "| kept by a layer | worst routing | `expert_rows=1.25` | even routing | for |",
+        "|---|---|---|---|---|",
+    ]
+    costs = [kept(rows) for rows in (None, 1.25, 1.0)]
+    for part, name, why in PARTS:
+        cells = [f"{getattr(one, part) // 4096:,}" for one in costs]
+        lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
+    totals = [f"{one.total // 4096:,}" for one in costs]
+    lines.append(f"| together | {' | '.join(totals)} | |")
+    return "\n".join(lines) + "\n"
+
+
+def write() -> None:
+    """Write the table of the page again."""
+    PAGE.write_text(TABLE.sub(lambda _: table(), PAGE.read_text()))
