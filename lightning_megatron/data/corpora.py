@@ -15,6 +15,15 @@ from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
+def list_prefixes(given: str | list[str] | dict[str, float] | None) -> list[str]:
+    """Return the prefixes of token files as a list.
+
+    Args:
+        given: One prefix, some of them, or some with weights; None means none.
+    """
+    return [given] if isinstance(given, str) else list(given or ())
+
+
 def check_sources(train: object, val: object, test: object, split: object, corpus: object) -> None:
     """Check that the arguments of a data module name its data, and name them once.
 

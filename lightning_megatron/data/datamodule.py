@@ -19,6 +19,7 @@ from lightning_megatron.data.corpora import (
     check_sources,
     check_split,
     has_share,
+    list_prefixes,
     split_corpus,
 )
 from lightning_megatron.data.description import CorpusDescription
@@ -53,6 +54,7 @@ class TokenDataModule(LightningDataModule):
 
     Shapes:
         A batch is {"tokens": (B, S), "labels": (B, S)}: shifted labels, of which -100 is ignored.
+        Separate documents add {"lengths": (B, L)}.
 
     Args:
         train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
@@ -74,6 +76,8 @@ class TokenDataModule(LightningDataModule):
             way, and ends a blend without weights after one pass.
         train_samples: Training samples per epoch over all ranks; None derives it as above.
         mask_after_eod: Whether to ignore the label that follows an end-of-document token.
+        documents: "joined" lets attention and positions run over the ends of documents in a window.
+            "separate" restarts both at each document, and ignores the labels across the ends.
         data_dir: Directory to which the bundled ``corpus`` is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
         checksums: Whether to compare each token file with the checksum written by ``preprocess``.
@@ -101,6 +105,7 @@ class TokenDataModule(LightningDataModule):
         order: Literal["passes", "megatron"] = "passes",
         train_samples: Elements | None = None,
         mask_after_eod: bool = False,
+        documents: Literal["joined", "separate"] = "joined",
         data_dir: str = "data",
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
@@ -111,7 +116,7 @@ class TokenDataModule(LightningDataModule):
         check_sources(train, val, test, split, corpus)
         if split is not None:
             check_split(given["split"], given["order"])
-        self.prefixes = {part: _prefixes(given[part]) for part in PARTS}
+        self.prefixes = {part: list_prefixes(given[part]) for part in PARTS}
         self.weights = list(given["train"].values()) if isinstance(given["train"], dict) else None
         self.split: str | None = given["split"]
         self.corpus: Literal["speeches"] | None = given["corpus"]
@@ -123,6 +128,7 @@ class TokenDataModule(LightningDataModule):
         self.train_samples: int | None = given["train_samples"]
         self.order: Literal["passes", "megatron"] = given["order"]
         self.mask_after_eod = mask_after_eod
+        self.documents: Literal["joined", "separate"] = given["documents"]
         self.checksums = checksums
         self.data_dir: str = given["data_dir"]
         self.cache_dir: str | None = given["cache_dir"]
@@ -309,7 +315,8 @@ class TokenDataModule(LightningDataModule):
                 "mask_after_eod needs an end-of-document token: the tokenizer has none. Leave "
                 "mask_after_eod out, or use a tokenizer with such a token."
             )
-        batches = WindowBatches(samples, self.eod if self.mask_after_eod else None)
+        ignored = self.eod if self.mask_after_eod else None
+        batches = WindowBatches(samples, ignored, self.documents == "separate")
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
     def _data_parallel(self) -> tuple[int, int]:
@@ -391,7 +398,3 @@ class TokenDataModule(LightningDataModule):
             for corpus in corpora:
                 check_corpus_once(corpus, self._cache_dir(), in_charge)
         self._checked.add(part)
-
-
-def _prefixes(given: str | list[str] | dict[str, float] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or ())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,16 +23,23 @@ class WindowBatches(Dataset):
     Shapes:
         An item is {"tokens": (B, S), "labels": (B, S)} with labels already shifted by one token.
         The padding of a short window, and all of a row with number -1, is token 0 and label -100.
+        Separate documents add {"lengths": (B, L)}: the tokens of each document of a row, then
+        zeros. L is the same for all batches.
 
     Args:
         samples: Windows of token ids.
         mask_after: Token after which the label is ignored, such as the end of a document; None
             ignores no label.
+        are_separate: Whether documents are separate: their lengths are part of the batch, and the
+            label of the last token of a document, which begins the next one, is ignored.
     """
 
-    def __init__(self, samples: Samples, mask_after: int | None = None) -> None:
+    def __init__(
+        self, samples: Samples, mask_after: int | None = None, are_separate: bool = False
+    ) -> None:
         self.samples = samples
         self.mask_after = mask_after
+        self.are_separate = are_separate
 
     def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
         shape = (len(numbers), self.samples.seq_length)
@@ -44,7 +52,23 @@ class WindowBatches(Dataset):
                 labels[row, : len(window) - 1] = window[1:]
         if self.mask_after is not None:
             labels[tokens == self.mask_after] = IGNORE_INDEX
-        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        if self.are_separate:
+            batch["lengths"] = torch.from_numpy(self._separate(numbers, labels))
+        return batch
+
+    def _separate(self, numbers: list[int], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the lengths of the documents of each row, and ignore labels across their ends."""
+        lengths = np.zeros((len(numbers), self.samples.most_documents), np.int64)
+        for row, number in enumerate(numbers):
+            if number < 0:
+                continue
+            sizes = self.samples.lengths(number)
+            labels[row, np.cumsum(sizes)[:-1] - 1] = IGNORE_INDEX
+            # The last token of a window is a label alone.
+            sizes[-1] -= 1
+            lengths[row, : len(sizes)] = sizes
+        return lengths
 
 
 @dataclass

@@ -41,11 +41,17 @@ class Samples(Protocol):
     @property
     def order_key(self) -> str:
         """Hash of everything that determines the order of windows, except their number."""
-        ...
+
+    @property
+    def most_documents(self) -> int:
+        """Largest number of documents that a window has tokens of."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each document in a window, in their order."""
 
 
 @dataclass(frozen=True)
@@ -151,21 +157,21 @@ class GPTSamples:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
-        window = int(self.index.shuffle[index]) if len(self.index.shuffle) else index
-        (first, offset), (last, last_offset) = self.index.starts[window : window + 2].tolist()
-        pieces = []
-        for position in range(first, last + 1):
-            document = self.index.documents[position]
-            start = int(self._bounds[document])
-            stop = int(self._bounds[document + 1])
-            if position == last:
-                # The window includes the first token of the next one, as its last label.
-                stop = start + last_offset + 1
-            pieces.append(self.corpus.tokens[start + offset : stop])
-            offset = 0
+        places = self.index.pieces(index, self._bounds)
+        pieces = [self.corpus.tokens[start:stop] for start, stop in places]
         tokens = np.concatenate(pieces).astype(np.int64)
         self._check(tokens, index)
         return tokens
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each document in a window, in their order."""
+        sizes = [stop - start for start, stop in self.index.pieces(index, self._bounds)]
+        return [size for size in sizes if size]
+
+    @property
+    def most_documents(self) -> int:
+        """Largest number of documents that a window has tokens of."""
+        return self.index.most_pieces
 
     @property
     def order_key(self) -> str:
@@ -256,6 +262,15 @@ class BlendedSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}.")
         return self.parts[self.choices[index]][int(self.numbers[index])]
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each document in a window, in their order."""
+        return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
+
+    @property
+    def most_documents(self) -> int:
+        """Largest number of documents that a window has tokens of."""
+        return max(part.most_documents for part in self.parts)
 
     @property
     def order_key(self) -> str:

@@ -34,6 +34,35 @@ class WindowIndex:
     starts: Integers
     shuffle: Integers
 
+    @property
+    def most_pieces(self) -> int:
+        """Return the largest number of documents that a window has tokens of."""
+        return int(np.diff(self.starts[:, 0]).max(initial=0)) + 1
+
+    def pieces(self, index: int, bounds: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return where the tokens of a window lie, document by document, in their order.
+
+        Args:
+            index: Number of the window in the shuffled order.
+            bounds: First token of each document, and the end of the last one.
+
+        Returns:
+            First token and end of each piece, which may be empty.
+        """
+        window = int(self.shuffle[index]) if len(self.shuffle) else index
+        (first, offset), (last, last_offset) = self.starts[window : window + 2].tolist()
+        found = []
+        for position in range(first, last + 1):
+            document = self.documents[position]
+            start = int(bounds[document])
+            stop = int(bounds[document + 1])
+            if position == last:
+                # The window includes the first token of the next one, as its last label.
+                stop = start + last_offset + 1
+            found.append((start + offset, stop))
+            offset = 0
+        return found
+
 
 def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int:
     """Return the number of windows in a row of tokens.

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.token_module import IGNORED, TokenModule
@@ -24,6 +25,7 @@ class CausalLM(TokenModule):
     """Train, validate and test a GPT on token batches.
 
     Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels of -100 are ignored.
+    With ``"lengths": (batch, documents)`` attention and positions restart in each document.
     The module runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one
     device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per
     token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
@@ -70,14 +72,23 @@ class CausalLM(TokenModule):
         tokens: Int[Tensor, "batch seq"],
         labels: Int[Tensor, "batch seq"] | None = None,
         label_smoothing: float = 0.0,
+        lengths: Int[Tensor, "batch documents"] | None = None,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
-        """Return the loss of each token, or the logits if there are no labels."""
+        """Return the loss of each token, or the logits if there are no labels.
+
+        Args:
+            tokens: Token ids.
+            labels: Id of the token that follows each token, or -100.
+            label_smoothing: Probability spread evenly over the vocabulary.
+            lengths: Lengths of the documents of each row; None means one document (tokens).
+        """
         assert self.model is not None, "configure_model builds the model before its first use"
-        return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=IGNORED)
+        span = None if lengths is None else AttentionSpan(lengths)
+        return self.model(tokens, labels, label_smoothing, IGNORED, span=span)
 
     @override
     def training_step(
-        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+        self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         if self.device_mesh is None:
             # MegatronStrategy advances the random streams; under other strategies this module does.
@@ -87,20 +98,21 @@ class CausalLM(TokenModule):
         return super().training_step(batch, batch_idx)
 
     def predict_step(
-        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+        self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
         """Return the loss of each token, or the logits of a batch without labels."""
-        return self(batch["tokens"], batch.get("labels"))
+        return self(batch["tokens"], batch.get("labels"), lengths=batch.get("lengths"))
 
     @override
     def mean_loss(
         self,
-        batch: Mapping[str, Int[Tensor, "batch seq"]],
+        batch: Mapping[str, Int[Tensor, "batch _"]],
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
         smoothing = self.label_smoothing if is_trained else 0.0
-        return self(batch["tokens"], batch["labels"], smoothing).sum() / num_tokens.clamp(min=1)
+        losses = self(batch["tokens"], batch["labels"], smoothing, batch.get("lengths"))
+        return losses.sum() / num_tokens.clamp(min=1)
 
     def _mesh(self) -> ParallelMesh:
         found: Any = self.device_mesh

@@ -92,7 +92,7 @@ class TokenModule(LightningModule):
     @abstractmethod
     def mean_loss(
         self,
-        batch: Mapping[str, Int[Tensor, "batch seq"]],
+        batch: Mapping[str, Int[Tensor, "batch _"]],
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
@@ -119,7 +119,7 @@ class TokenModule(LightningModule):
             )
 
     def training_step(
-        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
+        self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
         num_tokens = _count(batch)
@@ -134,13 +134,11 @@ class TokenModule(LightningModule):
         )
         return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
-    def validation_step(
-        self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
-    ) -> None:
+    def validation_step(self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int) -> None:
         """Log the mean loss of the batch's tokens."""
         self._evaluate(batch, "val")
 
-    def test_step(self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int) -> None:
+    def test_step(self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int) -> None:
         """Log the mean loss of the batch's tokens."""
         self._evaluate(batch, "test")
 

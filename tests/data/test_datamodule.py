@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -111,6 +111,45 @@ def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path: Path) -> No
     assert batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 101]]
     assert batch["labels"].tolist() == [[98, 99, 256, 100, 101, 256]]
     assert other["labels"].tolist() == [[98, 99, 256, -100, 101, 256]]
+
+
+def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_path: Path) -> None:
+    prefix = write_text(tmp_path / "c", ["abc", "d", "efgh"])
+    joined = list(TokenDataModule(val=prefix, seq_length=7).val_dataloader())
+    batches = list(TokenDataModule(val=prefix, seq_length=7, documents="separate").val_dataloader())
+    found = {}
+    for batch, whole in zip(batches, joined, strict=True):
+        assert torch.equal(batch["tokens"], whole["tokens"]), "the index stays what it was"
+        assert batch["lengths"].shape == (1, 3)
+        kept = batch["labels"] != -100
+        assert torch.equal(batch["labels"][kept], whole["labels"][kept])
+        found[int(batch["tokens"][0, 0])] = (batch["lengths"].tolist(), batch["labels"].tolist())
+    assert found == {
+        97: ([[4, 2, 1]], [[98, 99, 256, -100, 256, -100, 102]]),
+        102: ([[3, 0, 0]], [[103, 104, 256, -100, -100, -100, -100]]),
+    }
+
+
+def test_rows_of_shuffled_passes_and_blends_consist_of_their_documents(tmp_path: Path) -> None:
+    corpora = {str(write_text(tmp_path / name, texts)): 1 for name, texts in (
+        ("a", ["abc", "d", "efgh", "ij"]), ("b", ["ABCDEFGHI", "JK"])
+    )}  # fmt: skip
+    orders: tuple[Literal["passes", "megatron"], ...] = ("passes", "megatron")
+    for order in orders:
+        data = TokenDataModule(
+            corpora, seq_length=6, order=order, train_samples=12, documents="separate"
+        )
+        widths = set()
+        for batch in data.train_dataloader():
+            widths.add(batch["lengths"].shape)
+            tokens, labels, [lengths] = batch["tokens"][0], batch["labels"][0], batch["lengths"]
+            assert int(lengths.sum()) == 6
+            ends = lengths.cumsum(0)[lengths > 0] - 1
+            # Each document ends with 256, which only the end of a row may cut off.
+            assert [int(tokens[end]) for end in ends[:-1]] == [256] * (len(ends) - 1)
+            assert int((tokens[:-1] == 256).sum()) == len(ends) - 1
+            assert [int(labels[end]) for end in ends[:-1]] == [-100] * (len(ends) - 1)
+        assert len(widths) == 1, "all batches have the same number of lengths"
 
 
 def test_facts_of_the_tokenizer_come_from_the_corpus_if_none_is_named(tmp_path: Path) -> None:
