@@ -24,7 +24,7 @@ def launch(
     result: Shaped[Tensor, "..."],
     a: Float[Tensor, "rows _"],
     b: Shaped[Tensor, "..."],
-    ends: Int[Tensor, "ends"],
+    ends: Int[Tensor, "_"],
     alpha: float = 1.0,
     first_group: int = 0,
 ) -> Shaped[Tensor, "..."]:
@@ -57,7 +57,7 @@ def launch_swiglu(
     rows: Float[Tensor, "rows hidden"],
     stack: Float[Tensor, "_ gate_up hidden"],
     probabilities: Float[Tensor, "rows"],
-    ends: Int[Tensor, "ends"],
+    ends: Int[Tensor, "_"],
     first_group: int = 0,
 ) -> None:
     """Launch the product with SwiGLU behind it, as :func:`launch` does.
