@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.attend_across import attend_across
 from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
+from lightning_megatron.plan.context_transport import choose_context_transport
 from lightning_megatron.plan.shards import attention_ranges
 from lightning_megatron.shapes import Float
 
@@ -88,6 +90,11 @@ class SelfAttention(nn.Module):
             mesh.tp.rank,
         )
         self.widths = [piece.size for piece in ranges]
+        #: Transport of attention over cp; without context parallelism nothing is exchanged.
+        heads, kv_heads = (width // self.head_dim for width in self.widths[:2])
+        self.context = choose_context_transport(
+            mesh.context, mesh.cp.size, heads, kv_heads, dropout
+        )
         self.qkv = ColumnParallelLinear(
             hidden_size,
             (num_heads + 2 * num_kv_heads) * self.head_dim,
@@ -131,7 +138,8 @@ class SelfAttention(nn.Module):
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
         rotary: tuple[
-            Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ]
         | None = None,
         recompute_core: bool = False,
@@ -165,4 +173,8 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            return attend(query, key, value, self.kind.over(rows), dropout=dropout)
+            span = self.kind.over(rows)
+            if self.mesh.cp.size > 1:
+                own = self.mesh, self.context
+                return attend_across(query, key, value, span, *own, dropout=dropout)
+            return attend(query, key, value, span, dropout=dropout)

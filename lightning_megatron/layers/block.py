@@ -98,7 +98,8 @@ class TransformerBlock(nn.Module):
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
         rotary: tuple[
-            Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ]
         | None = None,
         recompute: Recompute = "none",

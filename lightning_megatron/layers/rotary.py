@@ -8,7 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
+from lightning_megatron.layers.context_parallel.sequence_order import own_part
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.shapes import Float, Int
@@ -118,12 +120,21 @@ class RotaryTables:
         head_dim: Number of rotated elements of a head; even (elements).
         base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
+        context: Ranks that share a sequence, of which each gets the tables of its own positions;
+            None means whole sequences.
     """
 
-    def __init__(self, head_dim: int, base: float, scaling: RotaryScaling | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        base: float,
+        scaling: RotaryScaling | None = None,
+        context: MeshAxis | None = None,
+    ) -> None:
         self.head_dim = head_dim
         self.base = base
         self.scaling = scaling
+        self.context = context or MeshAxis("cp")
         #: Tables by key, the last used ones first.
         self._kept: tuple[tuple[_TableKey, tuple[Tensor, Tensor]], ...] = ()
 
@@ -132,22 +143,25 @@ class RotaryTables:
         seq_length: int,
         hidden: Float[Tensor, "..."],
         positions: Int[Tensor, "batch seq"] | None = None,
-    ) -> tuple[Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]]:
+    ) -> tuple[
+        Float[Tensor, "seq_part #batch 1 rotary_dim"], Float[Tensor, "seq_part #batch 1 rotary_dim"]
+    ]:
         """Return the tables in the dtype and on the device of ``hidden``.
 
         Args:
-            seq_length: Number of positions, if none are given (tokens).
+            seq_length: Number of positions of whole sequences, if none are given (tokens).
             hidden: Hidden states that determine dtype and device.
             positions: Position of every token; None counts from 0.
         """
         if positions is not None:
-            return position_tables(
+            whole = position_tables(
                 positions,
                 self.head_dim,
                 base=self.base,
                 scaling=self.scaling,
                 dtype=hidden.dtype,
             )
+            return self._own(whole)
         key = (seq_length, hidden.dtype, hidden.device)
         if not self._kept or self._kept[0][0] != key:
             kept = dict(self._kept)
@@ -162,7 +176,7 @@ class RotaryTables:
         # Autograd cannot use tensors that were created in inference mode. A validation loop may
         # create the tables that training uses next.
         with torch.inference_mode(False):
-            return rotary_tables(
+            whole = rotary_tables(
                 seq_length,
                 self.head_dim,
                 base=self.base,
@@ -170,6 +184,11 @@ class RotaryTables:
                 dtype=hidden.dtype,
                 device=hidden.device,
             )
+            return self._own(whole)
+
+    def _own(self, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        # Scalings depend on the longest sequence, so the tables of whole sequences are cut.
+        return own_part(tables[0], self.context), own_part(tables[1], self.context)
 
 
 def apply_rotary(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.models.config_checks import (
-    check_axes,
+    check_expert_axes,
     check_heads,
     check_length,
     check_padding,
@@ -276,21 +276,22 @@ class GPTConfig:
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
         self.partition(layout)
-        check_axes(layout, "GPT", self.experts)
+        check_expert_axes(layout, self.experts)
         if seq_length is not None:
-            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
+            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
 
-    def check_seq_length(self, seq_length: int, sequence_shards: int = 1) -> None:
+    def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
         """Raise if sequences are too long, or do not divide over the ranks that share them.
 
         Args:
             seq_length: Length of the sequences (tokens).
             sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
+            cp: Ranks that share a sequence (ranks).
 
         Raises:
             ParallelPlanError: If the length is too large or not divisible.
         """
-        check_length(seq_length, self.max_seq_length, sequence_shards)
+        check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
     def _check_positions(self) -> None:
         if self.position == "rotary":

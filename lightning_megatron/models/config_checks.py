@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.context import check_context_length
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -58,13 +59,14 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
             )
 
 
-def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> None:
+def check_length(seq_length: int, max_seq_length: int, sequence_shards: int, cp: int = 1) -> None:
     """Raise if sequences are too long, or do not divide over the ranks that share them.
 
     Args:
         seq_length: Length of the sequences (tokens).
         max_seq_length: Longest sequence that the model supports (tokens).
         sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
+        cp: Ranks that share a sequence (ranks).
 
     Raises:
         ParallelPlanError: If the length is too large or not divisible.
@@ -75,6 +77,7 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> 
             f"the model has no later positions. Use at most {max_seq_length} tokens or a larger "
             "max_seq_length."
         )
+    check_context_length(seq_length, cp, sequence_shards)
     if seq_length % sequence_shards:
         below = seq_length // sequence_shards * sequence_shards
         legal = " or ".join(

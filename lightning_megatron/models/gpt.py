@@ -13,6 +13,7 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import prepared
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -59,7 +60,9 @@ class GPT(LayeredModule):
         self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         super().__init__(config, mesh, seed)
-        self._rotary = RotaryTables(config.rotary_size, config.rotary_base, config.rotary_scaling)
+        self._rotary = RotaryTables(
+            config.rotary_size, config.rotary_base, config.rotary_scaling, self.mesh.cp
+        )
         #: List to which a call appends the input of each layer and the output of the last norm, or
         #: None.
         self.hidden_states: list[Tensor] | None = None
@@ -133,7 +136,8 @@ class GPT(LayeredModule):
             UnsupportedError: If neither or both of tokens and embeddings are given.
             StageDone: On pipeline stages that do not compute the result.
 
-        Communication: that of the layers; without labels an all-gather of the logits over tp.
+        Communication: that of the layers; without labels an all-gather of the logits over tp, and
+            one of losses or logits over cp.
         """
         return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
 
@@ -152,7 +156,9 @@ class GPT(LayeredModule):
         self.check_callable_whole()
         check_recompute(self.recompute)
         self.config.check_seq_length(
-            given.shape[1], self.mesh.tp.size if self.mesh.sequence_parallel else 1
+            given.shape[1],
+            self.mesh.tp.size if self.mesh.sequence_parallel else 1,
+            self.mesh.cp.size,
         )
         if span is not None:
             span.check_shape(*given.shape[:2])
@@ -212,7 +218,10 @@ class GPT(LayeredModule):
         # Layers with the same window share a span.
         for index in self._layers_of_chunk[chunk]:
             name = _rows_of(self.config.window_of(index))
-            if name not in found:
+            if span is None and self.mesh.cp.size > 1:
+                # Ranks that see parts of rows need no mask of whole ones.
+                found[name] = None
+            elif name not in found:
                 found[name] = prepared(
                     attention_kind(self.config, index).over(span),
                     *shape,
@@ -263,6 +272,17 @@ class GPT(LayeredModule):
         self, tokens: Tensor | None, positions: Tensor | None, vectors: Tensor | None
     ) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
+        cp = self.mesh.cp
+        if cp.size > 1:
+            given = tokens if vectors is None else vectors
+            assert given is not None, "there are tokens where there are no vectors"
+            if positions is None and self.embedding.position is not None:
+                index = torch.arange(given.shape[1], device=given.device)
+                positions = index.expand(given.shape[:2])
+            tokens, positions, vectors = (
+                None if one is None else own_part(one, cp, 1)
+                for one in (tokens, positions, vectors)
+            )
         return self.embedding(tokens, positions=positions, vectors=vectors)
 
     @override
@@ -301,18 +321,20 @@ class GPT(LayeredModule):
         self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
     ) -> Tensor:
         vocab_size = self.config.vocab_size
+        cp = self.mesh.cp
         if labels is None:
-            return gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size].transpose(0, 1)
+            full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
+            return joined_parts(full, cp).transpose(0, 1)
         losses = vocab_parallel_cross_entropy(
             logits,
-            labels.t(),
+            own_part(labels, cp, 1).t(),
             self.mesh,
             vocab_size,
             label_smoothing,
             ignore_index,
             overwrite_logits=True,
         )
-        return losses.t().contiguous()
+        return joined_parts(losses, cp).t().contiguous()
 
 
 def _rows_of(window: int | None) -> str:

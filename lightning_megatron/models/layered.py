@@ -127,11 +127,10 @@ class LayeredModule(PipelinedModule):
 
         The result is the same on all pipeline stages.
         """
-        # Ranks of one tp group have the same sequences. The cached result stays valid, because the
+        # Ranks of one tp group have the same tokens. The cached result stays valid, because the
         # layout of a module never changes.
-        data_ranks = {
-            self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks
-        }
+        places = map(self.mesh.layout.coordinates, self.mesh.experts_cpu.ranks)
+        data_ranks = {(place["dp"], place["cp"]) for place in places}
         return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
@@ -231,6 +230,7 @@ class LayeredModule(PipelinedModule):
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        shards *= self.mesh.cp.size
         return torch.Size(
             (seq_length // shards, num_sequences, self.config.hidden_size)
         ), self.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
@@ -193,6 +194,19 @@ def legal_context_lengths(seq_length: int, multiple: int) -> list[int]:
     return [length for length in (below, below + multiple) if length]
 
 
+def context_multiple(cp: int, sequence_shards: int = 1) -> int:
+    """Return the number that the length of a sequence must be a multiple of (tokens).
+
+    Args:
+        cp: Ranks that share a sequence (ranks).
+        sequence_shards: Ranks that share the tokens of a cp rank: tp under sequence parallelism,
+            else 1 (ranks).
+    """
+    if cp == 1:
+        return sequence_shards
+    return cp * lcm(2, sequence_shards)
+
+
 def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> None:
     """Raise if a sequence cannot be cut zig-zag over cp ranks.
 
@@ -206,7 +220,7 @@ def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> 
         ParallelPlanError: If the length is not a multiple of ``2 cp``, or the tokens of a cp rank
             do not divide by ``sequence_shards``.
     """
-    multiple = cp * sequence_shards if sequence_shards % 2 == 0 else 2 * cp * sequence_shards
+    multiple = context_multiple(cp, sequence_shards)
     if cp == 1 or seq_length % multiple == 0:
         return
     shared = f"2 cp ({2 * cp})"

@@ -78,6 +78,7 @@ class MegatronStrategy(TrainerAnswers):
         vpp: int = 1,
         stage_layers: list[int] | str | None = None,
         cp: int = 1,
+        cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"] = "auto",
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
@@ -300,8 +301,6 @@ class MegatronStrategy(TrainerAnswers):
         self._synchronise_buffers()
         self.run.end_training()
         self._checkpoints.wait()
-
-    # ---- evaluation
 
     @override
     def on_validation_start(self) -> None:

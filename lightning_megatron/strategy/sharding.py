@@ -53,10 +53,20 @@ def shard_module(
         rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
     check_module(module, mesh)
     models = layered_modules(module)
+    _check_context(models, module, mesh.cp.size)
     _set_recompute(models, module, options.recompute)
     for note in options.notes(str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
+
+
+def _check_context(models: Sequence[LayeredModule], module: LightningModule, cp: int) -> None:
+    if cp > 1 and not models:
+        raise UnsupportedError(
+            f"cp ({cp}) above 1 needs a model of this package: {type(module).__name__} has none, "
+            "and only its attention can be cut along the sequence. Use a lightning_megatron.GPT, a "
+            "Hugging Face decoder of a supported family, or cp=1."
+        )
 
 
 def _set_recompute(

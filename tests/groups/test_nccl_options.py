@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron import MegatronStrategy, ParallelPlanError
-from lightning_megatron.groups import mesh
+from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
 from lightning_megatron.plan.layout import ParallelLayout
@@ -80,8 +80,8 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
         "new_group": None,
     }.items():
         monkeypatch.setattr(dist, name, new_group if value is None else lambda value=value: value)
-    monkeypatch.setattr(mesh, "check_same_in_store", lambda *_: 0)
-    monkeypatch.setattr(mesh, "default_store", lambda: None)
+    monkeypatch.setattr(mesh_groups, "check_same_in_store", lambda *_: 0)
+    monkeypatch.setattr(mesh_groups, "default_store", lambda: None)
     given = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
     layout = ParallelLayout(8, tp=2, pp=2)
     built = ParallelMesh.create(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -58,9 +58,12 @@ def test_layouts_that_cannot_hold_the_model_are_refused(
         config.check_layout(ParallelLayout(world_size=6, **layout))
 
 
-def test_context_parallelism_is_named_as_unavailable() -> None:
-    with pytest.raises(UnsupportedError, match=r"cp \(2\)"):
-        GPTConfig.gpt2(**SIZES).check_layout(ParallelLayout(world_size=2, cp=2))
+def test_sequences_must_divide_over_context_parallel_ranks() -> None:
+    config = GPTConfig.gpt2(**SIZES)
+    config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=16)
+    message = "seq_length (12) must be a multiple of 2 cp (8), because each rank holds two of 2 cp "
+    with pytest.raises(ParallelPlanError, match=re.escape(message) + ".*Use 8 or 16"):
+        config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=12)
 
 
 def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:

@@ -263,10 +263,10 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
     ("sizes", "error", "message"),
     [
         (
-            {"cp": 2},
-            UnsupportedError,
-            "cp (2) above 1 is not available in this version, because no attention layer is implemented "
-            "for a part of the sequence. Use cp=1, and sequence_parallel for long sequences.",
+            {"cp_transport": "ring"},
+            ParallelPlanError,
+            "cp_transport ('ring') needs cp above 1, because only ranks that share a sequence exchange keys and values. "
+            "Use cp of 2 or more, or leave cp_transport out.",
         ),
         (
             {"order": "tp-cp-xp-dp-pp"},

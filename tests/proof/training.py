@@ -225,7 +225,6 @@ def train_all(
 
 
 def _place(layout: dict[str, Any], size: int, rank: int) -> dict[str, int]:
-    grid = ParallelLayout(
-        size, tp=layout.get("tp", 1), pp=layout.get("pp", 1), vpp=layout.get("vpp", 1)
-    )
+    sizes = {name: layout.get(name, 1) for name in ("tp", "pp", "cp", "vpp")}
+    grid = ParallelLayout(size, **sizes)
     return {"num_replicas": grid.dp, "rank": grid.coordinates(rank)["dp"]}

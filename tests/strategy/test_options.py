@@ -48,7 +48,8 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"cp": 2}, UnsupportedError, "cp .2. above 1 is not available"),
+        ({"cp_transport": "ring"}, ParallelPlanError, "needs cp above 1"),
+        ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "or hierarchical: it is 'bus'"),
         ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
         (
             {"expert_transport": "pigeons"},
@@ -156,6 +157,8 @@ def test_every_argument_reaches_the_options() -> None:
         "pp": 2,
         "vpp": 2,
         "stage_layers": [1, 2, 2, 1],
+        "cp": 2,
+        "cp_transport": "ring",
         "ep": 2,
         "etp": 1,
         "sequence_parallel": True,
@@ -184,12 +187,7 @@ def test_every_argument_reaches_the_options() -> None:
         "moments_dtype": "bfloat16",
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }
-    assert set(defaults) - set(changed) == {
-        "cp",
-        "optimizer_slices",
-        "expert_rows",
-        "expert_clones",
-    }
+    assert set(defaults) - set(changed) == {"optimizer_slices", "expert_rows", "expert_clones"}
     found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
     assert {name: found[name] for name in changed} == changed
 

@@ -231,14 +231,14 @@ class LogReplay:
                 by_reduction.setdefault("weighted mean", []).append(index)
             elif not on_epoch:
                 by_reduction.setdefault(call.reduction, []).append(index)
-        if self._mesh.data.size > 1:
+        if self._mesh.dp.size > 1:
             for reduction, indices in by_reduction.items():
                 # Indexing with a list would copy the list to the device and block the host.
                 values = [vector[index] for index in indices]
                 if reduction == "weighted mean":
                     self._average(values, [weights[index] for index in indices])
                     continue
-                reduced = all_reduce_(torch.stack(values), self._mesh.data, reduction)  # type: ignore[arg-type]
+                reduced = all_reduce_(torch.stack(values), self._mesh.dp, reduction)  # type: ignore[arg-type]
                 for value, result in zip(values, reduced, strict=True):
                     value.copy_(result)
         return {index for indices in by_reduction.values() for index in indices}
@@ -249,7 +249,7 @@ class LogReplay:
             torch.stack([value * weight, weight])
             for value, weight in zip(values, weights, strict=True)
         ]
-        sums = all_reduce_(torch.stack(pairs), self._mesh.data)
+        sums = all_reduce_(torch.stack(pairs), self._mesh.dp)
         for value, weight, (total, weight_of_all) in zip(values, weights, sums, strict=True):
             value.copy_(total / torch.where(weight_of_all > 0, weight_of_all, 1.0))
             weight.copy_(weight_of_all)

@@ -127,6 +127,8 @@ def _layout_choices(
 ) -> list[Choice]:
     layout = mesh.layout
     shown = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}"]
+    if layout.cp > 1:
+        shown.append(f"cp {layout.cp}")
     if layout.vpp > 1:
         shown.append(f"vpp {layout.vpp}")
     if layout.ep > 1 or layout.etp != layout.tp:
@@ -196,6 +198,9 @@ def _module_choices(
     for part in module.modules():
         if isinstance(part, SelfAttention):
             found.append(_attention_choice(part, device, dtype))
+            if part.mesh.cp.size > 1:
+                context = part.context
+                found.append(Choice("context parallel", context.transport, context.reason))
         elif isinstance(part, MixtureOfExperts):
             found += _product_choices(part, device, dtype)
             transport = part.transport_choice

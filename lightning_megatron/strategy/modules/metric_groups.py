@@ -11,7 +11,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 class MetricGroups:
     """Torchmetrics of a module, set to reduce over the data ranks until :meth:`restore`.
 
-    A sum over all ranks would also count the copies on tensor and pipeline ranks.
+    A sum over all ranks would also count the copies on tensor, context and pipeline ranks.
 
     Args:
         module: Module that contains the metrics; a metric with its own process group keeps it.
@@ -26,8 +26,8 @@ class MetricGroups:
         ]
         self._before = [(metric, metric.distributed_available_fn) for metric in metrics]
         for metric in metrics:
-            metric.process_group = mesh.data.group
-            if mesh.data.size == 1:
+            metric.process_group = mesh.dp.group
+            if mesh.dp.size == 1:
                 # Without a group torchmetrics would reduce over all ranks.
                 metric.distributed_available_fn = _never
 

@@ -11,6 +11,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.layered import LayeredConfig
+from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
@@ -52,13 +53,9 @@ def check_sizes(
     if isinstance(config, GPTConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
         check_places(config, options)
+        check_context_transport(config, options, layout)
     elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
-        family = find_family(module.architecture or "")
-        if family is not None:
-            # The replacement of the model pads sequences that are not divisible among its ranks.
-            replacement = family.config(module.config.to_dict())
-            replacement.check_layout(layout, False, seq_length)
-            check_places(replacement, options)
+        _check_folder(module, options, layout, seq_length)
     if (
         "train_dataloaders" in arguments
         and module.automatic_optimization
@@ -79,6 +76,52 @@ def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
     """
     if options.clones is not None and config.experts is not None:
         options.clones.check(config.experts.num_experts, options.ep)
+
+
+def _check_folder(
+    module: HuggingFaceCausalLM,
+    options: StrategyOptions,
+    layout: ParallelLayout,
+    seq_length: int | None,
+) -> None:
+    """Refuse the model of a folder if its replacement does not fit the layout."""
+    family = find_family(module.architecture or "")
+    if family is None:
+        if layout.cp > 1:
+            raise UnsupportedError(
+                f"cp ({layout.cp}) above 1 needs a model of a supported family, because the "
+                f"attention of {module.architecture} sees whole sequences. Use cp=1, or tp and pp."
+            )
+        return
+    config = family.config(module.config.to_dict())
+    config.check_layout(layout)
+    check_places(config, options)
+    if isinstance(config, GPTConfig):
+        check_context_transport(config, options, layout)
+    if seq_length is not None:
+        # The replacement of the model pads sequences that are not divisible among its ranks.
+        config.check_seq_length(seq_length)
+
+
+def check_context_transport(
+    config: GPTConfig, options: StrategyOptions, layout: ParallelLayout
+) -> None:
+    """Refuse a transport over cp that the attention of a model cannot use.
+
+    Args:
+        config: Configuration of the model.
+        options: Arguments of the strategy.
+        layout: Sizes of the axes.
+
+    Raises:
+        UnsupportedError: If a transport was asked for that cannot drop attention weights.
+    """
+    if layout.cp == 1:
+        return
+    heads = config.num_heads // layout.tp
+    kv_heads = max(1, config.kv_heads // layout.tp)
+    links = ContextLinks(options.cp_transport)
+    choose_context_transport(links, layout.cp, heads, kv_heads, config.attention_dropout)
 
 
 def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host: int) -> None:

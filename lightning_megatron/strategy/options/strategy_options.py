@@ -10,9 +10,10 @@ from functools import cached_property
 from math import lcm
 from typing import Annotated, Any, Literal, TypeVar
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
@@ -76,7 +77,15 @@ class StrategyOptions:
             the head with the loss; | begins the next virtual stage). The first and the last virtual
             stage may have no layers. None minimizes the work of the busiest stage: the embedding
             and the head count, too. The log shows the numbers.
-        cp: Ranks that share a sequence (context parallel); only 1 is available yet.
+        cp: Ranks that share a sequence (context parallel): each holds two of 2 * cp equal pieces of
+            it, for lightning_megatron.GPT and Hugging Face models that it replaces.
+        cp_transport: How these ranks exchange keys and values. ring sends them around while
+            attention to the last ones is computed. all_to_all divides the heads for the time of
+            the attention, with any number of heads. all_gather gives every rank all keys and
+            values. hierarchical is all_to_all among neighbouring ranks, such as those of a host,
+            and ring across them. auto means all_to_all if cp is on one host and divides the heads,
+            or if attention has dropout or a mask; hierarchical if the ranks of a host divide the
+            heads; otherwise ring, or all_gather for one key/value head.
         ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp
             divide the ranks of tp and dp in another way, and add no ranks.
         etp: Ranks that share each expert's matrix products. None means tp.
@@ -190,6 +199,7 @@ class StrategyOptions:
     vpp: Count
     stage_layers: list[int] | str | None
     cp: Count
+    cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"]
     ep: Count
     etp: Count | None
     sequence_parallel: bool | None
@@ -228,7 +238,6 @@ class StrategyOptions:
         check_expert_rows(self.expert_rows, self.ep, self.expert_transport)
         check_expert_clones(self.clones, self.ep, self.expert_transport)
         etp = self.tp if self.etp is None else self.etp
-        self._check_available()
         check_schedule_name(self.schedule)
         if self.own_order is not None:
             check_own_order(self.own_order, self.microbatch_group_size)
@@ -249,6 +258,7 @@ class StrategyOptions:
                 "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
                 "or leave overlap_tensor_parallel out."
             )
+        check_transport_option(self.cp_transport, self.cp)
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
                 f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because without it "
@@ -305,6 +315,7 @@ class StrategyOptions:
         """Return whether an argument needs a feature that only this package's models have."""
         asked = (
             self.ep > 1,
+            self.cp > 1,
             bool(self.sequence_parallel),
             self.overlap_tensor_parallel,
             self.recompute is not None,
@@ -387,11 +398,3 @@ class StrategyOptions:
                 "not have these settings."
             )
         return notes
-
-    def _check_available(self) -> None:
-        if self.cp > 1:
-            raise UnsupportedError(
-                f"cp ({self.cp}) above 1 is not available in this version, because no attention "
-                "layer is implemented for a part of the sequence. Use cp=1, and sequence_parallel "
-                "for long sequences."
-            )

@@ -9,8 +9,10 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_megatron.groups.collectives import broadcast_object
-from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS
 from lightning_megatron.groups.notices import Notices
+from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.process.failure import FailureWatch
@@ -83,6 +85,7 @@ class Membership:
             timeout=timeout,
             options=options.nccl_options,
             overlaps_matmul=options.overlap_tensor_parallel,
+            context=ContextLinks.of(options.cp_transport, layout, layout.world_size // num_nodes),
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:

@@ -59,14 +59,14 @@ class MeshCommunication(ParallelStrategy):
             return obj
         if self.is_in_stage:
             return broadcast_object(
-                obj, self._mesh.data_cpu, self._mesh.layout.coordinates(src)["dp"]
+                obj, self._mesh.dp_cpu, self._mesh.layout.coordinates(src)["dp"]
             )
         return broadcast_object(obj, self._mesh.world_cpu, src)
 
     def _axis_of(self, group: Any | None) -> MeshAxis | None:
         """Return the axis for a group, if any: the world group stands for the data axis."""
         if group is None or is_world(group):
-            return self._mesh.data if self._mesh is not None else None
+            return self._mesh.dp if self._mesh is not None else None
         return group if isinstance(group, MeshAxis) else None
 
     @override

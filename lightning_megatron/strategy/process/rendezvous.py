@@ -13,7 +13,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.groups.fingerprint import check_same_in_store
-from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS
+from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS
 from lightning_megatron.strategy.private.processes import default_backend, init_process_group
 
 #: Environment variable that torchrun sets if ranks should use the store of its agent.

@@ -224,16 +224,19 @@ class TrainingSteps:
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""
-        if self._has_checked_batch or self._mesh.model.size == 1:
+        axes = (self._mesh.model_cpu, self._mesh.cp_cpu)
+        if self._has_checked_batch or all(axis.size == 1 for axis in axes):
             return
         self._has_checked_batch = True
-        check_same_everywhere(
-            self._mesh.model_cpu,
-            {"first training batch of its data-parallel rank": digest_of(batch)},
-            "Call seed_everything before the data is made if it, its order or its augmentation is "
-            "random, and let no data depend on the rank: the strategy gives each data-parallel "
-            "rank its own batches.",
-        )
+        found = {"first training batch of its data-parallel rank": digest_of(batch)}
+        for axis in axes:
+            check_same_everywhere(
+                axis,
+                found,
+                "Call seed_everything before the data is made if it, its order or its augmentation "
+                "is random, and let no data depend on the rank: the strategy gives each "
+                "data-parallel rank its own batches.",
+            )
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step``; return its output.

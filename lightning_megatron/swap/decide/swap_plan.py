@@ -97,7 +97,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     models = choose_models(
         swappable,
         kinds,
-        needs_tables=options.needs_tables or mesh.ep.size > 1,
+        needs_tables=options.needs_tables or mesh.ep.size > 1 or mesh.cp.size > 1,
         tp=mesh.tp.size if options.plan is None and mesh.tp.size > 1 else None,
     )
     kinds |= models.kinds

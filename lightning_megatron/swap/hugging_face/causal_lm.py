@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +15,11 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.sequence_order import joined_parts
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, padded_span, span_of
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
@@ -135,24 +138,23 @@ class HuggingFaceLM(ReplacedModel):
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             span = padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
+        gather = partial(self._gather, kept=kept, num_sequences=len(given))
 
         def run() -> tuple[Tensor | None, Tensor]:
             losses, shard = self.gpt(
                 input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds
             )
             loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
-            return loss, shard[kept, : len(given)]
+            return loss, shard
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
-            return self._from_last_stage(
-                run, given.shape[0], kept.stop - kept.start, shift_labels is not None
-            )
+            return self._from_last_stage(run, gather, len(given), kept, shift_labels is not None)
         if not output_hidden_states:
             loss, shard = run()
-            return CausalLMOutput(loss, lambda: self._gather(shard))
+            return CausalLMOutput(loss, lambda: gather(shard))
         (loss, shard), states = self._with_states(run)
         states = tuple(one[: len(given), :length] for one in states)
-        return CausalLMOutput(loss, lambda: self._gather(shard), states)
+        return CausalLMOutput(loss, lambda: gather(shard), states)
 
     def _with_states(self, run: Callable[[], T]) -> tuple[T, tuple[Tensor, ...]]:
         """Run the model and return the hidden states of all its layers too."""
@@ -173,20 +175,23 @@ class HuggingFaceLM(ReplacedModel):
     def _from_last_stage(
         self,
         run: Callable[[], tuple[Tensor | None, Tensor]],
+        gather: Callable[[Tensor], Tensor],
         num_sequences: int,
-        length: int,
+        kept: slice,
         has_labels: bool,
     ) -> CausalLMOutput:
         """Run the pipeline stages in turn, and give every rank the result."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
         found = run_stage_by_stage(self.gpt, run)
-        logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
+        logits = torch.empty(
+            num_sequences, kept.stop - kept.start, self.gpt.config.vocab_size, **options
+        )
         loss = torch.empty(
             (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
         )
         if found is not None:
-            logits.copy_(self._gather(found[1]))
+            logits.copy_(gather(found[1]))
             if found[0] is not None:
                 loss.copy_(found[0])
         loss_stage = self.gpt.mesh.layout.loss_stage
@@ -197,25 +202,30 @@ class HuggingFaceLM(ReplacedModel):
 
     def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""
-        return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
+        mesh = self.gpt.mesh
+        shards = mesh.tp.size if mesh.sequence_parallel else 1
+        return 0, -length % context_multiple(mesh.cp.size, shards)
 
-    def _gather(self, shard: Tensor) -> Tensor:
+    def _gather(self, shard: Tensor, kept: slice, num_sequences: int) -> Tensor:
         if isinstance(shard, RemoteTensor):
             # An absent tensor has no values to gather, and already has the full shape.
-            return shard.transpose(0, 1)
-        full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
+            return shard[kept, :num_sequences].transpose(0, 1)
+        mesh = self.gpt.mesh
+        own = joined_parts(shard, mesh.cp)[kept, :num_sequences]
+        full = gather_from_axis(own, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
 def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+    Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output
         ``(B, S, D)``.
-    Communication: under sequence parallelism an all-gather over tp forward, none backward.
+    Communication: under sequence parallelism an all-gather over tp forward, none backward; over cp
+        an all-gather forward and a reduce-scatter backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
-    return full.transpose(0, 1)
+    return joined_parts(full, mesh.cp).transpose(0, 1)
 
 
 def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:

@@ -1,0 +1,158 @@
+"""Context parallelism trains as one process: every transport, beside every other parallelism."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.proof import test_hugging_face as hugging_face
+from tests.proof.test_layouts_equal import check
+from tests.proof.training import STEPS, Job, Report, train, train_all
+from tests.strategy.graph_fits import FULL, SEGMENTS, fit
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "cp2 dp2": {"cp": 2},
+    "cp4": {"cp": 4, "zero": 0},
+    "cp4 hierarchical": {"cp": 4, "cp_transport": "hierarchical"},
+    "cp2 dp2 ring": {"cp": 2, "cp_transport": "ring", "recompute": "selective"},
+    "cp2 tp2+sp ring": {"cp": 2, "tp": 2, "cp_transport": "ring"},
+    "cp2 pp2 all_gather": {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
+    "cp2 pp2 vpp2 ring": {
+        **{"cp": 2, "pp": 2, "vpp": 2},
+        **{"cp_transport": "ring", "recompute": "full"},
+    },
+    "cp2 ep2": {"cp": 2, "ep": 2},
+    "cp4 ep4 ring": {"cp": 4, "ep": 4, "cp_transport": "ring"},
+    "cp2 tp2+sp ep2": {"cp": 2, "tp": 2, "ep": 2, "etp": 1},
+}
+KINDS_OF = {
+    # Learned positions.
+    "gpt2-tied": ("cp2 dp2", "cp4 hierarchical", "cp2 tp2+sp ring", "cp2 pp2 all_gather"),
+    "llama-untied": ("cp4", "cp2 tp2+sp ring", "cp2 pp2 vpp2 ring"),
+    # A window that ends inside a piece.
+    "gemma-tied": ("cp4", "cp2 dp2 ring"),
+    "experts": ("cp2 ep2", "cp4 ep4 ring", "cp2 pp2 all_gather"),
+    "experts, whole step": ("cp2 tp2+sp ep2",),
+}
+
+
+def jobs() -> dict[str, Job]:
+    """Name every run of four processes."""
+    runs = {
+        f"{kind}, {name}": Job(kind, layout=LAYOUTS[name])
+        for kind, names in KINDS_OF.items()
+        for name in names
+    }
+    return runs | {"counted, cp2 dp2": Job("gpt2-tied", layout=LAYOUTS["cp2 dp2"], counts=True)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank of four reports."""
+
+    reports: dict[str, Report]
+    continued: dict[str, Report]
+    fine_tuned: dict[str, hugging_face.Report]
+    differences: dict[str, list[str]]
+
+
+#: Checkpoints of one layout that another one continues.
+WAYS = {
+    "cp2 tp2+sp to dp4": ("cp2 tp2+sp ring", {}),
+    "pp2 dp2 to cp4": ("pp2 dp2", LAYOUTS["cp4"]),
+}
+SAVED = LAYOUTS | {"pp2 dp2": {"pp": 2}}
+TUNED = {
+    "cp2 tp2+sp": {"cp": 2, "tp": 2},
+    "cp2 pp2": {"cp": 2, "pp": 2},
+}
+GRAPHS = {
+    "segments, ring": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
+    "segments, pp2": (SEGMENTS, {"cp": 2, "pp": 2, "cp_transport": "all_gather"}),
+    "full, all_to_all": (FULL, {"cp": 2}),
+}
+
+
+def run_all(rank: int, size: int, folder: Path, models: Path) -> Found:
+    """Run everything on four processes."""
+    continued = {}
+    for way, (before, after) in WAYS.items():
+        saved = os.path.join(folder, f"saved {before}")
+        train(Job("gpt2-tied", layout=SAVED[before]), size, "cpu", saved, steps=2)
+        continued[way] = train(Job("gpt2-tied", layout=after), size, "cpu", resume_from=saved)
+    tuned = {
+        name: hugging_face.train(str(models / "llama" / "tokens"), "tokens", layout, size)
+        for name, layout in TUNED.items()
+    }
+    differences = {}
+    for name, (graphs, layout) in GRAPHS.items():
+        by_graphs = fit(graphs, size, layout)
+        assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
+        differences[name] = by_graphs.differences_from(fit(None, size, layout))
+    return Found(train_all(rank, size, jobs(), str(folder)), continued, tuned, differences)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a small Llama as Hugging Face does."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models")
+    name, settings = hugging_face.CONFIGS["llama"]
+    config = getattr(transformers, name)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path / "llama" / "tokens")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, models: Path) -> list[Found]:
+    """Run everything once."""
+    return run_world(run_all, 4, tmp_path_factory.mktemp("four"), models)
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[tuple[str, bool], Report]:
+    """Train every kind in this process; the load of whole steps is the strategy's."""
+    return {
+        (kind, counts): train(Job(kind, layout={"microbatch_size": 8}, counts=counts), 1, "cpu")
+        for kind, counts in {(job.kind, job.counts) for job in jobs().values()}
+    }
+
+
+@pytest.mark.parametrize("name", list(jobs()))
+def test_every_layout_trains_as_one_process(name, ranks, twins):
+    job = jobs()[name]
+    check(job, [found.reports[name] for found in ranks], twins[job.kind, job.counts])
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_checkpoints_continue_with_and_without_context_parallelism(way, ranks, twins):
+    twin = twins["gpt2-tied", False]
+    for found in ranks:
+        losses = torch.tensor(found.continued[way].losses)
+        assert len(losses) == STEPS - 2
+        torch.testing.assert_close(losses, torch.tensor(twin.losses[2:]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", list(TUNED))
+def test_an_unchanged_hugging_face_module_trains_as_one_process(name, ranks, models):
+    twin = hugging_face.train(str(models / "llama" / "tokens"), "tokens", None, 1)
+    for found in ranks:
+        report = found.fine_tuned[name]
+        assert report.is_swapped
+        losses = torch.tensor(report.losses)
+        torch.testing.assert_close(losses, torch.tensor(twin.losses), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(GRAPHS))
+def test_graphs_compute_the_bits_of_eager_steps(name, ranks):
+    assert [found.differences[name] for found in ranks] == [[]] * 4
