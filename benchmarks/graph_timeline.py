@@ -64,7 +64,7 @@ class Panel:
         """Return the mode with its figures."""
         one = self.timeline
         calls = [
-            f"{number} {kind}"
+            f"{number} {kind if number > 1 else kind.replace('launches', 'launch')}"
             for kind in (GRAPHS, LAUNCHES)
             if (number := one.num_launches.get(kind))
         ]

@@ -70,7 +70,7 @@ def test_the_picture_draws_all_steps_with_one_scale() -> None:
     assert grey == [860.0, 860.0, 430.0, 430.0], "host and device of both steps"
     titles = [one.text for one in root.iter() if one.tag.endswith("text")]
     assert "eager: 1.0 ms; 40 launches of kernels; nothing runs for 0.0 ms" in titles
-    assert "full: 0.5 ms; 1 launches of graphs, 2 launches of kernels; nothing runs for 0.2 ms" in (
+    assert "full: 0.5 ms; 1 launch of graphs, 2 launches of kernels; nothing runs for 0.2 ms" in (
         titles
     )
 
