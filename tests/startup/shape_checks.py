@@ -147,7 +147,8 @@ def described(value: Any, tensor_type: type) -> Any:
         return kind, tuple([described(one, tensor_type) for one in value])
     if isinstance(value, dict):
         return kind, tuple([(name, described(one, tensor_type)) for name, one in value.items()])
-    return (kind, value) if isinstance(value, int | float | str) else kind
+    # A kind of number of its own, such as the index of a captured batch, may refuse to be read.
+    return (kind, value) if kind in (bool, int, float, str) else kind
 
 
 class Check:
