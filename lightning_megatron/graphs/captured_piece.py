@@ -70,6 +70,8 @@ class CapturedPiece:
         self._factors: list[Any] = []
         self._gradients: OutputGradients | None = None
         self._found: list[Tensor | None] = []
+        # Values between the segments, if their backward passes read nothing else that they write.
+        self._between: list[Tensor] = []
 
     # ---- forward pass
 
@@ -121,9 +123,15 @@ class CapturedPiece:
         inputs.fill(values.tensors)
         given = values.with_tensors(inputs.tensors)
         generators = self.piece.draws.exact()
-        graph, effects, found = self._capture(
-            "forward", generators, lambda: self.piece.segments(given)
-        )
+        between: list[Tensor] = []
+
+        def run() -> tuple[Any, ...]:
+            if self._memory.is_shared:
+                return self.piece.segments.run_noting(given, between)
+            return self.piece.segments(given)
+
+        graph, effects, found = self._capture("forward", generators, run)
+        self._between = [one.detach() for one in between]
         self._outputs = flatten(found)
         self._needs_gradient = [one.requires_grad for one in self._outputs.tensors]
         self._memory.add(self._outputs.tensors)
@@ -155,6 +163,10 @@ class CapturedPiece:
         """Return the microbatch whose activations lie in the slot."""
         return self._memory.tenant
 
+    def recall(self, tenant: Tenant) -> bool:
+        """Return whether the activations of a microbatch lie in the slot, or are again there."""
+        return self._memory.recall(tenant)
+
     def replay_forward(self, tensors: Sequence[Tensor]) -> StreamPosition:
         """Run the forward graph on inputs, and return the position of its random streams."""
         assert self._forward is not None, "the graph was captured"
@@ -163,12 +175,14 @@ class CapturedPiece:
         self._inputs.fill(tensors)
         with self._tools.observers.repeat(effects) as position:
             graph.replay()
+        self._memory.keep([*self._inputs.copied, *self._between])
         return position
 
     @property
     def outputs(self) -> list[tuple[Tensor, bool]]:
-        """Return the tensors that the forward graph writes, and whether they need gradients."""
-        return list(zip(self._outputs.tensors, self._needs_gradient, strict=True))
+        """Return the outputs of the latest replay, and whether they need gradients."""
+        tensors = map(self._memory.handed_over, self._outputs.tensors)
+        return list(zip(tensors, self._needs_gradient, strict=True))
 
     # ---- backward pass
 
@@ -204,7 +218,7 @@ class CapturedPiece:
         self._gradients.fill(needed)
         self._replay(graph, effects, position)
         self._leave_weight_half()
-        return [None if one is None else one.detach() for one in self._found]
+        return [None if one is None else self._memory.handed_over(one) for one in self._found]
 
     def _leave_weight_half(self) -> None:
         """Leave the weight half to the queue; without an open one, run it now."""
@@ -276,6 +290,7 @@ class CapturedPiece:
         assert self._inputs is not None, "the graphs were captured"
         give_up = self._memory.pool.give_up
         self._inputs.give_up(self._memory.has, give_up)
+        self._between = [give_up(one) for one in self._between]
         outputs = [give_up(one) for one in self._outputs.tensors]
         self._outputs = flatten(self._outputs.with_tensors(outputs))
         self._found = [None if one is None else give_up(one) for one in self._found]
@@ -334,13 +349,13 @@ class _Replayed(torch.autograd.Function):
         ctx.piece = piece
         ctx.tenant = piece.tenant
         ctx.position = piece.replay_forward(tensors)
-        both = [(output.detach(), needs_one) for output, needs_one in piece.outputs]
+        both = piece.outputs
         ctx.mark_non_differentiable(*[one for one, needs_one in both if not needs_one])
         return tuple(one for one, _ in both)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if ctx.tenant is None or ctx.tenant is not ctx.piece.tenant:
+        if ctx.tenant is None or not ctx.piece.recall(ctx.tenant):
             raise RuntimeError(
                 "a backward pass by CUDA graphs must follow its forward pass, once: that of "
                 f"{ctx.piece.piece.label} came a second time, or when another microbatch had "

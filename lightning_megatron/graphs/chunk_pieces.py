@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatron.graphs.foreign_functions import runs_foreign
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
@@ -105,6 +106,9 @@ class ChunkObserver:
         self._fixed: dict[int, Tensor] = {}
         #: Generators from which each static piece has drawn, by its number.
         self.draws: dict[int, GeneratorPool] = {}
+        #: Numbers of the static pieces whose backward passes read nothing of the forward passes
+        #: but the inputs of the segments.
+        self.keeping_inputs: set[int] = set()
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run the chunk eagerly; equal to the chunk without graphs."""
@@ -133,4 +137,7 @@ class ChunkObserver:
         with self._random.recording(generators):
             found = piece(values)
         self.draws[number] = generators
+        given = flatten(values).tensors
+        if piece.keeps_only_inputs and not runs_foreign(flatten(found).tensors, given):
+            self.keeping_inputs.add(number)
         return found

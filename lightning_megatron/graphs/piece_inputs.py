@@ -31,10 +31,15 @@ class PieceInputs:
         self._addresses = [static.data_ptr() for static in self.tensors]
 
     @property
+    def copied(self) -> list[Tensor]:
+        """Return the tensors into which inputs are copied."""
+        both = zip(self.tensors, self._is_copied, strict=True)
+        return [tensor for tensor, is_copied in both if is_copied]
+
+    @property
     def num_bytes(self) -> int:
         """Return the size of the copies (bytes)."""
-        both = zip(self.tensors, self._is_copied, strict=True)
-        return sum(tensor.nbytes for tensor, is_copied in both if is_copied)
+        return sum(tensor.nbytes for tensor in self.copied)
 
     def why_unfit(self, tensors: Sequence[Tensor]) -> str | None:
         """Return why a replay cannot take these inputs; None if it can."""

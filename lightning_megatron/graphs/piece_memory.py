@@ -29,6 +29,9 @@ class PieceMemory:
         backend: Backend of the graphs.
     """
 
+    #: Whether several microbatches use the memory between forward and backward pass in turn.
+    is_shared = False
+
     def __init__(self, backend: CaptureBackend) -> None:
         #: Pool of the graphs of forward and backward passes.
         self.pool = backend.make_pool()
@@ -45,3 +48,22 @@ class PieceMemory:
     def has(self, tensor: Tensor) -> bool:
         """Return whether a graph of this memory writes a tensor at each of its replays."""
         return tensor.data_ptr() in self._written
+
+    def handed_over(self, tensor: Tensor) -> Tensor:
+        """Return a result of a graph, valid until the slot is used again."""
+        return tensor.detach()
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what the tenant's backward pass reads; here nothing overwrites it before."""
+
+    def recall(self, tenant: Tenant) -> bool:
+        """Return whether the activations of a microbatch lie in the memory."""
+        return tenant is self.tenant
+
+    def leave(self, unit: PipelineUnit) -> None:
+        """Free the memory, after the backward pass of its microbatch."""
+        self.tenant = None
+
+    def clear(self) -> None:
+        """Free the memory of all microbatches."""
+        self.tenant = None

@@ -17,6 +17,7 @@ from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
 from lightning_megatron.graphs.report import GraphCounts, runs_of
+from lightning_megatron.graphs.shared_slot import SharedSlot
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.values import flatten
@@ -87,7 +88,7 @@ class GraphRunner:
         # Chunks whose segments may have got users' hooks, which a replay would not call.
         self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
-        self._slots: dict[tuple[int, int], Slot] = {}
+        self._slots: dict[tuple[int, int | None], Slot] = {}
         #: Keys of the first captures, by chunk and kind of step.
         self._first_keys: dict[tuple[int, StepKind], ChunkKey] = {}
         # The schedules are kept, so that no other one gets the identity of one of them.
@@ -146,10 +147,16 @@ class GraphRunner:
         return GraphCounts(
             self.num_graphs,
             sum(slot.num_graphs(has_backward=False) for slot in self._slots.values()),
-            tuple(Counter(chunk for chunk, _ in sorted(self._slots)).values()),
+            self._slot_counts,
             max(Counter((chunk, key.mode) for chunk, key in keys).values(), default=0),
             self._tools.notes.seconds,
         )
+
+    @property
+    def _slot_counts(self) -> tuple[int, ...]:
+        """Return the number of slots with graphs of each chunk."""
+        used = [chunk for (chunk, _), slot in self._slots.items() if slot.num_graphs()]
+        return tuple(number for _, number in sorted(Counter(used).items()))
 
     # ---- the actions of a step
 
@@ -173,25 +180,28 @@ class GraphRunner:
         finally:
             self._unit = None
         if action.kind in ("B", "W") or not self._has_backward:
-            slot = self._slot_of(action.unit)
-            if slot is not None:
-                slot.free()
+            for slot in self._slots_of(action.unit):
+                slot.leave(action.unit)
 
     def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
-        slot = self._slot_of(unit)
-        if slot is not None and self._has_backward:
-            slot.keep(transfers)
+        if self._plan is not None and self._has_backward:
+            # A shared slot gives copies of its results.
+            slot = self._slots.get((unit.chunk, self._plan.slot_of(unit)))
+            if slot is not None:
+                slot.keep(transfers)
 
     @property
     def _has_backward(self) -> bool:
         """Return whether the step has backward passes."""
         return self._plan is not None and not self._plan.schedule.forward_only
 
-    def _slot_of(self, unit: PipelineUnit) -> Slot | None:
+    def _slots_of(self, unit: PipelineUnit) -> list[Slot]:
+        """Return the slot that a unit books, and the one that all units of its chunk share."""
         if self._plan is None:
-            return None
-        return self._slots.get((unit.chunk, self._plan.slot_of(unit)))
+            return []
+        places = (unit.chunk, self._plan.slot_of(unit)), (unit.chunk, None)
+        return [self._slots[place] for place in places if place in self._slots]
 
     # ---- the model's calls
 
@@ -269,18 +279,37 @@ class GraphRunner:
         unit = self._unit
         assert unit is not None, "a microbatch runs"
         assert self._plan is not None, "a step has begun"
-        place = unit.chunk, self._plan.slot_of(unit)
-        if place not in self._slots:
-            label = f"slot {place[1]}"
-            if self._plan.schedule.num_chunks > 1:
-                label = f"chunk {place[0]}, {label}"
-            self._slots[place] = Slot(label, self._tools)
-        slot = self._slots[place]
-        slot.occupy(unit)
         is_first = self._is_step_empty and self._plan.first_units[unit.chunk] == unit
-        return slot.graphs(key, is_first, partial(self._static_pieces, unit.chunk, key.mode))
+        pieces = self._chunks[unit.chunk].pieces
+        numbers = [number for number, one in enumerate(pieces) if one.is_static]
+        keeping = self._observers[unit.chunk, key.mode].keeping_inputs
+        shared = keeping if key.mode.has_backward and self._plan.can_share else set[int]()
+        own = [number for number in numbers if number not in shared]
+        places = {self._plan.slot_of(unit): own, None: sorted(shared)}
+        found = dict[int, CapturedPiece]()
+        for place, chosen in places.items():
+            if chosen:
+                slot = self._slot(unit.chunk, place)
+                slot.occupy(unit)
+                make = partial(self._static_pieces, unit.chunk, key.mode, chosen)
+                found |= slot.graphs(key, is_first, make)
+        return found
 
-    def _static_pieces(self, chunk: int, mode: PassMode) -> dict[int, StaticPiece]:
+    def _slot(self, chunk: int, number: int | None) -> Slot:
+        """Return a slot by its number, or the one that all microbatches share."""
+        assert self._plan is not None, "a step has begun"
+        place = chunk, number
+        if place not in self._slots:
+            label = "shared slot" if number is None else f"slot {number}"
+            if self._plan.schedule.num_chunks > 1:
+                label = f"chunk {chunk}, {label}"
+            kind = SharedSlot if number is None else Slot
+            self._slots[place] = kind(label, self._tools)
+        return self._slots[place]
+
+    def _static_pieces(
+        self, chunk: int, mode: PassMode, numbers: Collection[int]
+    ) -> dict[int, StaticPiece]:
         pieces = self._chunks[chunk]
         draws = self._observers[chunk, mode].draws
         return {
@@ -292,7 +321,7 @@ class GraphRunner:
                 mode.has_backward,
             )
             for number, piece in enumerate(pieces.pieces)
-            if piece.is_static
+            if number in numbers
         }
 
     def _run_piece(

@@ -23,12 +23,13 @@ class Slot:
     Args:
         label: Description of the slot, such as ``slot 1``.
         tools: Tools of the captures.
+        memory: Memory of the graphs; None makes that of one microbatch at a time.
     """
 
-    def __init__(self, label: str, tools: CaptureTools) -> None:
+    def __init__(self, label: str, tools: CaptureTools, memory: PieceMemory | None = None) -> None:
         self.label = label
         self._tools = tools
-        self._memory = PieceMemory(tools.backend)
+        self._memory = memory or PieceMemory(tools.backend)
         self._sets: dict[tuple[ChunkKey, bool], dict[int, CapturedPiece]] = {}
         self._transfers: list[PendingTransfers] = []
 
@@ -49,9 +50,13 @@ class Slot:
         self._transfers.clear()
         self._memory.tenant = Tenant(unit)
 
+    def leave(self, unit: PipelineUnit) -> None:
+        """Free the slot, after the backward pass of a microbatch."""
+        self._memory.leave(unit)
+
     def free(self) -> None:
-        """Free the slot, after the backward pass."""
-        self._memory.tenant = None
+        """Free the slot of all microbatches."""
+        self._memory.clear()
 
     def keep(self, transfers: PendingTransfers) -> None:
         """Wait for transfers from the slot's memory before the slot is occupied again."""

@@ -85,10 +85,18 @@ class TransformerBlock(nn.Module):
         """
         if recompute == "full":
             plain = partial(self.segments, "none")
-            whole = Segment("block", self._replayed, _INPUTS, ("hidden",), modules=(self,))
-            return SegmentList(
-                [replace(whole, parts=plain, stays_whole=True)], _INPUTS, ("hidden",)
+            whole = Segment(
+                "block",
+                self._replayed,
+                _INPUTS,
+                ("hidden",),
+                modules=(self,),
+                parts=plain,
+                stays_whole=True,
+                # Between the passes a mixture keeps where its tokens have gone.
+                keeps_only_inputs=not hasattr(self.mlp, "segments"),
             )
+            return SegmentList([whole], _INPUTS, ("hidden",))
         attention = self._attention_segment(is_core_recomputed=recompute == "selective")
         has_parts = hasattr(self.mlp, "segments")
         rest = self._mixture_segments(self.mlp) if has_parts else [self._mlp_segment()]

@@ -35,6 +35,8 @@ class Segment:
         parts: Function that returns the list that ``run`` runs; None if there is no such list.
         stays_whole: Whether :meth:`SegmentList.opened` keeps the segment although it has parts,
             because ``run`` does more than to run them.
+        keeps_only_inputs: Whether the backward pass reads nothing of the forward pass but the
+            values of ``reads``, because it recomputes the rest.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Segment:
     starts_transfer: bool = False
     parts: Callable[[], SegmentList] | None = None
     stays_whole: bool = False
+    keeps_only_inputs: bool = False
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -141,10 +144,33 @@ class SegmentList:
             return (held[self._only_result],)
         return tuple([held[place] for place in self._results])
 
+    def run_noting(self, values: tuple[Any, ...], between: list[Any]) -> tuple[Any, ...]:
+        """Run all segments one by one, and return the outputs; equal to calling the list.
+
+        Args:
+            values: Input values, in the order of their names.
+            between: List to which the values are added that all segments but the last write.
+        """
+        if self._begin is not None:
+            self._begin()
+        held = dict(zip(self.inputs, values, strict=True))
+        for segment in self.segments:
+            found = segment.run(*[held[name] for name in segment.reads])
+            written = (found,) if len(segment.writes) == 1 else tuple(found)
+            held.update(zip(segment.writes, written, strict=True))
+            if segment is not self.segments[-1]:
+                between += written
+        return tuple([held[name] for name in self.outputs])
+
     @property
     def is_static(self) -> bool:
         """Return whether all segments are static, so that a CUDA graph can capture the list."""
         return all(segment.is_static for segment in self.segments)
+
+    @property
+    def keeps_only_inputs(self) -> bool:
+        """Return whether backward passes read nothing but what the segments read."""
+        return all(segment.keeps_only_inputs for segment in self.segments)
 
     @property
     def scopes(self) -> tuple[SegmentScope, ...]:
@@ -243,7 +269,8 @@ def split(
     equal ``segments.opened(keeps_whole)``.
 
     A transfer starts and ends in one piece, and the segments between start and end are in that
-    piece, too. The piece is eager if one of them is.
+    piece, too. The piece is eager if one of them is. A static run keeps either only the inputs of
+    all its segments for the backward pass, or more than that of each of them.
 
     Args:
         segments: List of a chunk or of a layer.
@@ -269,7 +296,7 @@ def split(
     pieces: list[list[Segment]] = []
     is_ended = True
     for group in _indivisible(marked):
-        if is_ended or _are_static(pieces[-1]) != _are_static(group):
+        if is_ended or _kind_of(pieces[-1]) != _kind_of(group):
             pieces.append(group)
         else:
             pieces[-1] += group
@@ -279,6 +306,12 @@ def split(
 
 def _are_static(segments: Sequence[Segment]) -> bool:
     return all(segment.is_static for segment in segments)
+
+
+def _kind_of(segments: Sequence[Segment]) -> tuple[bool, bool]:
+    """Return whether segments are static, and whether these keep only their inputs."""
+    is_static = _are_static(segments)
+    return is_static, is_static and all(segment.keeps_only_inputs for segment in segments)
 
 
 def _indivisible(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -54,7 +54,8 @@ def graph_memory(
 
     With mode ``segments`` every slot of a chunk has a pool for one microbatch: the captured
     activations, and the temporary buffers of the layer that needs most. Its inputs are copied into
-    tensors of its own, once for each set of its graphs. With mode ``full`` one pool has what an
+    tensors of its own, once for each set of its graphs. Layers that keep only their inputs have one
+    pool for all microbatches if there are several stages. With mode ``full`` one pool has what an
     eager step needs at its peak, without the optimizer, and all microbatches are copied.
 
     Args:
@@ -101,6 +102,15 @@ def graph_memory(
         peak = slots.peak(number)
         # The first backward pass of a step has graphs of its own in its slot.
         num_sets = peak + (schedule.num_microbatches > peak)
+        if slots.can_share and part.keeps_only_inputs:
+            # What the microbatches keep outside of the graphs lies where eager steps have kept it.
+            layers = replace(part, has_embedding=False, has_head=False)
+            part = replace(part, blocks=())
+            pools += layers.pool(is_halved)
+            # The graphs of the second microbatch come before the first one's are complete.
+            pools += sum(block.kept for block in layers.blocks) if peak > 1 else 0
+            inputs += (1 + (schedule.num_microbatches > 1)) * layers.inputs
+            shared = max(shared, layers.gradients + part.gradients * part.has_head)
         pools += peak * part.pool(is_halved)
         inputs += num_sets * part.inputs
         if is_halved:
@@ -129,17 +139,32 @@ class _ChunkGraphs:
         forward = max(one.size for one in moments([Action("F", 0, 0)], [costs]))
         # A captured backward pass frees no activations before its end: should the capture fail, it
         # runs again.
-        backward = costs.kept + costs.loss_kept
-        backward += max(
-            costs.loss_backward + costs.head_backward,
-            *(block.captured_attention for block in captured),
-            *(block.captured_network for block in captured),
-        )
+        parts = (block.captured_attention for block in captured)
+        layers = max([0, *parts, *(block.captured_network for block in captured)])
+        head = costs.loss_backward + costs.head_backward
+        if self.keeps_only_inputs:
+            # The head has graphs of its own, which have ended when those of the layers run.
+            head += costs.loss_kept
+            layers -= costs.head
+        else:
+            head += costs.loss_kept
+            layers += costs.loss_kept
+        backward = costs.kept + max(head, layers)
+        if not self.blocks and self._captures_embedding:
+            # The sum, and what it adds up.
+            forward += 2 * self.ends.boundary
         # The residual stream that a graph reads from its inputs lies there.
         read = self._num_streams * self.ends.boundary
         if not is_halved:
             return max(forward, backward) - read
         return max(forward, backward + costs.waiting) + costs.weight_half - read
+
+    @property
+    def keeps_only_inputs(self) -> bool:
+        """Return whether the layers are captured, and keep only their inputs."""
+        if not self.is_block_whole or any(block.has_experts for block in self.blocks):
+            return False
+        return all(all(self._parts_of(block)) for block in self.blocks)
 
     @property
     def inputs(self) -> int:

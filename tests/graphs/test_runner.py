@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.graphs.entries import Operator
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
@@ -66,8 +68,11 @@ def test_graphs_in_one_process(kind: str, recompute: str) -> None:
         "shared": replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8)),
     }
     runner = check(Case(configs[kind], recompute=recompute), what=kind)
-    # One piece: forward and backward, of the first microbatch and of the later ones.
-    assert runner.num_graphs == 4
+    # Each piece: forward and backward, of the first microbatch and of the later ones. Layers that
+    # keep only their inputs are a piece of their own.
+    keeps_only_inputs = recompute == "full" and kind in ("gpt2", "llama")
+    assert runner.num_graphs == (12 if keeps_only_inputs else 4)
+    assert runner.counts.slots == (1,)
     assert not runner.eager
 
 
@@ -99,9 +104,10 @@ def test_microbatches_of_new_shapes_get_graphs_of_their_own(
     with counted_replays() as replays:
         runner = check(case)
     assert not runner.eager
-    assert replays == {"training": 9}, "all microbatches of the steps 2, 3 and 4"
+    num_pieces = 3 if recompute == "full" else 1
+    assert replays == {"training": 9 * num_pieces}, "all microbatches of the steps 2, 3 and 4"
     # Each shape is once the first one of a step.
-    assert runner.num_graphs == 2 * 4
+    assert runner.num_graphs == 2 * 4 * num_pieces
     assert runner.counts.num_shapes == 2
     assert runner.counts.slots == (1,)
 
@@ -175,6 +181,68 @@ def check_two_ranks(rank: int, size: int) -> list[int]:
             case = Case(config, transport=transport)  # type: ignore[arg-type]
             check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
     return found
+
+
+def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
+        shape: Any = "v" if schedule == "zb-v" else "loop"
+        layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
+        for config in (GPT2, LLAMA, replace(LLAMA, experts=EXPERTS)):
+            numbers = (8, 8, 8, 4, 8) if schedule == "interleaved" else (8, 8, 8, 3, 8)
+            case = Case(config, schedule, numbers, recompute="full")
+            if config is GPT2:
+                case = replace(case, captures_new=True, length=other_lengths, evaluates=1)
+            elif chunks == 2:
+                # The layers of the chunk are two pieces.
+                case = replace(case, cuts=("layers.0.block",))
+            with counted_replays() as replays:
+                runner = check(case, layout, f"{schedule} {config.experts}")
+            assert not runner.eager
+            assert replays["training"] >= chunks * sum(numbers[2:])
+            assert_inputs_suffice(runner)
+            found.append(runner.counts.slots)
+    scopes = ("attention", "mlp")
+    check(
+        Case(GPT2, microbatches=(6, 6, 6, 2, 6), recompute="full", scopes=scopes), layout_of(size)
+    )
+    return found
+
+
+def assert_inputs_suffice(runner: Any) -> None:
+    """Assert that backward graphs of a shared slot read only what is kept of forward graphs."""
+    for (_, number), slot in runner._slots.items():
+        pieces = [piece for one in slot._sets.values() for piece in one.values()]
+        for piece in pieces if number is None else ():
+            kept = set(map(memory_of, [*piece._inputs.copied, *piece._between]))
+            made = set(map(memory_of, piece._forward[0]._made)) - kept
+            read = {
+                memory_of(one)
+                for entry in piece._backward[0]._entries
+                if isinstance(entry, Operator)
+                for one in tree_leaves((entry.args, entry.kwargs))
+                if isinstance(one, Tensor)
+            }
+            assert kept & read, piece.piece.label
+            assert not made & read, piece.piece.label
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def layout_of(size: int) -> ParallelLayout:
+    """Return a layout of stages only."""
+    return ParallelLayout(size, pp=size)
+
+
+def test_microbatches_share_graphs_of_segments_that_keep_only_their_inputs() -> None:
+    first, last = run_world(check_shared_slots, 2)
+    # Embedding or head have a slot for each microbatch in flight, and the layers one for all.
+    assert first[0] == (2 + 1,)
+    assert last[0] == (1 + 1,)
 
 
 def test_graphs_on_two_ranks() -> None:

@@ -1,0 +1,117 @@
+"""One slot for all microbatches of a chunk, for layers that keep only their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.capture_tools import CaptureTools
+from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
+from lightning_megatron.graphs.slot import Slot
+from lightning_megatron.plan.actions import PipelineUnit
+
+
+class SharedMemory(PieceMemory):
+    """Memory of graphs that all microbatches of a chunk use in turn.
+
+    Between its forward and its backward pass a microbatch needs a few tensors only: the inputs of
+    its layers. They are copied out when another microbatch comes, and copied in again before the
+    backward pass, so that the chunk needs one set of graphs, and eager steps' memory for what is
+    kept. Of a microbatch whose backward pass follows at once, nothing is copied.
+
+    Args:
+        backend: Backend of the graphs.
+    """
+
+    is_shared = True
+
+    def __init__(self, backend: CaptureBackend) -> None:
+        super().__init__(backend)
+        #: Tensors of graphs that the backward passes of microbatches read.
+        self._read: dict[Tenant, list[Tensor]] = {}
+        #: Copies of these, of microbatches whose values do not lie in the graphs' tensors.
+        self._copies: dict[Tenant, list[Tensor]] = {}
+
+    def enter(self, tenant: Tenant) -> None:
+        """Let a microbatch use the memory, before its forward pass."""
+        self._copy_out()
+        self._read[tenant] = []
+        self.tenant = tenant
+
+    @override
+    def handed_over(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a result of a graph, which other microbatches overwrite soon."""
+        return tensor.detach().clone()
+
+    @override
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what the tenant's backward pass reads.
+
+        Args:
+            tensors: Tensors of a graph, with the values of the tenant.
+        """
+        if self.tenant is not None:
+            self._read[self.tenant] += tensors
+
+    @override
+    def recall(self, tenant: Tenant) -> bool:
+        """Bring the values of a microbatch back, and return whether they exist."""
+        if tenant is not self.tenant and tenant in self._copies:
+            self._copy_out()
+            _copy(self._copies.pop(tenant), self._read[tenant])
+            self.tenant = tenant
+        return tenant is self.tenant
+
+    @override
+    def leave(self, unit: PipelineUnit) -> None:
+        """Forget a microbatch, after its backward pass."""
+        for tenant in [one for one in self._read if one.unit == unit]:
+            del self._read[tenant]
+            self._copies.pop(tenant, None)
+            if tenant is self.tenant:
+                self.tenant = None
+
+    @override
+    def clear(self) -> None:
+        """Forget all microbatches."""
+        self.tenant = None
+        self._read.clear()
+        self._copies.clear()
+
+    def _copy_out(self) -> None:
+        if self.tenant is None:
+            return
+        read = self._read[self.tenant]
+        copies = [torch.empty_like(one) for one in read]
+        _copy(read, copies)
+        self._copies[self.tenant] = copies
+        self.tenant = None
+
+
+class SharedSlot(Slot):
+    """Graphs of a chunk's layers that keep only their inputs, for all of its microbatches.
+
+    Args:
+        label: Description of the slot, such as ``shared slot``.
+        tools: Tools of the captures.
+    """
+
+    def __init__(self, label: str, tools: CaptureTools) -> None:
+        super().__init__(label, tools, SharedMemory(tools.backend))
+
+    @override
+    def occupy(self, unit: PipelineUnit) -> None:
+        """Let a microbatch use the slot, before its forward pass."""
+        cast(SharedMemory, self._memory).enter(Tenant(unit))
+
+
+@torch.no_grad()
+def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    if tensors:
+        # A captured backward pass must not find that its saved tensors have changed.
+        torch._foreach_copy_([one.data for one in into], list(tensors))
