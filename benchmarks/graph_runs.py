@@ -95,6 +95,10 @@ def train(
             weights_only=False,
         )
     finally:
+        for callback in callbacks:
+            # Lightning gives callbacks methods of the module, which would keep it.
+            vars(callback).pop("log", None)
+            vars(callback).pop("log_dict", None)
         del trainer, strategy
         gc.collect()
         if accelerator == "cuda":
