@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +12,7 @@ from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
 from lightning_megatron.groups.stream_position import StreamPosition
-from lightning_megatron.layers.gradient_slot import GradientSlot
-from lightning_megatron.layers.slot_states import fill_empty, mark_filled, state_of
+from lightning_megatron.layers.slot_states import mark_filled, state_of
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.parameter_gather import ParameterGather, RecordedGather
 from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
@@ -185,9 +184,8 @@ class EffectObservers:
 
         Raises:
             RuntimeError: If the computation overwrites gradient sums that are not empty, or adds to
-                sums that are. :func:`must_overwrite` tells which of the two is right. Also if
-                activations are recomputed and no position is given, or if parameters of other ranks
-                are out of date and the computation does not gather them.
+                sums that are. Also if activations are recomputed and no position is given, or if
+                parameters of other ranks are out of date and the computation does not gather them.
 
         Communication: that of ``GradientReducer.arrived``, after the replay.
         """
@@ -212,7 +210,7 @@ class EffectObservers:
             raise RuntimeError(
                 f"a replay must find its gradient sums as its capture did: the {effects.label}, "
                 f"{verb} {len(slots)} sums, which must be {expected} and are {state}. Gradients "
-                "would be lost or wrong. Choose the graph by must_overwrite()."
+                "would be lost or wrong."
             )
         if self._gather is not None and self._gather.is_deferred != effects.gathers:
             does = "gathers" if effects.gathers else "does not gather"
@@ -222,19 +220,3 @@ class EffectObservers:
                 f"{does} them, and those of other ranks are {are}. It would compute with old "
                 "values, or gather alone. Choose the graph by ParameterGather.is_deferred."
             )
-
-
-def must_overwrite(slots: Iterable[GradientSlot]) -> bool:
-    """Return whether the next backward pass must overwrite these gradient sums.
-
-    Otherwise it must add to them. If only some of them are empty, zeros are written into those, so
-    that adding is right for all.
-
-    Args:
-        slots: Slots to which the backward pass adds gradients.
-    """
-    slots = list(slots)
-    state = state_of(slots)
-    if state == "mixed":
-        fill_empty(slots)
-    return state == "empty"

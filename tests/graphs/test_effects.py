@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.graphs.effects import EffectObservers, Effects, must_overwrite
+from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.recorded_draws import RecordedDraws
-from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.slot_states import state_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
@@ -159,7 +159,7 @@ class ReplayedTraining(Training):
         return loss, position
 
     def back(self, loss: Tensor, position: Any) -> None:
-        graph, _, effects = self.first if must_overwrite(self.slots) else self.later
+        graph, _, effects = self.first if state_of(self.slots) == "empty" else self.later
         with self.observers.repeat(self.change(effects), position):
             graph.replay()
 
@@ -283,12 +283,3 @@ def test_passes_without_gradient_slots_have_the_other_effects() -> None:
     assert effects.gradients == RecordedGradients()
     with observers.repeat(effects):
         assert mesh.journal.counts == {"tp": 1}
-
-
-def test_a_mixed_state_gets_zeros_so_that_adding_is_right() -> None:
-    slots = [GradientSlot(torch.full((2,), 5.0), lambda: None) for _ in range(2)]
-    assert must_overwrite(slots)
-    slots[0].is_empty = False
-    assert not must_overwrite(slots)
-    assert [slot.gradient.tolist() for slot in slots] == [[5.0, 5.0], [0.0, 0.0]]
-    assert not must_overwrite(slots)
