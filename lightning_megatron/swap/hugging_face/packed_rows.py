@@ -36,8 +36,8 @@ def span_of(
     """Return the span of padded rows, or of rows whose positions restart; None for plain rows.
 
     Attention is causal, so only padding attends to the padding after the last token. If no padding
-    has labels, it need not be told apart, which is fastest. Otherwise padding without labels is a
-    document of its own. Padding between tokens, or with labels, needs a mask. The check
+    has labels, it need not be told apart, which is fastest. Otherwise padding before the tokens is
+    a document of its own. Padding between tokens, or with labels, needs a mask. The check
     synchronizes the host with the GPU.
 
     Args:
@@ -109,7 +109,9 @@ def _padding(mask: Tensor, positions: Tensor | None, labels: Tensor | None) -> A
     if not is_separate:
         return AttentionSpan(positions=positions, mask=mask[:, None, None, :])
     before = mask.int().argmax(1)
-    lengths = torch.stack((before, mask.sum(1)), 1)
+    # Padding after the tokens attends to them, as in plain rows: its states, which the losses of
+    # routers see, must not depend on the other rows.
+    lengths = torch.stack((before, mask.shape[1] - before), 1)
     return AttentionSpan(lengths=lengths, positions=positions, restarts=False)
 
 
