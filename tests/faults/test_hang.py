@@ -42,7 +42,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(ki
     assert "rank 0" not in report
     assert "rank 2" not in report
     assert re.search(
-        r"rank 0: train, global_step 2; in all_reduce over data \(number \d+ there, ranks 0, 1, 2",
+        r"rank 0: train, global_step 2; in all_reduce over dp \(number \d+ there, ranks 0, 1, 2",
         waiting,
     )
     assert done.stderr.count("did not arrive:") == 1

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, ParallelMesh
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.groups import fingerprint, mesh
+from lightning_megatron.groups import fingerprint, mesh, mesh_groups
 from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
 from lightning_megatron.groups.sources import digest_of_sources, own_sources
 from lightning_megatron.plan.layout import ParallelLayout
@@ -151,7 +151,7 @@ def _other_sources(rank: int, size: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", no_group)
-        patch.setattr(mesh, "own_sources", lambda: digest)
+        patch.setattr(mesh_groups, "own_sources", lambda: digest)
         with pytest.raises(RankMismatchError, match=words):
             ParallelMesh.create(ParallelLayout(size, tp=2))
         patch.setattr(ranks, "own_sources", lambda: digest)

@@ -223,11 +223,11 @@ def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> No
     even = StepRows(
         before=torch.ones(2),
         after=torch.ones(2),
-        moved=torch.tensor(0),
-        clones=torch.tensor(0),
+        moved=torch.tensor(0.0),
+        clones=torch.tensor(0.0),
         away=torch.zeros(2),
-        num_microbatches=torch.tensor(1),
-        needed=torch.tensor(1),
+        num_microbatches=torch.tensor(1.0),
+        needed=torch.tensor(1.0),
     )
     layers[7] |= rank_figures_of(even)
     draw_load(layers, {99: torch.ones(1)}, tmp_path / "ranks.png")
