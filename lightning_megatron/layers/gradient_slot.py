@@ -373,6 +373,21 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     return [slot_of(one) for one in parameters]
 
 
+def remembered_stack(
+    weights: Sequence[Float[Tensor, "*shape"]], slots: Sequence[GradientSlot | None]
+) -> Float[Tensor, "experts *shape"] | None:
+    """Return :func:`stacked_view` of weights, which their slots cache if each weight has one.
+
+    Args:
+        weights: Parameters of equal shape.
+        slots: Slot of each of them; None for those without.
+    """
+    found = [slot for slot in slots if slot is not None]
+    if len(found) == len(weights):
+        return SlotRow.of(found).stacked_weights(weights)
+    return stacked_view(weights)
+
+
 def set_slot(parameter: Tensor, slot: GradientSlot | StackedSlot | None) -> None:
     """Attach a slot to a parameter; None removes its slot."""
     if slot is not None:

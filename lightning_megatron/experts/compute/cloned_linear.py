@@ -14,7 +14,7 @@ from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import require_kernels
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, remembered_stack, slots_of
 from lightning_megatron.layers.handed_gradients import hand_over
 from lightning_megatron.shapes import Float, Int
 
@@ -202,7 +202,6 @@ class _ClonedLinear(torch.autograd.Function):
 def _stack_or_all(
     weights: Sequence[Tensor], slots: Sequence[GradientSlot | None]
 ) -> Sequence[Tensor] | Tensor:
-    """Return weights as one view, which their slots remember, or else one by one."""
-    found = [slot for slot in slots if slot is not None]
-    view = SlotRow.of(found).stacked_weights(weights) if len(found) == len(weights) else None
+    """Return weights as one view, or else one by one."""
+    view = remembered_stack(weights, slots)
     return weights if view is None else view

@@ -19,7 +19,6 @@ from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.peer_clones import (
     Matrices,
     PeerClones,
-    PeerRound,
     PeerSource,
 )
 from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
@@ -136,8 +135,10 @@ def _with_clones(
         kernels = inner.transfer.kernels
         peers = PeerClones(ep, num_experts, settings.places, matrices, kernels)
         return (
-            PeerCloningDispatcher(inner, peers, settings),
-            lambda clones: PeerRound(peers, clones).sources,
+            PeerCloningDispatcher(
+                inner.here, inner.transfer, inner.limit, peers=peers, settings=settings
+            ),
+            lambda clones: peers.sources(),
         )
     return (
         CloningDispatcher(inner, ep, num_experts, settings),

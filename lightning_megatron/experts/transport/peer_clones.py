@@ -45,9 +45,13 @@ from torch import Tensor
 from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.peer_memory import PeerRegion
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+from lightning_megatron.layers.gradient_slot import (
+    GradientSlot,
+    SlotRow,
+    remembered_stack,
+    slots_of,
+)
 from lightning_megatron.layers.handed_gradients import hand_over
-from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.clone_memory import CloneMemory
 from lightning_megatron.shapes import Float, Int
 
@@ -112,6 +116,20 @@ class PeerClones:
         memory = self.axis.peer_memory
         return memory.reserve(self.axis.group, layout.num_bytes, device, "clone gradients"), layout
 
+    def sources(self) -> tuple[PeerSource, ...]:
+        """Return the way of each matrix to the clones on this rank, and of its gradients back."""
+        region, layout = self.weights_memory()
+        gradients, wide = self.gradients_memory()
+        return tuple(
+            PeerSource(
+                region.view(start, (layout.places, *shape), weights[0].dtype),
+                gradients.view(wide_start, (layout.places, *shape), torch.float32),
+            )
+            for weights, shape, start, wide_start in zip(
+                self.matrices(), layout.shapes, layout.starts, wide.starts, strict=True
+            )
+        )
+
     def _lay_out(self, dtype: torch.dtype) -> CloneMemory:
         shapes = tuple((one[0].shape[0], one[0].shape[1]) for one in self.matrices())
         return CloneMemory(self.places, shapes, dtype.itemsize)
@@ -140,27 +158,12 @@ class PeerRound:
         weights = [weight for matrix in self._matrices for weight in matrix]
         return weights[:1] if self._have_slots else weights
 
-    @property
-    def sources(self) -> tuple[PeerSource, ...]:
-        """Return the way of each matrix to the clones on this rank, and of its gradients back."""
-        region, layout = self._peers.weights_memory()
-        gradients, wide = self._peers.gradients_memory()
-        return tuple(
-            PeerSource(
-                region.view(start, (layout.places, *shape), weights[0].dtype),
-                gradients.view(wide_start, (layout.places, *shape), torch.float32),
-            )
-            for weights, shape, start, wide_start in zip(
-                self._matrices, layout.shapes, layout.starts, wide.starts, strict=True
-            )
-        )
-
     def put_weights(self) -> None:
         """Put the weights of this rank's experts into the places of their clones."""
         region, layout = self._peers.weights_memory()
         self._peers.axis.note("put_weights")
         for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
-            view = _remembered_view(weights, slots)
+            view = remembered_stack(weights, slots)
             stack = torch.stack(weights) if view is None else view
             where = self._clones.owners, region.pointers, self._peers.axis.rank, start
             self._peers.kernels.put_weights(stack.detach(), *where)
@@ -223,16 +226,6 @@ class PeerSource:
 
     def give_back(self, gradients: Float[Tensor, "places out_local in_local"]) -> None:
         """Leave the gradients to :meth:`PeerRound.add_gradients` of the homes."""
-
-
-def _remembered_view(
-    weights: Sequence[Tensor], slots: Sequence[GradientSlot | None]
-) -> Tensor | None:
-    """Return weights as one view, which their slots remember; None if they lie apart."""
-    found = [slot for slot in slots if slot is not None]
-    if len(found) == len(weights):
-        return SlotRow.of(found).stacked_weights(weights)
-    return stacked_view(weights)
 
 
 def _add(
