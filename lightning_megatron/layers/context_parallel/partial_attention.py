@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import obstacle_to_flash
 from lightning_megatron.plan.context import AttentionBlock
 from lightning_megatron.shapes import Bool, Float
 
@@ -142,8 +143,11 @@ def _rows(tensor: Tensor, rows: range) -> Tensor:
 
 def _is_for_flash(query: Tensor, block: AttentionBlock) -> bool:
     """Return whether torch's flash attention serves a block, whose causal mask is at the end."""
-    is_plain = block.is_aligned or not block.is_causal
-    return query.is_cuda and query.dtype in HALF_TYPES and is_plain and query.shape[-1] % 8 == 0
+    if block.is_causal and not block.is_aligned:
+        return False
+    head_dim = query.shape[-1]
+    span = AttentionSpan(causal=block.is_causal)
+    return obstacle_to_flash(query.device, query.dtype, span, head_dim=head_dim) is None
 
 
 def _attend_by_flash(
