@@ -53,7 +53,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.attention_repeats import attention_repeats
 from benchmarks.drift_settings import Setting, chosen_settings, deterministic, settings_of
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import gpu_of, run_ranks
 from benchmarks.step_trace import Trace, Tracer, first_difference, largest_gap
 from benchmarks.train_shapes import LAYOUTS, SHAPES, Tokens, Trained
 from lightning_megatron import MegatronStrategy
@@ -172,7 +172,7 @@ def search(args: argparse.Namespace) -> None:
     """Run all chosen settings as one of the ranks."""
     rank = int(os.environ["RANK"])
     is_gpu = args.accelerator == "cuda"
-    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    device = gpu_of(rank) if is_gpu else torch.device("cpu")
     if is_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(

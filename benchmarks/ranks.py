@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 #: Time that the other ranks have to print their errors after one has failed (s).
 _GRACE = 3.0
 _POLL = 0.05
@@ -90,6 +92,11 @@ def run_ranks(
         return Outcome(output, f"stopped after {timeout:.0f} s; {last_error(output)}", seconds)
     failed = any(one.returncode for one in ranks)
     return Outcome(output, last_error(output) if failed else "", seconds)
+
+
+def gpu_of(rank: int) -> torch.device:
+    """Return the GPU of a rank of this machine; ranks share GPUs where there are fewer."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def last_error(output: str) -> str:

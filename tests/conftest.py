@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.gpu.shared_gpu import num_ranks_at_most
 from tests.startup import shape_checks
 
 # Worlds of several processes share few cores: one thread each, in this process and in those that it
@@ -99,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what needs more GPUs than there are, saying how many would do; two at a time begin with
     the longest.
     """
-    available = torch.cuda.device_count()
+    available = num_ranks_at_most()
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4)):
             if item.get_closest_marker(marker) and available < needed:

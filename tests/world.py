@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.gpu.shared_gpu import gpu_of, is_shared, share
+
 _TIMEOUT = timedelta(seconds=240)
 
 
@@ -22,8 +24,9 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     rank.
 
     ``fn`` must be a function of a module. The first rank that raises ends the others, and its
-    traceback is raised here. With ``nccl`` each process has the GPU of its rank. The variables that
-    a launcher would set are there, so that a Trainer in ``fn`` takes these processes for its own.
+    traceback is raised here. With ``nccl`` each process has the GPU of its rank, or all have the
+    first one: see ``tests/gpu/shared_gpu.py``. The variables that a launcher would set are there,
+    so that a Trainer in ``fn`` takes these processes for its own.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -83,8 +86,10 @@ def _enter(
         MASTER_PORT="0",
     )
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else None
+    device = gpu_of(rank) if backend == "nccl" else None
     try:
+        if is_shared():
+            share(size)
         if device is not None:
             torch.cuda.set_device(device)
         dist.init_process_group(

@@ -1,11 +1,9 @@
-"""Clones of experts whose weights and gradients GPUs put into, and read from, each other's memory.
-
-With the environment variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 all ranks share one GPU.
+"""Clones of experts whose weights and gradients GPUs put into, and read from, each other's
+memory.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,13 +17,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
 from tests.experts.host_peers import delay
+from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.world import run_world
 
-SHARES_GPU = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-SIZES = [
-    pytest.param(2, marks=pytest.mark.gpu if SHARES_GPU else pytest.mark.gpu2),
-    pytest.param(4, marks=pytest.mark.gpu if SHARES_GPU else pytest.mark.gpu4),
-]
+SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 #: All sums are whole numbers below 256, which bfloat16 holds.
 EXACT = Case("one_sided", 2, has_slots=True, size=16, inner=16, dtype=torch.bfloat16)
 CASES = {
@@ -41,17 +36,13 @@ CYCLES = 9_000_000  # about 5 ms
 
 
 def mesh_of(rank: int, size: int) -> ParallelMesh:
-    """Return the mesh of a rank, on its own GPU or on that of all."""
-    device = torch.device("cuda", 0 if SHARES_GPU else rank)
-    torch.cuda.set_device(device)
-    backend = "gloo" if SHARES_GPU else None
-    return ParallelMesh.create(ParallelLayout(size, ep=size), device=device, backend=backend)
+    """Return the mesh of a rank."""
+    return ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
 
 
 def run_ranks(function: Callable[..., Any], size: int) -> list[Any]:
-    if not SHARES_GPU and torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
-    return run_world(function, size, backend="gloo" if SHARES_GPU else "nccl")
+    require_gpus(size)
+    return run_world(function, size, backend="nccl")
 
 
 def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:

@@ -17,6 +17,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import torch_options
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.world import run_world
 
 FILE = """
@@ -33,7 +34,7 @@ def _options_of(axis: MeshAxis) -> Any:
 
 def _read_back(rank: int, size: int, path: str) -> None:
     options = MegatronStrategy(nccl_options=path).options.nccl_options
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     for layout, names in (
         (ParallelLayout(size, tp=2), ("tp", "model")),
         (ParallelLayout(size), ("data",)),
@@ -64,15 +65,14 @@ def _read_back(rank: int, size: int, path: str) -> None:
 def test_the_settings_of_a_file_are_read_back_from_the_communicator_of_each_axis(
     tmp_path: Path,
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    require_gpus(2, needs_nccl="the settings are those of NCCL")
     path = tmp_path / "nccl.yaml"
     path.write_text(FILE)
     run_world(_read_back, 2, str(path), backend="nccl")
 
 
 def _parts(rank: int, size: int) -> None:
-    device = torch.device("cuda", rank % 2)
+    device = gpu_of(rank % 2)
     first = rank < 2
     for _ in range(2):
         layout = ParallelLayout(2, tp=2) if first else ParallelLayout(2, rank_offset=2)
@@ -86,13 +86,12 @@ def _parts(rank: int, size: int) -> None:
 
 @pytest.mark.gpu2
 def test_layouts_of_two_parts_of_a_job_have_communicators_of_their_own() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    require_gpus(2)
     run_world(_parts, 4)
 
 
 def _split_parts(rank: int, size: int) -> None:
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     if rank < 2:
         mesh = ParallelMesh.create(ParallelLayout(2, tp=2), device=device)
         assert all_reduce_(torch.ones(4, device=device), mesh.tp).tolist() == [2.0] * 4
@@ -104,8 +103,7 @@ def _split_parts(rank: int, size: int) -> None:
 
 @pytest.mark.gpu4
 def test_a_part_does_not_split_the_communicator_of_all_ranks() -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+    require_gpus(4)
     run_world(_split_parts, 4, backend="nccl")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
+from tests.gpu.shared_gpu import gpu_of
 from tests.oracles import full_gradients
 from tests.swap.families import twin_of
 from tests.swap.parts import expected_gradients
@@ -164,7 +165,7 @@ def _check_two(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
             ParallelLayout(size, tp=size),
-            device=torch.device("cuda", rank),
+            device=gpu_of(rank),
             sequence_parallel=sequence_parallel,
         )
         for case in LARGER:

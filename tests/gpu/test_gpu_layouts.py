@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.gpu.shared_gpu import require_gpus
 from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
@@ -15,7 +15,6 @@ LAYOUTS = {
     1: {"dp1": {}},
     2: {
         "tp2+sp": {"tp": 2},
-        "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
         "pp2": {"pp": 2},
         "pp2 vpp2": {"pp": 2, "vpp": 2},
         "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
@@ -30,8 +29,6 @@ LAYOUTS = {
     },
     4: {
         "tp4+sp": {"tp": 4},
-        "tp4+sp overlapped": {"tp": 4, "overlap_tensor_parallel": True},
-        "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
         "tp4": {"tp": 4, "sequence_parallel": False},
         "pp4": {"pp": 4},
         "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
@@ -41,11 +38,35 @@ LAYOUTS = {
         "dp4": {},
     },
 }
+#: Layouts whose ranks share sequences.
+CONTEXT = {
+    2: {
+        "cp2": {"cp": 2},
+        "cp2 ring": {"cp": 2, "cp_transport": "ring"},
+        "cp2 all_gather": {"cp": 2, "cp_transport": "all_gather"},
+    },
+    4: {
+        "cp4 ring": {"cp": 4, "cp_transport": "ring"},
+        "cp4 hierarchical": {"cp": 4, "cp_transport": "hierarchical"},
+        "cp2 dp2 ring": {"cp": 2, "cp_transport": "ring"},
+        "tp2 cp2": {"tp": 2, "cp": 2},
+        "pp2 cp2 all_gather": {"pp": 2, "cp": 2, "cp_transport": "all_gather"},
+    },
+}
+#: Layouts whose products run on symmetric memory.
+OVERLAPPED = {
+    2: {"tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True}},
+    4: {
+        "tp4+sp overlapped": {"tp": 4, "overlap_tensor_parallel": True},
+        "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
+    },
+}
 TWINS = {kind: Job(kind, "32-true") for kind in ("gpt2-tied", "llama-untied")}
 # Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
 
 
+SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 Case = tuple[str, str, str]
 
 
@@ -57,8 +78,7 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
     """Train every kind under every layout and in every precision, and compare with the kind's own
     job on one GPU.
     """
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    require_gpus(size)
     jobs = {
         (kind, name, precision): Job(kind, precision, layout)
         for kind in twins
@@ -91,6 +111,16 @@ def test_layouts_of_four_gpus_train_as_one():
     compare(4, TWINS, LAYOUTS[4])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_share_sequences_train_as_one(size: int):
+    compare(size, TWINS, CONTEXT[size])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_overlapped_layouts_train_as_one(size: int):
+    compare(size, TWINS, OVERLAPPED[size])
+
+
 # Ranks: the layout that saves, and those that go on.
 CHANGES = {2: ("pp2", ("tp2+sp", "dp2", "pp2 vpp2")), 4: ("tp2 pp2", ("tp4+sp", "pp4", "dp4"))}
 
@@ -106,12 +136,9 @@ def _save_and_go_on(rank: int, size: int, folder: str) -> dict[str, Report]:
     }
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-)
+@pytest.mark.parametrize("size", SIZES)
 def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    require_gpus(size)
     whole = train(Job("gpt2-tied", "32-true"), 1, "gpu")
     for reports in run_world(_save_and_go_on, size, str(tmp_path / "saved"), backend="nccl"):
         for layout, report in reports.items():

@@ -19,6 +19,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.row_limit import limited_rows
+from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
@@ -73,7 +74,7 @@ def experts_on(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
 
 
 def _compare(rank: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
     ways: Any = ("one_sided", "all_gather")
     one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
     assert isinstance(one_sided, OneSidedDispatcher)
@@ -99,7 +100,7 @@ def _compare(rank: int, size: int) -> None:
 
 def _limit(rank: int, size: int) -> None:
     """With too few rows puts compute what an all-gather does with as many, and say what they need."""
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
     limits = [RowLimit(1.0, mesh), RowLimit(1.0, mesh)]
     ways: Any = ("one_sided", "all_gather")
     one_sided, gather = (
@@ -145,7 +146,7 @@ def _assert_alike(found: list[Tensor], wanted: list[Tensor], what: str, is_exact
 
 
 def _replay(rank: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
     ways: Any = ("one_sided", "all_gather")
     one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
     experts, tokens = experts_on(mesh, torch.bfloat16), Tokens(150, "random", rank, torch.bfloat16)
@@ -180,7 +181,7 @@ def _replay(rank: int, size: int) -> None:
 
 
 def _grow_in_capture(rank: int, size: int) -> str:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=torch.device("cuda", rank))
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
     region = mesh.ep.peer_memory
     region.reserve(mesh.ep.group, 64, mesh.device)
     try:
@@ -205,8 +206,7 @@ SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.m
 
 
 def _require(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    require_gpus(size)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -14,6 +14,7 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.oracles import assert_equal
 from tests.world import run_world
 
@@ -75,7 +76,7 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
 def _products(rank: int, size: int) -> None:
     layout = ParallelLayout(size, tp=size)
     mesh = ParallelMesh.create(
-        layout, device=f"cuda:{rank}", sequence_parallel=True, overlaps_matmul=True
+        layout, device=gpu_of(rank), sequence_parallel=True, overlaps_matmul=True
     )
     plain, pipelined = replace(mesh.tp, overlaps_matmul=False), mesh.tp
     for rows in (64, 256):
@@ -106,6 +107,5 @@ def _products(rank: int, size: int) -> None:
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
 def test_pipelined_products_equal_plain_ones(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    require_gpus(size)
     run_world(_products, size, backend="nccl")

@@ -16,6 +16,7 @@ from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import require_gpus
 from tests.graphs import test_whole_updates as updates
 from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
 from tests.world import run_world
@@ -115,8 +116,7 @@ def _world(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", CASES)
 def test_replayed_steps_of_several_ranks_train_as_eager_ones(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    require_gpus(size, needs_nccl="a captured step holds collectives")
     run_world(_world, size, backend="nccl")
 
 
@@ -134,8 +134,7 @@ def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], se
 
 
 def test_graphs_of_two_ranks_gather_and_sum_as_eager_steps_do(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    require_gpus(2, needs_nccl="a captured step holds collectives")
     for found in run_world(_reading, 2, tmp_path, backend="nccl"):
         for name, (repeated, by_graphs, num_gathers) in found.items():
             assert by_graphs <= repeated, name

@@ -6,10 +6,12 @@ that is a fifth of the seconds. And torchmetrics does not import transformers an
 would wherever they are installed, for metrics that nobody here asks for: another fifth. Programs
 that use these import them.
 
-The shapes of tensors are checked as in the process of the tests.
+The shapes of tensors are checked as in the process of the tests. Ranks that a program of the tests
+starts share one GPU if its environment says so.
 """
 
 import gc
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -42,3 +44,8 @@ class WithoutExtras(MetaPathFinder):
 
 sys.meta_path.insert(0, WithoutExtras())
 install()
+if os.environ.get("SHARED_GPU") == "1" and "RANK" in os.environ:
+    from tests.gpu.shared_gpu import is_shared, share
+
+    if is_shared():
+        share(int(os.environ["WORLD_SIZE"]))

@@ -1,0 +1,73 @@
+"""One GPU for all ranks of a test, where a machine has fewer GPUs than ranks.
+
+With the environment variable SHARED_GPU=1 all ranks compute on the first GPU. Their collectives go
+through the host; puts into each other's memory, kernels and replayed graphs are those of several
+GPUs. Captured collectives, and NCCL itself, are not there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+
+import pytest
+import torch
+
+#: Number of ranks that may share the GPU.
+MOST_RANKS = 4
+#: Time after which a process writes where it is (s).
+_PATIENCE = 75.0
+_VARIABLES = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+def is_shared() -> bool:
+    """Return whether all ranks use the first GPU."""
+    return os.environ.get("SHARED_GPU") == "1" and torch.cuda.is_available()
+
+
+def num_ranks_at_most() -> int:
+    """Return how many ranks can have a GPU."""
+    return MOST_RANKS if is_shared() else torch.cuda.device_count()
+
+
+def gpu_of(rank: int) -> torch.device:
+    """Return the GPU of a rank."""
+    return torch.device("cuda", 0 if is_shared() else rank)
+
+
+def require_gpus(size: int, *, needs_nccl: str = "") -> None:
+    """Skip a test unless that many ranks can have a GPU.
+
+    Args:
+        size: Number of ranks.
+        needs_nccl: Why the ranks cannot share one; empty if they can.
+    """
+    if num_ranks_at_most() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    if needs_nccl and is_shared():
+        pytest.skip(f"needs a GPU for each rank, because {needs_nccl}")
+
+
+def share(size: int) -> None:
+    """Let this process, one of the ranks, use the first GPU as if it were that of its rank.
+
+    Args:
+        size: Number of ranks.
+    """
+    from lightning.fabric.accelerators import cuda as fabric
+    from lightning.pytorch.accelerators import cuda as pytorch
+
+    from tests.gpu.staged_collectives import StagedCollectives
+
+    os.environ.update(_VARIABLES)
+    # Ranks that wait for each other leave their stacks in the log.
+    faulthandler.dump_traceback_later(_PATIENCE, repeat=True)
+    for accelerator in (fabric.CUDAAccelerator, pytorch.CUDAAccelerator):
+        accelerator.get_parallel_devices = staticmethod(
+            lambda devices: [torch.device("cuda", 0)] * len(devices)
+        )
+    fabric.num_cuda_devices = lambda: size
+    StagedCollectives().install()

@@ -1,0 +1,138 @@
+"""Collectives staged through the host equal those of the backend, in values and in order.
+
+Here tensors of the CPU are staged, too: their results come only when they are waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_reduce_, barrier, broadcast_
+from lightning_megatron.groups.p2p import start_transfers
+from lightning_megatron.groups.pending import (
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from tests.gpu.staged_collectives import StagedCollectives
+from tests.proof.training import Job, Report, train
+from tests.world import run_world
+
+JOBS = {
+    "tp2": Job("llama-tied", layout={"tp": 2}),
+    "pp2 vpp2": Job("gpt2-tied", layout={"pp": 2, "vpp": 2}),
+    "dp2": Job("gpt2-untied", layout={}),
+    "ep2": Job("experts", layout={"ep": 2, "expert_transport": "all_to_all"}),
+}
+
+
+def _rows(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(6, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _transferred(axis: MeshAxis) -> Tensor:
+    """Send two tensors to the other rank, and receive its two."""
+    received = [torch.zeros(6, 3, dtype=torch.float64) for _ in range(2)]
+    other = 1 - axis.rank
+    transfers = start_transfers(
+        [(_rows(axis.rank + 10 * number), other) for number in range(2)],
+        [(one, other) for one in received],
+        axis,
+    )
+    transfers.wait()
+    assert transfers.is_done()
+    return torch.stack(received)
+
+
+def _started(start: Callable[..., Any], axis: MeshAxis, *shape: int, **options: Any) -> Tensor:
+    out = torch.zeros(shape, dtype=torch.float64)
+    start(out, _rows(axis.rank), *options.pop("sizes", ()), axis, **options).wait()
+    return out
+
+
+def _reduced(op: Any, axis: MeshAxis, dtype: torch.dtype = torch.float64) -> Tensor:
+    found = _rows(axis.rank, dtype)
+    start_all_reduce(found, axis, op).wait()
+    return found
+
+
+def _in_place(axis: MeshAxis) -> Tensor:
+    """Scatter sums into a part of the summed tensor, and gather them from there."""
+    whole = _rows(axis.rank)
+    part = whole[3 * axis.rank : 3 * axis.rank + 3]
+    start_reduce_scatter(part, whole, axis).wait()
+    start_all_gather(whole, part, axis).wait()
+    return whole
+
+
+CALLS: dict[str, Callable[[MeshAxis], Tensor]] = {
+    "sum": lambda axis: _reduced("sum", axis),
+    "mean": lambda axis: _reduced("mean", axis),
+    "max": lambda axis: _reduced("max", axis),
+    "half": lambda axis: _reduced("sum", axis, torch.bfloat16),
+    "one number": lambda axis: all_reduce_(torch.tensor(1.5 + axis.rank), axis),
+    "scattered": lambda axis: _started(start_reduce_scatter, axis, 3, 3),
+    "scattered mean": lambda axis: _started(start_reduce_scatter, axis, 3, 3, op="mean"),
+    "gathered": lambda axis: _started(start_all_gather, axis, 12, 3),
+    "in place": _in_place,
+    "exchanged": lambda axis: _started(
+        start_all_to_all,
+        axis,
+        *(4 if axis.rank == 0 else 8, 3),
+        sizes=((2, 4), (2, 2)) if axis.rank == 0 else ((2, 4), (4, 4)),
+    ),
+    "broadcast": lambda axis: broadcast_(_rows(axis.rank), axis, 1),
+    "transferred": _transferred,
+}
+
+
+def _compare(rank: int, size: int) -> None:
+    ranks = tuple(range(size))
+    plain = MeshAxis("tp", ranks, rank, dist.new_group(list(ranks)))
+    wanted = {name: call(plain) for name, call in CALLS.items()}
+    StagedCollectives(stages=lambda tensor: True).install()
+    group = dist.new_group(list(ranks), backend="nccl", pg_options="NCCL's", device_id="a GPU")
+    assert dist.get_backend(group) == "nccl"
+    assert dist.get_backend(plain.group) == dist.get_backend() == "gloo"
+    staged = MeshAxis("tp", ranks, rank, group)
+    for name, call in CALLS.items():
+        assert torch.equal(call(staged), wanted[name]), name
+    barrier(staged)
+    dist.barrier(group=group, device_ids=[0])
+
+    late = _rows(rank)
+    pending = start_all_reduce(late, staged)
+    assert torch.equal(late, _rows(rank)), "nobody has waited for it yet"
+    pending.wait()
+    assert torch.equal(late, wanted["sum"])
+    pending.wait()
+    assert torch.equal(late, wanted["sum"])
+
+
+def test_staged_collectives_equal_plain_ones() -> None:
+    run_world(_compare, 2)
+
+
+def _fits(rank: int, size: int) -> tuple[dict[str, Report], dict[str, Report]]:
+    plain = {name: train(job, size, "cpu") for name, job in JOBS.items()}
+    StagedCollectives(stages=lambda tensor: True).install()
+    return plain, {name: train(job, size, "cpu") for name, job in JOBS.items()}
+
+
+@pytest.mark.slow
+def test_layouts_train_alike_by_staged_collectives() -> None:
+    for plain, staged in run_world(_fits, 2):
+        for name in JOBS:
+            assert staged[name].losses == plain[name].losses, name
+            assert staged[name].norms == plain[name].norms, name
+            for key, weight in plain[name].weights.items():
+                assert torch.equal(staged[name].weights[key], weight), (name, key)
