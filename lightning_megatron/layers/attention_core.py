@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
+from lightning_megatron.layers.attention_flex import attend_by_flex
 from lightning_megatron.layers.attention_operators import attend_by_operators, repeated
 from lightning_megatron.layers.attention_parts import attend_by_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -48,6 +49,8 @@ def attend(
     )
     if choice.core == "flash":
         mixed = attend_by_parts(query, key, value, span)
+    elif choice.core == "flex":
+        mixed = attend_by_flex(query, key, value, span)
     elif choice.core == "operators":
         mixed = attend_by_operators(query, key, value, span, dropout)
     else:

@@ -13,12 +13,15 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dense_mask import is_plain
 
 #: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` its flash attention for documents,
-#: windows and sinks without a mask, and ``operators`` the formula in operators of torch.
-Core = Literal["sdpa", "flash", "operators"]
+#: windows and sinks without a mask, ``flex`` its FlexAttention, which compiles a kernel for the
+#: span, and ``operators`` the formula in operators of torch.
+Core = Literal["sdpa", "flash", "flex", "operators"]
 
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 #: Largest size of a head for flash attention (elements).
 _FLASH_HEAD_DIM = 256
+#: Smallest size of a head for FlexAttention (elements).
+_FLEX_HEAD_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,11 @@ class CoreChoice:
     def name(self) -> str:
         """Return the name of the kernels for the log."""
         if self.core != "sdpa":
-            return {"flash": "flash without a mask", "operators": "operators of torch"}[self.core]
+            return {
+                "flash": "flash without a mask",
+                "flex": "FlexAttention",
+                "operators": "operators of torch",
+            }[self.core]
         kernels = [one.name.removesuffix("_ATTENTION").lower() for one in self.backends]
         return ", ".join(kernels) or "torch's choice"
 
@@ -73,17 +80,22 @@ def choose_core(
     """
     span = span or AttentionSpan()
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
-    if span.soft_cap is not None:
-        return _operators(device, "soft caps: no kernel of torch bounds scores", plain)
-    if span.sinks is not None or not plain:
-        obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
-        if obstacle is None:
-            why = "documents, windows and sinks: variable-length attention needs no mask"
-            return CoreChoice("flash", (), False, False, why)
-        if span.sinks is not None:
-            return _operators(device, f"sinks: {obstacle}", plain)
+    if plain and span.soft_cap is None and span.sinks is None:
+        return _plain(device, dtype, dropout)
+    obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
+    if obstacle is None:
+        why = "documents, windows and sinks: variable-length attention needs no mask"
+        return CoreChoice("flash", (), False, False, why)
+    if span.soft_cap is None and span.sinks is None and span.prefix is None:
         return _masked(device, obstacle, span)
-    return _plain(device, dtype, dropout)
+    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, dropout, head_dim)
+    if obstacle_to_a_kernel is None:
+        return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {obstacle}")
+    if span.soft_cap is not None:
+        return _operators(device, f"soft caps: {obstacle_to_a_kernel}", plain)
+    if span.sinks is not None:
+        return _operators(device, f"sinks: {obstacle_to_a_kernel}", plain)
+    return _masked(device, f"{obstacle}, and {obstacle_to_a_kernel}", span)
 
 
 def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
@@ -140,6 +152,39 @@ def obstacle_to_flash(
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "flash attention needs compute capability 8.0 or newer"
+    return None
+
+
+def obstacle_to_flex(
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan,
+    dropout: float = 0.0,
+    head_dim: int = 128,
+) -> str | None:
+    """Return why FlexAttention cannot compute a span; None if it can.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
+        span: Description of the attention.
+        dropout: Probability that an attention weight is dropped.
+        head_dim: Size of a head (elements).
+    """
+    if span.mask is not None:
+        return "a mask for each pair of tokens was given"
+    if device.type != "cuda":
+        return f"FlexAttention has no backward pass on {device.type}"
+    if torch.version.hip is not None:
+        return "FlexAttention was not tried on ROCm"
+    if dtype not in (*HALF_TYPES, torch.float32):
+        return f"FlexAttention does not compute in {dtype}"
+    if dropout > 0.0:
+        return "FlexAttention has no dropout"
+    if head_dim < _FLEX_HEAD_DIM:
+        return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlexAttention needs compute capability 8.0 or newer"
     return None
 
 

@@ -1,5 +1,5 @@
-"""On a GPU flash attention without a mask computes documents, windows and sinks like the formula,
-eagerly and in a replayed graph whose lengths change.
+"""On a GPU flash attention computes documents, windows and sinks, and FlexAttention soft caps and
+prefixes, like the formula, eagerly and in a replayed graph whose lengths change.
 """
 
 from __future__ import annotations
@@ -32,6 +32,19 @@ def spans() -> dict[str, AttentionSpan]:
     }
 
 
+def flex_spans() -> dict[str, AttentionSpan]:
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    sinks = torch.linspace(-1, 2, H, device="cuda").requires_grad_()
+    return {
+        "soft cap": AttentionSpan(soft_cap=0.7),
+        "soft cap both ways": AttentionSpan(soft_cap=0.7, causal=False),
+        "soft cap, window": AttentionSpan(soft_cap=0.7, window=33),
+        "soft cap, documents": AttentionSpan(lengths, soft_cap=0.7, scale=0.2),
+        "soft cap, documents, sinks": AttentionSpan(lengths, soft_cap=0.7, sinks=sinks),
+        "prefix": AttentionSpan(prefix=torch.tensor([200, 0], device="cuda")),
+    }
+
+
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     query, key, value = (
@@ -44,8 +57,19 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(spans()) if torch.cuda.is_available() else ["documents"])
 def test_flash_attention_is_the_formula(kind: str, dtype: torch.dtype) -> None:
-    span, inputs = spans()[kind], drawn(dtype)
-    assert choose_core(inputs[0].device, dtype, span, S, head_dim=K).core == "flash"
+    check_core("flash", spans()[kind], dtype, 0.02)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("kind", list(flex_spans()) if torch.cuda.is_available() else ["prefix"])
+def test_flex_attention_is_the_formula(kind: str, dtype: torch.dtype, bound: float) -> None:
+    check_core("flex", flex_spans()[kind], dtype, bound)
+
+
+def check_core(core: str, span: AttentionSpan, dtype: torch.dtype, bound: float) -> None:
+    """Compare outputs and all gradients with the formula in float64."""
+    inputs = drawn(dtype)
+    assert choose_core(inputs[0].device, dtype, span, S, head_dim=K).core == core
     ready = span.over(prepared(span, B, S, dtype=dtype, device=inputs[0].device))
     wide = tuple(one.detach().double().requires_grad_() for one in inputs)
     sinks = () if span.sinks is None else (span.sinks,)
@@ -56,13 +80,14 @@ def test_flash_attention_is_the_formula(kind: str, dtype: torch.dtype) -> None:
     theirs = [expected, *torch.autograd.grad(expected, (*wide, *sinks), outer)]
     for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
         error = float((one.double() - wanted.double()).norm() / wanted.double().norm())
-        assert error < 0.02, f"{kind} {place}: off by {error:.4f} of its norm"
+        assert error < bound, f"{place}: off by {error:.2g} of its norm"
 
 
-def test_a_graph_follows_other_lengths_of_the_same_number() -> None:
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+def test_a_graph_follows_other_lengths_of_the_same_number(soft_cap: float | None) -> None:
     query, key, value = (one.detach() for one in drawn(torch.bfloat16))
     lengths = torch.tensor(LENGTHS, device="cuda")
-    span = AttentionSpan(lengths)
+    span = AttentionSpan(lengths, soft_cap=soft_cap)
     attend(query, key, value, span)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

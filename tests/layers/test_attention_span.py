@@ -242,5 +242,14 @@ def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -
     assert choose_core(cuda, half, KINDS["window"], 2).name.startswith("cudnn")
     assert choose_core(cuda, half, KINDS["documents"], dropout=0.1).needs_mask
     assert "at most 256" in choose_core(cuda, half, KINDS["window"], head_dim=320).reason
-    assert choose_core(cuda, half, KINDS["soft cap"]).core == "operators"
+    for kind in ("soft cap", "prefix"):
+        assert choose_core(cuda, half, KINDS[kind]).name == "FlexAttention"
+        assert choose_core(cuda, torch.float32, KINDS[kind]).core == "flex"
+        assert not choose_core(cuda, half, KINDS[kind]).needs_mask
+    assert "no dropout" in choose_core(cuda, half, KINDS["soft cap"], dropout=0.1).reason
+    assert choose_core(cuda, torch.float64, KINDS["soft cap"]).core == "operators"
+    assert choose_core(cuda, torch.float64, KINDS["prefix"]).needs_mask
+    assert choose_core(cuda, half, KINDS["prefix"], head_dim=8).needs_mask
+    assert choose_core(cuda, half, KINDS["soft cap"], head_dim=8).core == "operators"
+    assert choose_core(cuda, half, KINDS["sinks"], head_dim=320).core == "flex"
     assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"

@@ -1,0 +1,65 @@
+"""The attention core by FlexAttention, a kernel that torch generates for the span."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.visible_blocks import visible_blocks
+from lightning_megatron.shapes import Float
+
+
+def attend_by_flex(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    span: AttentionSpan,
+) -> Float[Tensor, "seq batch heads head_dim"]:
+    """Compute attention without the scores of all pairs of tokens in memory.
+
+    Equal to ``attend_by_operators`` without dropout. The first call for a span of another kind
+    compiles a kernel, which takes seconds.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention, laid out or without documents, and without a mask.
+    """
+    length, num_sequences = query.shape[:2]
+    blocks = visible_blocks(span, num_sequences, length, query.device)
+    rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    options = {
+        "score_mod": _bound(span.soft_cap),
+        "block_mask": blocks,
+        "scale": span.scale,
+        "enable_gqa": query.shape[2] != key.shape[2],
+    }
+    if span.sinks is None:
+        return _compiled()(*rows, **options).permute(2, 0, 1, 3)
+    out, aux = _compiled()(*rows, **options, return_aux=AuxRequest(lse=True))
+    # A sink takes its share of the softmax from the keys.
+    share_of_keys = (aux.lse - span.sinks.to(aux.lse.dtype)[None, :, None]).sigmoid()
+    return (out * share_of_keys[..., None]).to(out.dtype).permute(2, 0, 1, 3)
+
+
+def _bound(soft_cap: float | None) -> Callable[..., Tensor] | None:
+    if soft_cap is None:
+        return None
+
+    def bounded(score: Tensor, *_place: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return bounded
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    # Without the whole function in one graph torch would fall back to operators, silently.
+    return torch.compile(flex_attention, fullgraph=True)
