@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.data_parallel import TABLE, run_ours, run_peer
 from benchmarks.train_shapes import LAYOUTS, SHAPES, parser
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
@@ -43,10 +44,13 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def estimate(args: argparse.Namespace) -> StageMemory:
     """Return the estimated memory of a GPU."""
-    shape = SHAPES[SHAPE].memory_shape()
+    config = SHAPES[SHAPE]
+    if args.layers:
+        config = GPTConfig(**{**vars(config), "num_layers": args.layers})
+    shape = config.memory_shape()
     options = strategy_options(args)
     training = TrainingShape(
-        seq_length=SHAPES[SHAPE].max_seq_length,
+        seq_length=config.max_seq_length,
         microbatch_size=options["microbatch_size"],
         num_microbatches=BATCH // options["microbatch_size"],
         recompute=options["recompute"],
@@ -73,6 +77,8 @@ def case(routing: str, args: argparse.Namespace) -> list[str]:
     out = Path(args.out) / f"{routing.replace(':', '_')}.json"
     line = ["--model", SHAPE, "--layout", f"ep{args.devices}", "--batch", str(BATCH)]
     line += ["--steps", str(args.steps), "--out", str(out), "--in-a-row"]
+    line += ["--layers", str(args.layers)] if args.layers else []
+    line += ["--accelerator", args.accelerator]
     line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
     line += ["--options", json.dumps(strategy_options(args))]
     given = argparse.Namespace(**vars(parser().parse_args(line)))
@@ -98,6 +104,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--expert-rows", type=float, default=1.25, help="0 is the worst routing")
     options.add_argument("--clones", type=int, default=1, help="places of a rank for clones")
     options.add_argument("--most", type=float, default=135.0, help="GiB of a GPU")
+    options.add_argument(
+        "--layers", type=int, default=0, help="train so many layers only, to try the program"
+    )
+    options.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--estimate-only", action="store_true", help="train nothing")
     options.add_argument("--steps", type=int, default=8, help="steps that count")
     options.add_argument("--peer", default="", help="program to compare with")

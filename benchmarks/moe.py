@@ -14,7 +14,8 @@ selected experts.
 With several ranks a second table shows the rows of the busiest rank over the mean, before and after
 clones took some, and the gain of a step over that without clones, measured and predicted. The
 prediction counts the rows that the busiest rank saves and the transfers of its clones, with nothing
-overlapped.
+overlapped. With ``--profile`` a third table shows the parts of a step. Its last columns are the
+times of some kernels: barriers between ranks, plans of clones, puts of weights, reads of gradients.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from benchmarks.data_parallel import TABLE, run_ours, run_peer
 from benchmarks.routing import popularity_of
+from benchmarks.step_profile import CLONE_PARTS
 from benchmarks.train_shapes import parser
 
 SHAPES = ("qwen3_30b_s", "mixtral_s", "tiny_moe")
@@ -116,8 +118,8 @@ def rank_rows(shape: str, routing: str, options: argparse.Namespace) -> list[str
 
 def breakdown(folder: Path) -> list[str]:
     """Return a table of the parts of our steps, with one row for each profile in a folder."""
-    lines = ["| shape | step | " + " | ".join(PARTS) + " | exposed communication | nothing runs |"]
-    lines.append("|---" * (len(PARTS) + 4) + "|")
+    names = [*PARTS, "exposed communication", "nothing runs", *CLONE_PARTS]
+    lines = ["| shape | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for path in sorted(folder.glob("*.json")):
         found: dict[str, Any] = json.loads(path.read_text()).get("Profile", {})
         if not found:
@@ -126,7 +128,8 @@ def breakdown(folder: Path) -> list[str]:
             sum(found["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()
         ]
         figures = [found["step_ms"], *parts, found["exposed_ms"], found["idle_ms"]]
-        lines.append(f"| {path.stem} | " + " | ".join(f"{figure:.1f}" for figure in figures) + " |")
+        figures += [found["clone_parts_ms"][part] for part in CLONE_PARTS]
+        lines.append(f"| {path.stem} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
     return lines
 
 

@@ -55,6 +55,13 @@ _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray"),
     ),
 )
+#: Kernels of the way of tokens to experts and of their clones, by what they do.
+CLONE_PARTS: dict[str, tuple[str, ...]] = {
+    "barriers": ("barrier_kernel",),
+    "plan": ("_assign_places", "_divide_over_ranks", "_write_physical", "_put_counts"),
+    "weights": ("_put_weights",),
+    "gradients": ("_add_clone_gradients",),
+}
 ELEMENTWISE = "elementwise and reductions"
 
 #: Categories of a trace's events on the device.
@@ -158,6 +165,7 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
     kinds: dict[str, float] = defaultdict(float)
     collectives: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    parts = dict.fromkeys(CLONE_PARTS, 0.0)
     covered = exposed = 0.0
     scale = 1.0 / (1e3 * max(len(steps), 1))
     for begin, end in steps:
@@ -174,12 +182,16 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
             kinds[kernel.kind] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["ms"] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["count"] += 1 / len(steps)
+            for part, marks in CLONE_PARTS.items():
+                if any(mark in kernel.name for mark in marks):
+                    parts[part] += (kernel.stop - kernel.start) * scale
         for kernel in talk:
             row = collectives[_short(kernel.name)]
             row["count"] += 1 / len(steps)
             row["ms"] += (kernel.stop - kernel.start) * scale
             row["exposed_ms"] += outside([(kernel.start, kernel.stop)], compute) * scale
     found["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    found["clone_parts_ms"] = parts
     found["communication_ms"] = covered
     found["exposed_ms"] = exposed
     found["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0

@@ -29,6 +29,10 @@ def test_the_headline_estimates_before_it_trains(
     # 131,072 and 40,960 rows of 48 layers, each of 2,048 + 3 * 768 numbers in bfloat16.
     saved = 48 * (131_072 - 40_960) * (2 * (2_048 + 3 * 768) + 4) / 2**30
     assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.02)
+    headline.main(["--estimate-only", "--layers", "2"])
+    found = re.search(r"estimate: (\d+\.\d) GiB a GPU", capsys.readouterr().out)
+    assert found is not None
+    assert float(found.group(1)) < peaks[1] / 4
     with pytest.raises(SystemExit, match="nothing was run"):
         headline.main(["--most", "100", "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()

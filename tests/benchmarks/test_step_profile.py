@@ -60,6 +60,18 @@ def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
     assert Kernel("at::native::index_put_kernel_impl", 0, 1, 7).kind != "communication"
 
 
+def test_the_ways_of_clones_are_parts_of_communication() -> None:
+    barrier = "c10d::symmetric_memory::barrier_kernel(unsigned int**)"
+    names = (barrier, "_assign_places", "_write_physical", "_put_weights", "_put_weights", barrier)
+    kernels = [Kernel(name, 100.0 * i, 100.0 * i + 10, 7) for i, name in enumerate(names)]
+    found = analyse([*kernels, Kernel("_put_tokens", 700, 790, 7)], [(0, 1_000)])
+    assert found["clone_parts_ms"] == pytest.approx(
+        {"barriers": 0.02, "plan": 0.02, "weights": 0.02, "gradients": 0.0}
+    )
+    # The plan is none: it runs on this rank alone.
+    assert found["communication_ms"] == pytest.approx(0.13)
+
+
 def test_intervals_join_and_subtract() -> None:
     assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert outside([(0, 10), (2, 4)], [(1, 2), (9, 12)]) == 8

@@ -128,6 +128,33 @@ def test_every_variant_equals_float64(
             assert ((result[:last] - wanted).abs() <= 5e-3 * wanted.abs() + 1e-30).all(), name
 
 
+@pytest.mark.parametrize("variant", SWIGLU)
+def test_groups_behind_others_are_those_of_all_groups(variant: str) -> None:
+    """Weights of the last groups alone compute their rows as in one launch of all, and no others."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for name, (sizes, n, k) in CASES.items():
+        num_rows, bounds = sum(sizes) + TAIL, [0, *torch.tensor(sizes).cumsum(0).tolist()]
+        rows = poisoned(draw(num_rows, k), sizes)
+        probabilities = poisoned(torch.rand(num_rows, device="cuda"), sizes)
+        weights, ends = draw(len(sizes), n, k, scale=2 / k**0.5), ends_of(sizes)
+        size = workspace_bytes(len(sizes), num_sms)
+        found = []
+        for first in (0, len(sizes) // 2, len(sizes) - 1):
+            result, kept = (
+                torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n)
+            )
+            workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+            operands = (result, kept, rows, weights[first:], probabilities, ends, workspace)
+            torch.ops.lm_kernels.grouped_swiglu(*operands, variant, False, 0, num_sms, first)
+            found.append((result, kept))
+            for one, whole in zip((result, kept), found[0], strict=True):
+                own = slice(bounds[first], bounds[-1])
+                what = f"{name}, from group {first}"
+                assert torch.equal(one[own], whole[own]), what
+                assert (one[: own.start] == UNTOUCHED).all(), f"{what}: rows before were written"
+                assert (one[own.stop :] == UNTOUCHED).all(), f"{what}: rows behind were written"
+
+
 def both(
     rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool
 ) -> Tensor:
