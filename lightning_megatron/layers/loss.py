@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import Border, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Bool, Float, Int
 
 
 def vocab_parallel_cross_entropy(
@@ -55,15 +55,8 @@ def vocab_parallel_cross_entropy(
     check_ids(labels, vocab_size, ignore_index)
     kernels = fused_kernels(logits_shard)
     if kernels is not None:
-        terms = _Terms(
-            kernels,
-            mesh.tp,
-            vocab_size,
-            label_smoothing,
-            ignore_index,
-            overwrite_logits,
-        )
-        return _FusedCrossEntropy.apply(logits_shard, labels, terms)
+        terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
+        return _FusedCrossEntropy.apply(logits_shard, labels, terms, kernels, overwrite_logits)
     return _VocabParallelCrossEntropy.apply(
         logits_shard,
         labels,
@@ -182,13 +175,83 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Terms:
-    kernels: ModuleType
+class LossTerms:
+    """What the loss of a token depends on beside its logits.
+
+    Args:
+        tp: Axis over which the vocabulary is sharded.
+        vocab_size: The true vocabulary, without padding (tokens).
+        smoothing: Probability spread evenly over the vocabulary.
+        ignore_index: Label whose loss and gradient are zero.
+    """
+
     tp: MeshAxis
     vocab_size: int
     smoothing: float
     ignore_index: int
-    overwrite: bool
+
+    def num_valid(self, width: int) -> int:
+        """Return how many of this rank's columns are not padding (columns)."""
+        return min(max(self.vocab_size - self.tp.rank * width, 0), width)
+
+    def index_of(
+        self, labels: Int[Tensor, "*tokens"], width: int
+    ) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
+        """Return this rank's column of each label, and which labels are ignored.
+
+        The column is -1 for ignored labels and for those of other ranks.
+
+        Args:
+            labels: Token ids.
+            width: Columns of this rank's logits (columns).
+        """
+        ignored = labels == self.ignore_index
+        assert_on_device(ignored | ((labels >= 0) & (labels < self.vocab_size)))
+        local = labels - self.tp.rank * width
+        here = (local >= 0) & (local < self.num_valid(width)) & ~ignored
+        return local.masked_fill(~here, -1), ignored
+
+    def losses(
+        self, rows: RowStatistics, ignored: Bool[Tensor, "*tokens"]
+    ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
+        """Return the loss of each token, and the logarithm of the sum of its exponentials.
+
+        Args:
+            rows: Statistics of this rank's logits.
+            ignored: Tokens whose loss is zero.
+
+        Communication: one max and one sum all-reduce over tp, of a few numbers per token.
+        """
+        peak, total, target, logit_sum = rows
+        if self.tp.size > 1:
+            # Each rank's sum of exponentials is relative to its own largest logit, so it is
+            # rescaled first.
+            largest = all_reduce_(peak.clone(), self.tp, "max")
+            total = total * (peak - largest).exp()
+            peak = largest
+        smoothed = [logit_sum] if self.smoothing else []
+        total, target, *rest = _sum_over(self.tp, total, target, *smoothed)
+        log_total = total.log()
+        loss = log_total - (1.0 - self.smoothing) * (target - peak)
+        if self.smoothing:
+            loss = loss - self.smoothing * (rest[0] / self.vocab_size - peak)
+        return loss.masked_fill(ignored, 0.0), peak + log_total
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of the logits of each token on one rank.
+
+    Args:
+        peak: The largest logit.
+        total: Sum of the exponentials of logits relative to it.
+        target: Logit of the label; 0 if another rank has it.
+        logit_sum: Sum of all logits, for label smoothing only.
+    """
+
+    peak: Float[Tensor, "*tokens"]
+    total: Float[Tensor, "*tokens"]
+    target: Float[Tensor, "*tokens"]
+    logit_sum: Float[Tensor, "*tokens"]
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -198,43 +261,25 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return None if ctx.terms.tp.size == 1 else Border((True,), takes_parts=False)
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-        width = logits.shape[-1]
-        start = terms.tp.rank * width
-        num_valid = min(max(terms.vocab_size - start, 0), width)
-        ignored = labels == terms.ignore_index
-        _assert_on_device(ignored | ((labels >= 0) & (labels < terms.vocab_size)))
-        local = labels - start
-        here = (local >= 0) & (local < num_valid) & ~ignored
-        index = local.masked_fill(~here, -1)
-
-        peak, total, target, logit_sum = terms.kernels.cross_entropy_statistics(
-            logits,
-            index,
-            num_valid,
-            terms.smoothing > 0.0,
-        )
-        if terms.tp.size > 1:
-            # Each rank's sum of exponentials is relative to its own largest logit, so it is
-            # rescaled first.
-            largest = all_reduce_(peak.clone(), terms.tp, "max")
-            total = total * (peak - largest).exp()
-            peak = largest
-        total, target, *rest = _sum_over(
-            terms.tp,
-            total,
-            target,
-            *([logit_sum] if terms.smoothing else []),
-        )
-        log_total = total.log()
-        loss = log_total - (1.0 - terms.smoothing) * (target - peak)
-        if terms.smoothing:
-            loss = loss - terms.smoothing * (rest[0] / terms.vocab_size - peak)
-        ctx.save_for_backward(logits, index, peak + log_total, ignored)
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        terms: LossTerms,
+        kernels: ModuleType,
+        overwrites: bool,
+    ) -> Tensor:
+        num_valid = terms.num_valid(logits.shape[-1])
+        index, ignored = terms.index_of(labels, logits.shape[-1])
+        rows = kernels.cross_entropy_statistics(logits, index, num_valid, terms.smoothing > 0.0)
+        losses, normaliser = terms.losses(RowStatistics(*rows), ignored)
+        ctx.save_for_backward(logits, index, normaliser, ignored)
         ctx.terms = terms
+        ctx.kernels = kernels
         ctx.num_valid = num_valid
+        ctx.overwrites = overwrites
         ctx.overwritten = False
-        return loss.masked_fill(ignored, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -244,12 +289,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 "the gradient. Compute the loss again before each backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
-        terms: _Terms = ctx.terms
+        terms: LossTerms = ctx.terms
         scale = grads[0].float().masked_fill(ignored, 0.0)
         # A capture of a CUDA graph overwrites nothing: if it fails, the eager pass may follow.
         is_captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
-        ctx.overwritten = terms.overwrite and not is_captured
-        grad = terms.kernels.cross_entropy_gradient(
+        ctx.overwritten = ctx.overwrites and not is_captured
+        grad = ctx.kernels.cross_entropy_gradient(
             logits,
             index,
             normaliser,
@@ -257,12 +302,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
             ctx.num_valid,
             terms.smoothing,
             terms.vocab_size,
-            terms.overwrite,
+            ctx.overwrites,
         )
-        return grad, None, None
+        return grad, None, None, None, None
 
 
-def _assert_on_device(legal: Tensor) -> None:
+def assert_on_device(legal: Bool[Tensor, "..."]) -> None:
     """Assert on the GPU that labels are legal, without a synchronisation.
 
     Labels on the CPU have been checked by ``check_ids``.

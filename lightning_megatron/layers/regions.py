@@ -134,7 +134,7 @@ class _ColumnLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel and queue is None:
             full, arriving = _start_gathering(hidden, ctx.mesh)
         if ctx.needs_input_grad[0]:
-            grad_hidden, leaving = _start_summing(_input_gradient(grad, weight), ctx.mesh)
+            grad_hidden, leaving = start_summing(_input_gradient(grad, weight), ctx.mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
         grad_bias = _bias_gradient(ctx, grad)
         if queue is not None:
@@ -244,7 +244,10 @@ def _start_gathering(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:
     return full, start_all_gather(full, x, mesh.tp)
 
 
-def _start_summing(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:
+def start_summing(
+    x: Float[Tensor, "seq ..."], mesh: ParallelMesh
+) -> tuple[Float[Tensor, "seq_local ..."], Pending]:
+    """Start to sum over the tensor-parallel ranks; each keeps its own positions."""
     if not mesh.sequence_parallel:
         return x, start_all_reduce(x, mesh.tp)
     out = x.new_empty((x.shape[0] // mesh.tp.size, *x.shape[1:]))

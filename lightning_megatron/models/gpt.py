@@ -22,15 +22,17 @@ from lightning_megatron.layers.embedding import (
     vocab_logits,
 )
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import attention_kind, build_block, build_norm
+from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
+from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
+from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.shapes import Float, Int
 
 
@@ -66,6 +68,8 @@ class GPT(LayeredModule):
         #: List to which a call appends the input of each layer and the output of the last norm, or
         #: None.
         self.hidden_states: list[Tensor] | None = None
+        #: Tokens whose logits exist at once where losses are computed; None stores those of all.
+        self.loss_chunk: LossChunk = None
 
     def _build(self) -> None:
         config = self.config
@@ -150,7 +154,7 @@ class GPT(LayeredModule):
         span: AttentionSpan | None,
         embeddings: Tensor | None,
     ) -> Any:
-        """Return what :meth:`_result` makes of the logits; see :meth:`forward`."""
+        """Return what :meth:`_leave` makes of the last layer's output; see :meth:`forward`."""
         given = _one_of(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()
@@ -300,41 +304,64 @@ class GPT(LayeredModule):
     def _leave(
         self, hidden: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
     ) -> Any:
-        return self._result(self._logits(hidden), labels, label_smoothing, ignore_index)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        self._keep(hidden)
+        if labels is None:
+            return self._result(self.logits(hidden), None)
+        targets = Targets(labels, label_smoothing, ignore_index)
+        chunk = self.tokens_at_once(labels.numel() // self.mesh.cp.size)
+        if chunk is None:
+            return self._result(self.logits(hidden), targets)
+        return self._chunked_result(hidden, targets, chunk)
+
+    def tokens_at_once(self, num_tokens: int) -> int | None:
+        """Return how many tokens the head and the loss compute at once; None means all, stored.
+
+        The result is the same on all stages.
+
+        Args:
+            num_tokens: Tokens of a microbatch on one rank, those of all ranks of tp (tokens).
+        """
+        config = self.config
+        tp = self.mesh.tp.size
+        vocab_rows = padded_vocab_size(config.vocab_size, tp, config.vocab_multiple) // tp
+        return tokens_of_chunk(self.loss_chunk, num_tokens, vocab_rows, self.dtype.itemsize)
 
     def _keep(self, hidden: Tensor) -> None:
         if self.hidden_states is not None:
             self.hidden_states.append(hidden)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        self._keep(hidden)
+    def logits(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq batch vocab_local"]:
+        """Return this rank's columns of the logits, on the last virtual stage.
+
+        Args:
+            hidden: Output of the last norm.
+        """
+        return vocab_logits(hidden, self._head_weight, self.mesh)
+
+    @property
+    def _head_weight(self) -> Tensor:
         if self.head is not None:
-            return self.head(hidden)
+            return self.head.weight
         assert self.embedding is not None, (
             "a tied head without its own weight is on the embedding's rank"
         )
-        return vocab_logits(hidden, self.embedding.word.weight, self.mesh)
+        return self.embedding.word.weight
 
-    def _result(
-        self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
-    ) -> Tensor:
+    def _result(self, logits: Tensor, targets: Targets | None) -> Any:
         vocab_size = self.config.vocab_size
-        cp = self.mesh.cp
-        if labels is None:
+        if targets is None:
             full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
-            return joined_parts(full, cp).transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            own_part(labels, cp, 1).t(),
-            self.mesh,
-            vocab_size,
-            label_smoothing,
-            ignore_index,
-            overwrite_logits=True,
-        )
-        return joined_parts(losses, cp).t().contiguous()
+            return joined_parts(full, self.mesh.cp).transpose(0, 1)
+        return targets.losses(logits, self.mesh, vocab_size)
+
+    def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
+        """Return what :meth:`_result` does, from the output of the last norm."""
+        sizes = self.config.vocab_size, chunk
+        return targets.chunked_losses(hidden, self._head_weight, self.mesh, *sizes)
 
 
 def _rows_of(window: int | None) -> str:

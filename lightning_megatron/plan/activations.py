@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_megatron.plan.kept_activations import KeptActivations
+from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import (
     MicrobatchShape,
@@ -13,6 +14,9 @@ from lightning_megatron.plan.network_activations import (
     dense_costs,
     mixture_costs,
 )
+
+#: Size of an int64, the type of a label's column (bytes).
+_INDEX = 8
 
 #: Part of a block that the backward pass computes again. ``none`` keeps all activations.
 #: ``selective`` recomputes the attention core, ``experts`` the activations inside of experts.
@@ -41,7 +45,8 @@ class ActivationCosts:
         waiting: What a block keeps from the input half of a backward pass to the weight half: the
             inputs of its matrix products, and the gradients of their outputs.
         head_waiting: The same of the head.
-        weight_half: Temporary buffers of the weight half.
+        weight_half: Temporary buffers of the weight half: a gathered input, and the next one on its
+            way.
         captured_attention: The same as ``layer_backward``, for attention alone in a captured
             backward pass, which frees nothing of ``kept`` before its end.
         captured_network: The same for the MLP or the mixture of experts.
@@ -85,6 +90,7 @@ def activation_costs(
     seq_length: int = 0,
     recompute: Recompute = "none",
     has_experts: bool = False,
+    loss_chunk: LossChunk = None,
 ) -> ActivationCosts:
     """Compute the bytes that one microbatch needs on one rank.
 
@@ -93,9 +99,9 @@ def activation_costs(
         table: Activations that its layers keep.
         batch: Shape of the microbatch.
         seq_length: Sequence length, needed only for the size of attention masks (tokens).
-        recompute: Part that backward computes again: "none", "selective" (the attention core),
-            "experts" or "full" (whole blocks).
+        recompute: Part of the block that backward computes again.
         has_experts: Whether the block has experts instead of an MLP.
+        loss_chunk: Tokens whose logits exist at once; None stores those of all.
     """
     network = dense_costs(model, model.ffn_hidden_size, table, batch)
     if has_experts:
@@ -129,7 +135,7 @@ def activation_costs(
     start = network.backward_start + (again if recompute == "full" else 0)
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
     freed = row_sums if recompute == "selective" else again
-    logits = num_tokens * model.vocab_rows(batch.tp)
+    loss = _loss_costs(model, table, batch, loss_chunk)
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
@@ -139,14 +145,13 @@ def activation_costs(
         layer_backward=backward + 2 * boundary,
         head=(2 if model.final_norm else 1) * boundary + statistics,
         head_backward=whole + gathered,
-        loss_kept=table.loss_kept * logits,
-        loss_forward=table.loss_forward * logits,
-        loss_backward=table.loss_backward * logits,
+        loss_kept=loss.kept,
+        loss_forward=loss.forward,
+        loss_backward=loss.backward,
         slots=network.slots,
         # Attention has the inputs and the output gradients of two products, too.
         waiting=boundary + element * 2 * (query + key) + whole + network.waiting,
-        head_waiting=boundary + logits * batch.activation_bytes,
-        # A gathered input, and the next one on its way.
+        head_waiting=loss.waiting and boundary + loss.waiting,
         weight_half=2 * gathered,
         returned=network.returned,
         has_experts=has_experts,
@@ -157,6 +162,34 @@ def activation_costs(
     captured = max(start, again + network.captured_backward)
     parts = replace(network, kept=network.kept - again, inside=network.inside - again)
     return _with_parts(costs, parts, norms // 2 + masks // 2, alone + 2 * gathered, captured)
+
+
+@dataclass(frozen=True)
+class _LossCosts:
+    """Bytes of the loss; the gradient of stored logits waits for a weight half."""
+
+    kept: int
+    forward: int
+    backward: int
+    waiting: int = 0
+
+
+def _loss_costs(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape, option: LossChunk
+) -> _LossCosts:
+    rows = model.vocab_rows(batch.tp)
+    element = batch.activation_bytes
+    count = batch.num_tokens * rows
+    chunk = tokens_of_chunk(option, batch.num_tokens, rows, element)
+    if chunk is None:
+        temporary = table.loss_forward * count, table.loss_backward * count
+        return _LossCosts(table.loss_kept * count, *temporary, count * element)
+    # The kernels work on the logits alone, operators of torch on a wider copy of half types.
+    one = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
+    kept = batch.num_tokens * (2 * batch.wide_bytes + _INDEX + 1)
+    gathered = element * batch.num_tokens * model.hidden_size if batch.sequence_parallel else 0
+    # Chunks leave nothing to a weight half.
+    return _LossCosts(kept, one + gathered, one)
 
 
 def _with_parts(

@@ -14,6 +14,7 @@ from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_of_order
@@ -39,6 +40,7 @@ class TrainingShape:
         sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
         recompute: Part that backward computes again: "none", "selective" (the attention core),
             "experts" (activations inside experts) or "full" (whole blocks).
+        loss_chunk: Tokens whose logits exist at once; None stores those of all.
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
         expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
             routing.
@@ -66,6 +68,7 @@ class TrainingShape:
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    loss_chunk: LossChunk = None
     expert_transport: Transport = "auto"
     expert_rows: float | None = None
     clone_places: int = 0
@@ -219,6 +222,7 @@ def _costs_of_blocks(
             seq_length=training.seq_length,
             recompute=training.recompute,
             has_experts=has_experts,
+            loss_chunk=training.loss_chunk,
         )
         for has_experts in (False, model.experts is not None)
     )

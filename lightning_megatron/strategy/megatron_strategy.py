@@ -88,6 +88,7 @@ class MegatronStrategy(TrainerAnswers):
         check_microbatches: bool = True,
         order: str = "tp-cp-ep-dp-pp",
         recompute: Recompute | None = None,
+        loss_chunk: int | Literal["auto"] | None = None,
         expert_transport: Transport = "auto",
         expert_rows: float | None = None,
         expert_clones: int | ExpertClones = 0,

@@ -9,10 +9,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.strategy.checks.run_checks import check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
+from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import check_places
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
@@ -55,7 +58,8 @@ def shard_module(
     models = layered_modules(module)
     _check_context(models, module, mesh.cp.size)
     _set_recompute(models, module, options.recompute)
-    for note in options.notes(str(module.trainer.precision), mesh.device.type):
+    _set_loss_chunk(models, module, options.loss_chunk)
+    for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
 
@@ -81,6 +85,20 @@ def _set_recompute(
     if recompute is not None:
         for model in models:
             model.recompute = recompute
+
+
+def _set_loss_chunk(
+    models: Sequence[LayeredModule], module: LightningModule, loss_chunk: LossChunk
+) -> None:
+    decoders = [model for model in models if isinstance(model, GPT)]
+    if loss_chunk is not None and not decoders:
+        raise UnsupportedError(
+            f"loss_chunk ({loss_chunk!r}) needs a decoder of this package: {type(module).__name__} "
+            "has none. Other modules compute their losses themselves. Use a lightning_megatron.GPT "
+            "or a Hugging Face decoder of a supported family, or loss_chunk=None."
+        )
+    for model in decoders:
+        model.loss_chunk = loss_chunk if loss_chunk is not None else model.loss_chunk
 
 
 def start_mixtures(

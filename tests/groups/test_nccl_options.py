@@ -18,6 +18,7 @@ from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.notes import notes_on
 
 #: File in the form of Megatron-LM's nccl_communicator_config_path.
 MEGATRON_FILE = """
@@ -239,5 +240,5 @@ def test_settings_that_gloo_ignores_are_refused_or_noted() -> None:
     with pytest.raises(ParallelPlanError, match="cannot be used with process_group_backend 'gloo'"):
         MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}, process_group_backend="gloo")
     options = MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}).options
-    assert "no effect on cpu" in options.notes("32-true", "cpu")[-1]
-    assert not any("nccl" in note for note in options.notes("32-true", "cuda"))
+    assert "no effect on cpu" in notes_on(options, "32-true", "cpu")[-1]
+    assert not any("nccl" in note for note in notes_on(options, "32-true", "cuda"))

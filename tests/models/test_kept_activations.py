@@ -105,14 +105,23 @@ def test_the_parameters_of_every_setting_are_counted():
         assert config.memory_shape().stage_parameters(ParallelLayout(1), 0, 3) == count, settings
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("vocab_size", [256, 8192])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "window"])
-def test_the_peak_of_a_step_is_what_the_estimate_says(kind: str, vocab_size: int, recompute: Any):
+PEAKS = [
+    (kind, vocab_size, recompute, None)
+    for kind in ("gpt2", "llama", "window")
+    for vocab_size in (256, 8192)
+    for recompute in ("none", "selective", "full")
+] + [(kind, 8192, recompute, 96) for kind in ("gpt2", "llama") for recompute in ("none", "full")]
+
+
+@pytest.mark.parametrize(("kind", "vocab_size", "recompute", "loss_chunk"), PEAKS)
+def test_the_peak_of_a_step_is_what_the_estimate_says(
+    kind: str, vocab_size: int, recompute: Any, loss_chunk: int | None
+):
     sizes = {"vocab_size": vocab_size, "hidden_size": 128, "ffn_hidden_size": 384}
     config = GPTConfig(**{**vars(CONFIGS[kind]), **sizes})
     model = built(config, torch.bfloat16)
     model.recompute = recompute
+    model.loss_chunk = loss_chunk
     memory, tokens = LiveMemory(), torch.randint(0, vocab_size, (4, 64))
     for parameter in model.parameters():
         slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
@@ -120,17 +129,23 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(kind: str, vocab_size: int
         memory.leave_out([parameter, slot.gradient])
     with memory:
         model(tokens, labels=tokens).mean().backward()
-    training = TrainingShape(seq_length=64, microbatch_size=4, recompute=recompute)
+    training = TrainingShape(
+        seq_length=64, microbatch_size=4, recompute=recompute, loss_chunk=loss_chunk
+    )
     (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
     assert estimate.peak - estimate.static == pytest.approx(memory.peak, rel=0.08)
 
 
+@pytest.mark.parametrize("loss_chunk", [None, 50])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "post"])
-def test_an_input_half_leaves_what_the_estimate_says(kind: str, recompute: Any):
+def test_an_input_half_leaves_what_the_estimate_says(
+    kind: str, recompute: Any, loss_chunk: int | None
+):
     config = CONFIGS[kind]
     model = built(config, torch.bfloat16)
     model.recompute = recompute
+    model.loss_chunk = loss_chunk
     tokens = torch.randint(0, 1024, (BATCH, 64))
     memory = LiveMemory()
     queue = WeightGradientQueue()
@@ -147,7 +162,9 @@ def test_an_input_half_leaves_what_the_estimate_says(kind: str, recompute: Any):
         queue.run("half")
     shape = config.memory_shape()
     batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=2)
-    costs = activation_costs(shape, eager_activations(shape, 2), batch, seq_length=64)
+    costs = activation_costs(
+        shape, eager_activations(shape, 2), batch, seq_length=64, loss_chunk=loss_chunk
+    )
     estimate = config.num_layers * costs.waiting + costs.head_waiting
     assert waiting - memory.now == pytest.approx(estimate, rel=0.02)
 

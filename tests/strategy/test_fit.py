@@ -217,6 +217,8 @@ def test_a_batch_that_is_no_multiple_of_the_microbatch_is_refused() -> None:
 def test_recomputation_needs_a_model_that_knows_it() -> None:
     with pytest.raises(UnsupportedError, match="recompute .'full'. needs a model of this package"):
         trainer_of(MegatronStrategy(recompute="full")).fit(Plain(), lines())
+    with pytest.raises(UnsupportedError, match="loss_chunk .'auto'. needs a decoder of this pack"):
+        trainer_of(MegatronStrategy(loss_chunk="auto")).fit(Plain(), lines())
 
 
 def test_recomputation_is_set_on_the_model() -> None:

@@ -26,6 +26,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.plan import Action, build_schedule, format_schedule
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import (
     check_batch_size,
     check_hosts,
@@ -111,6 +112,8 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             ParallelPlanError,
             "must be none, selective, experts, full or None: it is 'some'",
         ),
+        ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
+        ({"loss_chunk": "never"}, ParallelPlanError, "auto or None: it is 'never'"),
         ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
         (
             {"cuda_graphs": {"mode": "segments", "warmup_steps": 0}},
@@ -168,6 +171,7 @@ def test_every_argument_reaches_the_options() -> None:
         "check_microbatches": False,
         "order": "tp-dp-cp-ep-pp",
         "recompute": "full",
+        "loss_chunk": "auto",
         "expert_transport": "all_gather",
         "tensor_parallel_plan": {"*.up": "column"},
         "pipeline_plan": {"layers": "blocks"},
@@ -229,8 +233,8 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
 def test_overlap_in_products_is_told_of_where_it_does_nothing() -> None:
     options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
-        assert "has no effect" in options.notes(precision, kind)[-1]
-    assert not any("no effect" in note for note in options.notes("bf16-mixed", "cuda"))
+        assert "has no effect" in notes_on(options, precision, kind)[-1]
+    assert not any("no effect" in note for note in notes_on(options, "bf16-mixed", "cuda"))
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def estimate_of(
             microbatch_size=min(rule.size_for(num_samples), num_samples),
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
+            loss_chunk=model.loss_chunk,
             input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
         shape = model.config.memory_shape()

@@ -18,6 +18,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.own_order import (
     OrderOfPasses,
@@ -29,11 +30,7 @@ from lightning_megatron.plan.own_order import (
 )
 from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.placement import PlacementShape
-from lightning_megatron.plan.schedule import (
-    SCHEDULE_NAMES,
-    ScheduleName,
-    ScheduleOption,
-)
+from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 from lightning_megatron.strategy.options.expert_option import check_expert_clones, check_expert_rows
 from lightning_megatron.strategy.options.schedule_option import (
@@ -117,6 +114,9 @@ class StrategyOptions:
             ranks.
         recompute: Activations that the backward pass recomputes: none, selective (attention core),
             experts (outputs of experts) or full (whole blocks). None keeps the models' own setting.
+        loss_chunk: Tokens whose logits exist at once where a decoder computes losses. The backward
+            pass computes logits again, a third more work for the head. auto stores logits of up to
+            2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. None stores all.
         expert_transport: Transport of tokens to the ranks of their experts. all_gather has static
             sizes and needs equal token counts on all ranks. all_to_all sends each token to its
             experts only, and the host reads sizes. one_sided sends each token to its experts only,
@@ -209,6 +209,7 @@ class StrategyOptions:
     check_microbatches: bool
     order: str
     recompute: Recompute | None
+    loss_chunk: LossChunk
     expert_transport: Transport
     expert_rows: Annotated[float, Range(least=1)] | None
     expert_clones: Index | ExpertClones
@@ -319,6 +320,7 @@ class StrategyOptions:
             bool(self.sequence_parallel),
             self.overlap_tensor_parallel,
             self.recompute is not None,
+            self.loss_chunk is not None,
         )
         return any(asked)
 
@@ -382,19 +384,3 @@ class StrategyOptions:
         Ranks compare them: the path of a file may differ between machines.
         """
         return self.as_dict() | {"schedule": self.own_order or self.schedule}
-
-    def notes(self, precision: str, device_type: str) -> list[str]:
-        """Return log lines about options without effect."""
-        notes = []
-        if self.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
-            notes.append(
-                f"overlap_tensor_parallel has no effect with precision {precision} on "
-                f"{device_type}: only products in half types on GPUs are divided; others run "
-                "before or after their communication."
-            )
-        if self.nccl_options and device_type != "cuda":
-            notes.append(
-                f"nccl_options have no effect on {device_type}: its groups use gloo, which does "
-                "not have these settings."
-            )
-        return notes

@@ -61,6 +61,8 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
         expected = kind(source.config)
     _check_names(name, source, expected)
     target.recompute = source.recompute
+    if isinstance(source, GPT):
+        target.loss_chunk = source.loss_chunk
     return target.train(source.training)
 
 

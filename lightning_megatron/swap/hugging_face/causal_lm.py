@@ -17,6 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.plan.context import context_multiple
@@ -32,7 +33,10 @@ _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_se
 
 
 class LabelledGPT(GPT):
-    """GPT that returns the losses and this rank's logits, sequence first."""
+    """GPT that returns the losses and this rank's logits, sequence first.
+
+    If losses are computed in chunks, it returns the output of the last norm in place of logits.
+    """
 
     @override
     def forward(
@@ -48,12 +52,14 @@ class LabelledGPT(GPT):
         return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
 
     @override
-    def _result(
-        self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
-    ) -> Any:
-        if labels is None:
+    def _result(self, logits: Tensor, targets: Targets | None) -> Any:
+        if targets is None:
             return None, logits
-        return super()._result(logits, labels, label_smoothing, ignore_index), logits
+        return super()._result(logits, targets), logits
+
+    @override
+    def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
+        return super()._chunked_result(hidden, targets, chunk), hidden
 
     @override
     def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
@@ -138,7 +144,8 @@ class HuggingFaceLM(ReplacedModel):
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             span = padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        gather = partial(self._gather, kept=kept, num_sequences=len(given))
+        from_hidden = self._is_chunked(shift_labels)
+        gather = partial(self._gather, kept=kept, rows=len(given), from_hidden=from_hidden)
 
         def run() -> tuple[Tensor | None, Tensor]:
             losses, shard = self.gpt(
@@ -206,12 +213,27 @@ class HuggingFaceLM(ReplacedModel):
         shards = mesh.tp.size if mesh.sequence_parallel else 1
         return 0, -length % context_multiple(mesh.cp.size, shards)
 
-    def _gather(self, shard: Tensor, kept: slice, num_sequences: int) -> Tensor:
+    def _is_chunked(self, labels: Tensor | None) -> bool:
+        """Return whether the losses of padded labels are computed without storing logits."""
+        if labels is None:
+            return False
+        return self.gpt.tokens_at_once(labels.numel() // self.gpt.mesh.cp.size) is not None
+
+    def _gather(self, shard: Tensor, kept: slice, rows: int, from_hidden: bool) -> Tensor:
         if isinstance(shard, RemoteTensor):
             # An absent tensor has no values to gather, and already has the full shape.
-            return shard[kept, :num_sequences].transpose(0, 1)
+            return shard[kept, :rows].transpose(0, 1)
         mesh = self.gpt.mesh
-        own = joined_parts(shard, mesh.cp)[kept, :num_sequences]
+        if from_hidden:
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    f"loss_chunk ({self.gpt.loss_chunk!r}) stores no logits, and those of a call "
+                    "with labels have no gradient: output.logits was read with gradients enabled. "
+                    "Read them under torch.no_grad(), which computes them again, leave labels out "
+                    "of the call, or use loss_chunk=None."
+                )
+            shard = self.gpt.logits(shard)
+        own = joined_parts(shard, mesh.cp)[kept, :rows]
         full = gather_from_axis(own, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 

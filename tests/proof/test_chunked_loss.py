@@ -1,0 +1,148 @@
+"""Trainings whose losses are computed in chunks are those that store all logits, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import UnsupportedError
+from tests.proof import test_hugging_face as hugging_face
+from tests.proof.training import Job, Report, train, train_all
+from tests.strategy.graph_fits import FULL, SEGMENTS, fit
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+#: A chunk of 7 divides neither the sequences nor the microbatches.
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp4": ("gpt2-tied", {"tp": 4, "sequence_parallel": False}),
+    "tp2+sp pp2": ("llama-untied", {"tp": 2, "pp": 2}),
+    "pp2 vpp2 dp2": ("llama-tied", {"pp": 2, "vpp": 2}),
+    "zb-v, tied": ("llama-tied", {"pp": 2, "vpp": 2, "schedule": "zb-v", "tp": 2}),
+    "cp2 tp2+sp": ("llama-untied", {"cp": 2, "tp": 2}),
+    "cp2 pp2, recomputed": ("gpt2-tied", {"cp": 2, "pp": 2, "recompute": "full"}),
+    "dp4, whole state": ("gpt2-tied", {"zero": 0}),
+}
+GRAPHS = {
+    "segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": 7}),
+    "full": (FULL, {"cp": 2, "loss_chunk": 7}),
+}
+
+
+def jobs() -> dict[str, Job]:
+    """Name every run of four processes; the last one ignores some labels and counts the others."""
+    found = {
+        name: Job(kind, layout=layout | {"loss_chunk": 7}, compares=False)
+        for name, (kind, layout) in LAYOUTS.items()
+    }
+    counted = {"tp": 2, "loss_chunk": 7}
+    return found | {"counted": Job("gpt2-tied", layout=counted, counts=True, compares=False)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank of four reports."""
+
+    reports: dict[str, Report]
+    differences: dict[str, list[str]]
+    fine_tuned: hugging_face.Report
+
+
+def run_all(rank: int, size: int, folder: Path, model: str) -> Found:
+    """Run everything on four processes."""
+    differences = {}
+    for name, (graphs, layout) in GRAPHS.items():
+        by_graphs = fit(graphs, size, layout)
+        assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
+        differences[name] = by_graphs.differences_from(fit(None, size, layout))
+    tuned = hugging_face.train(model, "tokens", {"tp": 2, "pp": 2, "loss_chunk": 7}, size)
+    return Found(train_all(rank, size, jobs(), str(folder), STEPS), differences, tuned)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a small Llama as Hugging Face does."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    name, settings = hugging_face.CONFIGS["llama"]
+    config = getattr(transformers, name)(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[Found]:
+    """Run everything once."""
+    return run_world(run_all, 4, tmp_path_factory.mktemp("four"), model)
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[tuple[str, bool], Report]:
+    """Train every kind in this process, with stored logits."""
+    return {
+        (kind, counts): train(
+            Job(kind, layout={"microbatch_size": 8}, counts=counts), 1, "cpu", steps=STEPS
+        )
+        for kind, counts in {(job.kind, job.counts) for job in jobs().values()}
+    }
+
+
+@pytest.mark.parametrize("name", list(jobs()))
+def test_every_layout_trains_as_one_process_that_stores_logits(name, ranks, twins):
+    job = jobs()[name]
+    twin = twins[job.kind, job.counts]
+    assert twin.losses[-1] < twin.losses[0]
+    for found in ranks:
+        report = found.reports[name]
+        assert report.losses == pytest.approx(twin.losses, abs=1e-12, rel=0)
+        assert report.norms == pytest.approx(twin.norms, abs=1e-12, rel=0)
+    weights = ranks[0].reports[name].weights
+    assert set(weights) == set(twin.weights)
+    for key, weight in weights.items():
+        # The vocabulary's padding belongs to no full tensor.
+        expected = twin.weights[key].narrow(0, 0, weight.shape[0])
+        torch.testing.assert_close(weight, expected, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", list(GRAPHS))
+def test_graphs_equal_eager_steps(mode, ranks):
+    for found in ranks:
+        assert found.differences[mode] == []
+
+
+def test_a_hugging_face_model_trains_as_with_stored_logits(model, ranks):
+    one = hugging_face.train(model, "tokens", {}, 1)
+    chunked = hugging_face.train(model, "tokens", {"loss_chunk": 7}, 1)
+    assert chunked.is_swapped
+    for report in (chunked, *(found.fine_tuned for found in ranks)):
+        assert report.losses == pytest.approx(one.losses, abs=1e-5)
+
+
+def test_logits_of_a_call_with_labels_are_computed_again_without_gradients(model):
+    found: dict[str, Any] = {}
+
+    class Reading(hugging_face.FineTune):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with pytest.raises(UnsupportedError, match="loss_chunk .7. stores no logits"):
+                _ = self._output(batch).logits
+            output = self._output(batch)
+            with torch.no_grad():
+                found["logits"] = output.logits
+                found["expected"] = self.model(input_ids=batch["input_ids"]).logits
+            self.log("loss", output.loss)
+            return output.loss
+
+        def _output(self, batch: Any) -> Any:
+            return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"])
+
+    # The trial of the first batch has no gradients.
+    layout = {"loss_chunk": 7, "check_microbatches": False}
+    trainer = hugging_face.trainer_of(layout, 1, 2, max_steps=1)
+    trainer.fit(Reading(model, "tokens"), hugging_face.InOrder("tokens"))
+    assert torch.equal(found["logits"], found["expected"])
