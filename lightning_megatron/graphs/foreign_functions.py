@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-#: Modules whose functions keep tensors only by ``save_for_backward``.
+#: Modules whose functions keep tensors only by ``save_for_backward``, beside parameters and tensors
+#: that keep their addresses.
 _KNOWN = (
+    "lightning_megatron.experts",
     "lightning_megatron.groups.collectives",
+    "lightning_megatron.groups.in_flight",
     "lightning_megatron.kernels.triton",
     "lightning_megatron.layers.parameter_stack",
     "lightning_megatron.layers.regions",

@@ -93,8 +93,7 @@ class TransformerBlock(nn.Module):
                 modules=(self,),
                 parts=plain,
                 stays_whole=True,
-                # Between the passes a mixture keeps where its tokens have gone.
-                keeps_only_inputs=not hasattr(self.mlp, "segments"),
+                keeps_only_inputs=True,
             )
             return SegmentList([whole], _INPUTS, ("hidden",))
         attention = self._attention_segment(is_core_recomputed=recompute == "selective")

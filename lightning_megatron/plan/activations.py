@@ -132,7 +132,7 @@ def activation_costs(
     ]
     others = network.kept - network.recomputed if recompute == "full" else 0
     forward = max(others + gathered + whole, others + network.forward, running)
-    start = network.backward_start + (again if recompute == "full" else 0)
+    start = again + network.recomputed_start if recompute == "full" else network.backward_start
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
     freed = row_sums if recompute == "selective" else again
     loss = _loss_costs(model, table, batch, loss_chunk)

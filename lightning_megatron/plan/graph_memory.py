@@ -162,9 +162,7 @@ class _ChunkGraphs:
     @property
     def keeps_only_inputs(self) -> bool:
         """Return whether the layers are captured, and keep only their inputs."""
-        if not self.is_block_whole or any(block.has_experts for block in self.blocks):
-            return False
-        return all(all(self._parts_of(block)) for block in self.blocks)
+        return self.is_block_whole and all(all(self._parts_of(block)) for block in self.blocks)
 
     @property
     def inputs(self) -> int:

@@ -81,10 +81,12 @@ class GraphSlots:
         """Return whether microbatches can share a slot for layers that keep only their inputs.
 
         These inputs are few enough to be copied out of the slot and in again. A weight half reads
-        much more, which the input half leaves in the slot. A single stage has one slot in any case.
+        much more, which the input half leaves in the slot. A single stage whose backward passes
+        follow their forward passes at once has one slot in any case.
         """
         actions = self.schedule.actions(self.rank)
-        return self.schedule.num_stages > 1 and all(action.kind != "W" for action in actions)
+        is_needed = self.schedule.num_stages > 1 or max(self.peaks) > 1
+        return is_needed and all(action.kind != "W" for action in actions)
 
     @cached_property
     def first_units(self) -> tuple[PipelineUnit | None, ...]:

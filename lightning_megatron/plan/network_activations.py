@@ -26,6 +26,8 @@ class NetworkCosts:
         recomputed: Part of ``kept`` that is freed and computed again if experts are recomputed.
         backward_start: Peak of temporary buffers in the backward pass before experts have the
             gradients of their outputs, in addition to ``kept``.
+        recomputed_start: The same if the whole block is recomputed then: up to the sum of experts'
+            outputs, whose backward pass reads where these lie.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
         waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
             weight half of a backward pass in halves.
@@ -41,6 +43,7 @@ class NetworkCosts:
     backward: int
     recomputed: int = 0
     backward_start: int = 0
+    recomputed_start: int = 0
     slots: int = 0
     waiting: int = 0
     captured_backward: int = 0
@@ -185,13 +188,16 @@ def mixture_costs(
     )
     last = max(freed_moments)
     freed = recomputed if recomputes else 0
+    start = gathered + min(1, table.selection_copies) * selections + vectors
     return NetworkCosts(
         kept=parts.total,
         recomputed=recomputed,
         forward=forward,
         backward=max(*kept_moments, last - recomputed),
         captured_backward=max(*kept_moments, last - freed),
-        backward_start=gathered + min(1, table.selection_copies) * selections + vectors,
+        backward_start=start,
+        # Outputs and their copies exist in place of the gradient of rows.
+        recomputed_start=start + table.selection_copies * selections,
         slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
         waiting=2 * vectors + (firsts + 1) * features + shared.waiting,
         inside=recomputed,

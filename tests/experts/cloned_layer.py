@@ -154,7 +154,8 @@ class ClonedLayer:
             assert self.choice.clone_sources is not None
             source = self.choice.clone_sources(arrived.clones)
             if isinstance(source[0], CloneCollectives):
-                here = self.mesh.ep, arrived.clones, self.reported
+                plan = arrived.clones.layout, arrived.clones.owners
+                here = self.mesh.ep, *plan, self.reported
                 source = [Watched(*here, matrix) for matrix in ("up", "down")]
             found["moved"] = arrived.clones.amounts.sum()
         given = arrived.rows, arrived.probabilities, arrived.ends, source

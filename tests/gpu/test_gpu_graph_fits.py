@@ -10,6 +10,7 @@ import torch
 from lightning_megatron import CudaGraphs
 from lightning_megatron.plan.cuda_graphs import GraphMode
 from lightning_megatron.plan.experts import ExpertsConfig
+from tests.graphs.trained import two_alive
 from tests.strategy.graph_fits import Fit, fit
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,3 +66,18 @@ def test_evaluation_and_each_shape_by_graphs_have_the_bits_of_eager_ones(model: 
     assert found.replays["training"] > 0
     assert found.replays["evaluation"] > 0
     assert set(found.differences_from(eager)) <= set(repeated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_recomputed_layers_have_one_set_of_graphs_for_two_microbatches_in_flight(
+    model: str,
+) -> None:
+    layout = {"schedule": two_alive, "recompute": "full"}
+    eager = on_gpu(None, model, layout=layout)
+    repeated = on_gpu(None, model, layout=layout).differences_from(eager)
+    found = on_gpu(CudaGraphs("segments", on_failure="error"), model, layout=layout)
+    assert set(found.differences_from(eager)) <= set(repeated)
+    # Embedding, layers and head, forward and backward, of the first microbatch of a step and of
+    # the second: the layers have them in one slot.
+    assert found.num_graphs[-1] == 3 * 2 * 2

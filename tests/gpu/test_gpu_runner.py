@@ -13,7 +13,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import is_shared, require_gpus
-from tests.graphs.trained import Case, Trained, counted_replays, train
+from tests.graphs.trained import Case, Trained, counted_replays, train, two_in_flight
 from tests.world import run_world
 
 SIZES: dict[str, Any] = {
@@ -50,7 +50,10 @@ def trained(case: Case, layout: ParallelLayout | None, graphs: bool, **mesh: Any
     return found
 
 
-def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any) -> None:
+def check(
+    case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any
+) -> tuple[int, ...]:
+    """Compare a training by graphs with two eager ones, and return the slots of each chunk."""
     expected = trained(case, layout, False, **mesh)
     twin = trained(case, layout, False, **mesh)
     found = trained(case, layout, True, **mesh)
@@ -70,6 +73,7 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
         if torch.equal(expected.parameters[name], twin.parameters[name]):
             assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
     assert found.counts == expected.counts
+    return found.slots
 
 
 @pytest.mark.gpu
@@ -80,6 +84,17 @@ def test_graphs_on_one_gpu(config: GPTConfig, recompute: str) -> None:
         config, "1f1b", STEPS, recompute, dtype=torch.bfloat16, length=lambda step, number: 128
     )
     check(case, what=f"{recompute}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [GPT2, LLAMA, EXPERTS], ids=["gpt2", "llama", "experts"])
+def test_two_microbatches_in_flight_share_graphs_of_recomputed_layers_on_one_gpu(
+    config: GPTConfig,
+) -> None:
+    case = Case(config, two_in_flight, STEPS, "full", dtype=torch.bfloat16, length=_length)
+    slots = check(case, what="two in flight")
+    # Embedding and head have a slot for each microbatch in flight, and the layers one for all.
+    assert slots == (2 + 1,)
 
 
 @pytest.mark.gpu
@@ -116,6 +131,7 @@ def check_two_ranks(rank: int, size: int) -> None:
         for config in (GPT2, EXPERTS):
             case = Case(config, schedule, steps, dtype=torch.bfloat16, length=_length)
             check(case, layout, f"{schedule} {config.experts is not None}")
+            check(replace(case, recompute="full"), layout, f"{schedule}, recomputed")
     gpt2 = Case(GPT2, microbatches=steps, dtype=torch.bfloat16, length=_length)
     llama = Case(LLAMA, microbatches=steps, dtype=torch.bfloat16, length=_length)
     check(llama, ParallelLayout(size), "dp2")
@@ -135,6 +151,28 @@ def check_two_ranks(rank: int, size: int) -> None:
 
 def _length(step: int, number: int) -> int:
     return 128
+
+
+def check_four_ranks(rank: int, size: int) -> None:
+    several = Case(
+        EXPERTS,
+        microbatches=(4,) * 8,
+        recompute="full",
+        dtype=torch.bfloat16,
+        transport="one_sided",
+        length=_length,
+    )
+    for places in (0, 1):
+        case = replace(several, places=places)
+        slots = check(case, ParallelLayout(size, pp=2, ep=2), f"{places} places for clones")
+        # Embedding or head have a slot for each microbatch in flight, and the layers one for all.
+        assert slots == ((1 if rank * 2 >= size else 2) + 1,)
+
+
+@pytest.mark.gpu4
+def test_recomputed_layers_with_experts_share_graphs_on_four_gpus() -> None:
+    require_gpus(4)
+    run_world(check_four_ranks, 4, backend="nccl")
 
 
 @pytest.mark.gpu2

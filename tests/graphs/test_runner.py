@@ -26,6 +26,7 @@ from tests.graphs.trained import (
     batch_of,
     counted_replays,
     train,
+    two_in_flight,
 )
 from tests.world import run_world
 
@@ -70,8 +71,7 @@ def test_graphs_in_one_process(kind: str, recompute: str) -> None:
     runner = check(Case(configs[kind], recompute=recompute), what=kind)
     # Each piece: forward and backward, of the first microbatch and of the later ones. Layers that
     # keep only their inputs are a piece of their own.
-    keeps_only_inputs = recompute == "full" and kind in ("gpt2", "llama")
-    assert runner.num_graphs == (12 if keeps_only_inputs else 4)
+    assert runner.num_graphs == (12 if recompute == "full" else 4)
     assert runner.counts.slots == (1,)
     assert not runner.eager
 
@@ -153,6 +153,19 @@ def test_graphs_whose_backward_pass_is_still_to_be_captured_keep_their_memory() 
         assert all(map(torch.equal, graphs, gradients_of(length)))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_layers(
+    kind: str,
+) -> None:
+    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
+    runner = check(Case(config, two_in_flight, (3, 3, 5, 2, 4), recompute="full"))
+    assert not runner.eager
+    assert_inputs_suffice(runner)
+    # Embedding and head have two slots, the first of which also runs the first microbatch of a
+    # step, and the layers one.
+    assert slots_in_use(runner) == {0: 8, 1: 4, None: 4}
+
+
 def check_two_ranks(rank: int, size: int) -> list[int]:
     torch.set_default_dtype(torch.float64)
     steps = (4, 4, 4, 2, 5)
@@ -202,12 +215,48 @@ def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
             assert not runner.eager
             assert replays["training"] >= chunks * sum(numbers[2:])
             assert_inputs_suffice(runner)
+            shared = slots_in_use(runner)
+            assert (None in shared) == (schedule in ("1f1b", "interleaved")), schedule
             found.append(runner.counts.slots)
     scopes = ("attention", "mlp")
     check(
         Case(GPT2, microbatches=(6, 6, 6, 2, 6), recompute="full", scopes=scopes), layout_of(size)
     )
     return found
+
+
+def check_shared_experts(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    experts = replace(LLAMA, experts=EXPERTS)
+    shared = replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8))
+    several = Case(experts, microbatches=(6, 6, 6, 3, 6), recompute="full")
+    cases = {
+        "all-gather": replace(several, transport="all_gather"),
+        "beside a shared expert": replace(several, config=shared, transport="all_gather"),
+        "puts": replace(several, transport="one_sided"),
+        "clones": replace(several, transport="one_sided", places=1),
+    }
+    for name, case in cases.items():
+        runner = check(case, ParallelLayout(size, pp=2, ep=2), name)
+        assert not runner.eager
+        assert_inputs_suffice(runner)
+        # One piece with all layers: forward and backward, of the first microbatch and of later
+        # ones, on a stage with two microbatches in flight and on one with one.
+        assert slots_in_use(runner)[None] == 4, name
+    # The host reads sizes, so that nothing of the layers is captured.
+    runner = check(
+        replace(several, transport="all_to_all"), ParallelLayout(size, pp=2, ep=2), "all-to-all"
+    )
+    assert None not in slots_in_use(runner)
+
+
+def slots_in_use(runner: Any) -> dict[int | None, int]:
+    """Return the number of graphs of each slot of the first chunk; None is the shared one."""
+    return {
+        number: slot.num_graphs()
+        for (chunk, number), slot in runner._slots.items()
+        if chunk == 0 and slot.num_graphs()
+    }
 
 
 def assert_inputs_suffice(runner: Any) -> None:
@@ -243,6 +292,10 @@ def test_microbatches_share_graphs_of_segments_that_keep_only_their_inputs() -> 
     # Embedding or head have a slot for each microbatch in flight, and the layers one for all.
     assert first[0] == (2 + 1,)
     assert last[0] == (1 + 1,)
+
+
+def test_microbatches_share_graphs_of_recomputed_layers_with_experts_on_several_ranks() -> None:
+    run_world(check_shared_experts, 4)
 
 
 def test_graphs_on_two_ranks() -> None:

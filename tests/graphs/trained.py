@@ -24,10 +24,14 @@ from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.loss_weights import new_weight
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.actions import Action
+from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.own_schedule import own_schedule
+from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.training.runs import Run
 
 EVALUATION = StepKind("validation_step")
@@ -46,12 +50,13 @@ class Case:
 
     Args:
         config: Configuration of the model.
-        schedule: Name of the schedule.
+        schedule: Name of the schedule, or a function that builds it.
         microbatches: Number of microbatches of each step.
         recompute: Activations that backward passes recompute.
         scopes: Scopes that graphs capture.
         cuts: Names of segments after which a graph ends.
         transport: Transport of tokens to experts.
+        places: Places for clones of experts on every rank (places).
         dtype: Dtype of the parameters.
         length: Function from step and microbatch to the length of its sequences (tokens).
         captures_new: Whether each new shape gets graphs of its own.
@@ -59,12 +64,13 @@ class Case:
     """
 
     config: GPTConfig
-    schedule: str = "1f1b"
+    schedule: str | BuildSchedule = "1f1b"
     microbatches: Sequence[int] = (3, 3, 3, 3, 3)
     recompute: Any = "none"
     scopes: tuple[str, ...] = ("all",)
     cuts: tuple[str, ...] = ()
     transport: Transport = "auto"
+    places: int = 0
     dtype: torch.dtype = torch.float64
     length: Callable[[int, int], int] = lambda step, number: 8
     captures_new: bool = False
@@ -82,6 +88,7 @@ class Trained:
         runner: Runner of the graphs; None without graphs.
         model: The model.
         evaluated: Losses of all evaluated microbatches.
+        slots: Number of slots of each chunk.
     """
 
     losses: list[Tensor]
@@ -90,6 +97,7 @@ class Trained:
     runner: GraphRunner | None
     model: GPT
     evaluated: list[Tensor] = field(default_factory=list)
+    slots: tuple[int, ...] = ()
 
 
 def train(
@@ -116,6 +124,7 @@ def train(
     for part in model.modules():
         if isinstance(part, MixtureOfExperts):
             part.transport = case.transport
+            part.clones = CloneSettings(case.places) if case.places else None
     run = Run(dict(model.named_parameters()), mesh, make=lambda some: SGD(some, lr=0.1))
     executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
     runner = graph_runner(case, mesh, run, wait_for) if graphs else None
@@ -152,7 +161,9 @@ def train(
                 runner.begin(EVALUATION)
             evaluated += evaluate(case, executor, model, runner, step)
     parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return Trained(losses, parameters, dict(mesh.journal.counts), runner, model, evaluated)
+    slots = () if runner is None else runner.counts.slots
+    counts = dict(mesh.journal.counts)
+    return Trained(losses, parameters, counts, runner, model, evaluated, slots)
 
 
 def evaluate(
@@ -173,6 +184,22 @@ def evaluate(
         runner.permit(TRAINING, True)
     model.train()
     return found
+
+
+def two_alive(rank: int, num_stages: int, number: int, num_chunks: int) -> Iterator[Action]:
+    """Yield the actions of a stage that keeps two microbatches at a time."""
+    for one in range(number):
+        yield Action("F", 0, one)
+        if one:
+            yield Action("B", 0, one - 1)
+    yield Action("B", 0, number - 1)
+
+
+def two_in_flight(num_microbatches: int, forward_only: bool) -> Schedule:
+    """Build the schedule of one stage that keeps two microbatches at a time."""
+    if forward_only:
+        return build_schedule("1f1b", 1, num_microbatches, forward_only=True)
+    return own_schedule(two_alive, 1, num_microbatches)
 
 
 @contextmanager

@@ -77,9 +77,12 @@ def world_of_two(rank: int, size: int, folder: str) -> dict[str, SteeredRecord]:
 def world_of_four(rank: int, size: int) -> dict[str, SteeredRecord]:
     excess: Excess = {("train", 4, 1, 1): 5, ("train", 5, 0, 0): -9, ("val", 0, 0, 1): 5}
     stages: dict[str, Any] = {"devices": 4, "layout": {"pp": 2}, "num_batches": 8}
+    recomputed = {**stages, "layout": {"pp": 2, "recompute": "full"}}
     return {
         "without": fit(None, excess, **stages),
         **{one.mode: fit(1.0, excess, one, **stages) for one in (SEGMENTS, FULL)},
+        "recomputed without": fit(None, excess, **recomputed),
+        "recomputed segments": fit(1.0, excess, SEGMENTS, **recomputed),
     }
 
 
@@ -178,6 +181,11 @@ def test_all_stages_of_a_pipeline_run_a_step_again_eagerly() -> None:
             assert ranks[mode].differences_from(ranks["without"]) == [], f"{mode}, rank {rank}"
             assert ranks[mode].num_failures == 2, mode
             assert max(ranks[mode].num_graphs) > 0, mode
+        recomputed = ranks["recomputed segments"]
+        assert recomputed.differences_from(ranks["recomputed without"]) == [], f"rank {rank}"
+        assert recomputed.num_failures == 2
+        # Layers share their graphs, whatever the number of microbatches in flight.
+        assert max(recomputed.num_graphs) > 0
 
 
 class Launches(TorchDispatchMode):

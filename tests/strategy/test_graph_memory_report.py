@@ -137,17 +137,18 @@ def test_scopes(scope: Any) -> None:
 
 def check_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:
     found = []
-    for schedule, mode, recompute in (
-        ("1f1b", "segments", "none"),
-        ("zb-h1", "segments", "none"),
-        ("1f1b", "full", "none"),
-        ("1f1b", "segments", "full"),
+    for kind, schedule, mode, recompute in (
+        ("gpt2", "1f1b", "segments", "none"),
+        ("gpt2", "zb-h1", "segments", "none"),
+        ("gpt2", "1f1b", "full", "none"),
+        ("gpt2", "1f1b", "segments", "full"),
+        ("experts", "1f1b", "segments", "full"),
     ):
         graphs = CudaGraphs(mode, warmup_steps=1)  # type: ignore[arg-type]
         options = {"pp": 2, "schedule": schedule, "recompute": recompute}
-        measured = fit(graphs, CONFIGS["gpt2"], 2, size, **options)
+        measured = fit(graphs, CONFIGS[kind], 2, size, **options)
         estimate = measured.reports[rank].estimate.graphs
-        name = f"{schedule} {mode} {recompute}"
+        name = f"{kind} {schedule} {mode} {recompute}"
         found.append((name, estimate, measured.num_bytes, measured.num_pools))
     return found
 
@@ -158,5 +159,5 @@ def test_stages_with_several_microbatches_in_flight() -> None:
         assert estimate == pytest.approx(measured, rel=0.1), (name, estimate, measured)
     # One pool for each slot, and one for a whole step. Of recomputed layers, all microbatches share
     # the pool; embedding and head have slots.
-    assert [num_pools for *_, num_pools in first] == [2, 2, 1, 2 + 1]
-    assert [num_pools for *_, num_pools in last] == [1, 2, 1, 1 + 1]
+    assert [num_pools for *_, num_pools in first] == [2, 2, 1, 2 + 1, 2 + 1]
+    assert [num_pools for *_, num_pools in last] == [1, 2, 1, 1 + 1, 1 + 1]

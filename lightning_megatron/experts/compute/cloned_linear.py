@@ -28,6 +28,17 @@ class CloneSource(Protocol):
     All ranks call the methods in the same order, whatever the plan is.
     """
 
+    @property
+    def plan(self) -> tuple[Int[Tensor, "..."], ...]:
+        """Return the tensors of the plan that the methods read."""
+
+    def following(self, *plan: Int[Tensor, "..."]) -> CloneSource:
+        """Return the way for another plan, such as the one that a recomputation has made again.
+
+        Args:
+            plan: Tensors in the order of :attr:`plan`.
+        """
+
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
     ) -> Float[Tensor, "places out_local in_local"]:
@@ -157,7 +168,7 @@ class _ClonedLinear(torch.autograd.Function):
         clones: CloneSource,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(rows, ends, *weights)
+        ctx.save_for_backward(rows, ends, *clones.plan, *weights)
         ctx.backend = backend
         ctx.clones = clones
         # Slots at the time of the forward pass, as in a product without clones.
@@ -167,8 +178,10 @@ class _ClonedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
-        clones: CloneSource = ctx.clones
+        rows, ends, *rest = ctx.saved_tensors
+        num_plan = len(rest) - len(ctx.slots)
+        clones: CloneSource = ctx.clones.following(*rest[:num_plan])
+        weights = rest[num_plan:]
         grad = grads[0].contiguous()
         grad_rows = None
         if ctx.needs_input_grad[0]:
@@ -191,10 +204,10 @@ class _ClonedLinear(torch.autograd.Function):
             grad_weights = hand_over(found[: len(weights)], weights, parts_or_none, needed)
         returned = clones.give_back(places)
         if returned is not None:
-            rest = hand_over(returned, weights, ctx.slots, needed)
+            more_each = hand_over(returned, weights, ctx.slots, needed)
             grad_weights = [
                 None if one is None or more is None else one + more
-                for one, more in zip(grad_weights, rest, strict=True)
+                for one, more in zip(grad_weights, more_each, strict=True)
             ]
         return grad_rows, None, None, None, None, *grad_weights
 

@@ -142,7 +142,7 @@ def _with_clones(
         )
     return (
         CloningDispatcher(inner, ep, num_experts, settings),
-        lambda clones: (CloneCollectives(ep, clones),) * 2,
+        lambda clones: (CloneCollectives(ep, clones.layout, clones.owners),) * 2,
     )
 
 

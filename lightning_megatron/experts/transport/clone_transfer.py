@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_to_all_rows
+from lightning_megatron.plan.cloning import ExpertPlaces
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -23,13 +23,25 @@ class CloneCollectives:
 
     Args:
         axis: Axis of the ranks (ep).
-        clones: The clones of this microbatch.
+        layout: The homes and places.
+        owners: Expert that is cloned in every place; -1 means none.
 
     Communication: :meth:`fetch` and :meth:`give_back` are one all-to-all each.
     """
 
     axis: MeshAxis
-    clones: PlacedClones
+    layout: ExpertPlaces
+    owners: Int[Tensor, "places"]
+
+    @property
+    def plan(self) -> tuple[Int[Tensor, "..."], ...]:
+        """Return the owners, which the backward pass reads again."""
+        return (self.owners,)
+
+    def following(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
+        """Return the way for owners that a recomputation has planned again."""
+        (owners,) = plan
+        return replace(self, owners=owners)
 
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
@@ -44,7 +56,7 @@ class CloneCollectives:
         received = self._exchange(stack[local].where(_wide(is_home, stack), 0))
         owners = self._own_owners()
         places = torch.arange(owners.shape[0], device=owners.device)
-        source = owners.clamp(min=0) // self.clones.layout.homes
+        source = owners.clamp(min=0) // self.layout.homes
         found = received[source * owners.shape[0] + places]
         return found.where(_wide(owners >= 0, found), 0)
 
@@ -52,7 +64,7 @@ class CloneCollectives:
         self, like: Float[Tensor, "out_local in_local"]
     ) -> Float[Tensor, "places out_local in_local"]:
         """Return a new tensor for the gradients of the clones on this rank."""
-        return like.new_empty((self.clones.layout.places, *like.shape))
+        return like.new_empty((self.layout.places, *like.shape))
 
     def give_back(
         self, gradients: Float[Tensor, "places out_local in_local"]
@@ -64,11 +76,11 @@ class CloneCollectives:
         """
         owners = self._own_owners()
         ranks = torch.arange(self.axis.size, device=owners.device).unsqueeze(1)
-        is_for = (owners // self.clones.layout.homes == ranks) & (owners >= 0)
+        is_for = (owners // self.layout.homes == ranks) & (owners >= 0)
         sent = torch.where(_wide(is_for, gradients), gradients, 0).flatten(0, 1)
         received = self._exchange(sent)
         local, is_home = self._homes()
-        result = received.new_zeros((self.clones.layout.homes, *received.shape[1:]))
+        result = received.new_zeros((self.layout.homes, *received.shape[1:]))
         for place, gradient in enumerate(received.where(_wide(is_home, received), 0).split(1)):
             # One by one, because a GPU adds several to one home in any order.
             result.index_add_(0, local[place : place + 1], gradient)
@@ -76,20 +88,20 @@ class CloneCollectives:
 
     def _homes(self) -> tuple[Int[Tensor, "all_places"], Bool[Tensor, "all_places"]]:
         """Return the number of every place's owner on this rank, and whether it is at home here."""
-        owners = self.clones.owners
-        homes = self.clones.layout.homes
+        owners = self.owners
+        homes = self.layout.homes
         local = owners - self.axis.rank * homes
         is_home = (owners >= 0) & (local >= 0) & (local < homes)
         return local.clamp(0, homes - 1), is_home
 
     def _own_owners(self) -> Int[Tensor, "places"]:
-        places = self.clones.layout.places
-        return self.clones.owners[self.axis.rank * places :][:places]
+        places = self.layout.places
+        return self.owners[self.axis.rank * places :][:places]
 
     def _exchange(
         self, matrices: Float[Tensor, "all_places out_local in_local"]
     ) -> Float[Tensor, "all_places out_local in_local"]:
-        each = (self.clones.layout.places,) * self.axis.size
+        each = (self.layout.places,) * self.axis.size
         return all_to_all_rows(matrices, each, each, self.axis)
 
 

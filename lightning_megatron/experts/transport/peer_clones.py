@@ -153,26 +153,40 @@ class PeerRound:
         self._slots = [slots_of(weights) for weights in self._matrices]
 
     @property
+    def owners(self) -> Int[Tensor, "places"]:
+        """Return the expert that is cloned in every place; -1 means none."""
+        return self._clones.owners
+
+    @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
         """Return all weights; only one if all have slots, so that autograd hands on no gradient."""
         weights = [weight for matrix in self._matrices for weight in matrix]
         return weights[:1] if self._have_slots else weights
 
-    def put_weights(self) -> None:
-        """Put the weights of this rank's experts into the places of their clones."""
+    def put_weights(self, owners: Int[Tensor, "places"]) -> None:
+        """Put the weights of this rank's experts into the places of their clones.
+
+        Args:
+            owners: Expert that is cloned in every place, which a recomputation plans again.
+        """
         region, layout = self._peers.weights_memory()
         self._peers.axis.note("put_weights")
         for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
             view = remembered_stack(weights, slots)
             stack = torch.stack(weights) if view is None else view
-            where = self._clones.owners, region.pointers, self._peers.axis.rank, start
+            where = owners, region.pointers, self._peers.axis.rank, start
             self._peers.kernels.put_weights(stack.detach(), *where)
 
-    def add_gradients(self) -> list[Float[Tensor, "out_local in_local"] | None]:
+    def add_gradients(
+        self, owners: Int[Tensor, "places"]
+    ) -> list[Float[Tensor, "out_local in_local"] | None]:
         """Add the gradients of clones to those of their homes, in the order of places.
 
         Each is multiplied by the scale of its slot. A home's gradient is complete then, and its
         slot is told so, also if it has no clone.
+
+        Args:
+            owners: Expert that is cloned in every place.
 
         Returns:
             Gradients of :attr:`leaves`; None for those that have slots.
@@ -184,7 +198,7 @@ class PeerRound:
         self._peers.axis.note("add_clone_gradients")
         returned: list[Tensor | None] = []
         for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
-            where = self._clones.owners, region.pointers, self._peers.axis.rank, start
+            where = owners, region.pointers, self._peers.axis.rank, start
             add = partial(_add, self._peers.kernels, where)
             if _add_to_slots(slots, add):
                 returned += [None] * len(weights)
@@ -211,6 +225,15 @@ class PeerSource:
 
     weights: Float[Tensor, "places out_local in_local"]
     memory: Float[Tensor, "places out_local in_local"]
+
+    @property
+    def plan(self) -> tuple[Int[Tensor, "..."], ...]:
+        """Return nothing: weights and gradients lie in the same memory under every plan."""
+        return ()
+
+    def following(self, *plan: Int[Tensor, "..."]) -> PeerSource:
+        """Return this way."""
+        return self
 
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]

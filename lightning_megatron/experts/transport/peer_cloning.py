@@ -50,7 +50,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         clones = place_clones(counts, self.settings.places, self.settings.min_rows)
         physical = to_physical(experts, row_map, clones, peers.axis.rank)
         moved = PeerRound(peers, clones)
-        moved.put_weights()
+        moved.put_weights(clones.owners)
         tokens = sent.hidden.wait(), sent.probabilities.wait(), physical
         arrived = to_experts(*tokens, self.here, self.transfer, self.limit, moved)
         return Dispatched(*arrived, sent_experts=physical, clones=clones)

@@ -24,13 +24,19 @@ class CloneRound(Protocol):
     """
 
     @property
+    def owners(self) -> Int[Tensor, "places"]:
+        """Return the expert that is cloned in every place, as planned in the forward pass."""
+
+    @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
         """Return the weights of homes whose gradients autograd hands on, or one if none are."""
 
-    def put_weights(self) -> None:
+    def put_weights(self, owners: Int[Tensor, "places"]) -> None:
         """Put weights of this rank's experts into the places of their clones."""
 
-    def add_gradients(self) -> list[Float[Tensor, "out_local in_local"] | None]:
+    def add_gradients(
+        self, owners: Int[Tensor, "places"]
+    ) -> list[Float[Tensor, "out_local in_local"] | None]:
         """Add the gradients of clones to those of their homes; return those of the leaves."""
 
 
@@ -106,19 +112,17 @@ class _ToExperts(torch.autograd.Function):
         assert buffer.scales is not None, "probabilities were sent"
         assert buffer.experts is not None, "selected experts were sent"
         row_map = map_within(limit, buffer.experts, here.start, here.size)
-        ctx.save_for_backward(experts)
-        ctx.row_map = row_map
+        _keep(ctx, experts, row_map, clones)
         ctx.transfer = transfer
-        ctx.clones = clones
         return *permute_both(buffer.rows, buffer.scales, row_map), row_map
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (experts,) = ctx.saved_tensors
+        experts, row_map, owners = _kept(ctx)
         ctx.transfer.begin()
-        grad_weights = [] if ctx.clones is None else ctx.clones.add_gradients()
-        gradients = ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts)
+        grad_weights = [] if ctx.clones is None else ctx.clones.add_gradients(owners)
+        gradients = ctx.transfer.collect(grads[0], grads[1], row_map, experts)
         return *gradients, None, None, None, None, None, *grad_weights
 
 
@@ -134,20 +138,31 @@ class _FromExperts(torch.autograd.Function):
         transfer: PeerTransfer,
         clones: CloneRound | None,
     ) -> Tensor:
-        ctx.save_for_backward(experts)
-        ctx.row_map = row_map
+        _keep(ctx, experts, row_map, clones)
         ctx.transfer = transfer
-        ctx.clones = clones
         transfer.begin()
         return transfer.collect(outputs, None, row_map, experts)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (experts,) = ctx.saved_tensors
+        experts, row_map, owners = _kept(ctx)
         ctx.transfer.begin()
         if ctx.clones is not None:
             # Again, because another layer or microbatch has used the places since.
-            ctx.clones.put_weights()
-        rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map)
+            ctx.clones.put_weights(owners)
+        rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, row_map)
         return rows, None, None, None, None
+
+
+def _keep(ctx: Any, experts: Tensor, row_map: RowMap, clones: CloneRound | None) -> None:
+    """Keep what the backward pass needs; a recomputation replaces all tensors."""
+    ctx.clones = clones
+    owners = () if clones is None else (clones.owners,)
+    ctx.save_for_backward(experts, *row_map.tensors, *owners)
+
+
+def _kept(ctx: Any) -> tuple[Tensor, RowMap, Any]:
+    """Return what :func:`_keep` has kept; None in place of owners if there are no clones."""
+    experts, pairs, rows, ends, needed, *owners = ctx.saved_tensors
+    return experts, RowMap(pairs, rows, ends, needed), owners[0] if owners else None

@@ -38,6 +38,22 @@ class RowMap:
     needed: Int[Tensor, "1"]
 
     @property
+    def tensors(
+        self,
+    ) -> tuple[
+        Int[Tensor, "rows"],
+        Int[Tensor, "tokens top_k"],
+        Int[Tensor, "experts"],
+        Int[Tensor, "1"],
+    ]:
+        """Return all tensors in order, for ``save_for_backward``.
+
+        An autograd function that kept the map itself would read the map of the first forward pass
+        after a recomputation, and keep it in memory until then.
+        """
+        return self.pairs, self.rows, self.ends, self.needed
+
+    @property
     def top_k(self) -> int:
         """Return the number of selections of each token."""
         return self.rows.shape[1]
@@ -167,14 +183,14 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, row_map: RowMap, sharers: int) -> Tensor:
-        ctx.row_map = row_map
+        ctx.save_for_backward(*row_map.tensors)
         ctx.sharers = sharers
         return values.index_select(0, row_map.pairs // sharers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        selected = read_selections(grads[0], ctx.row_map)
+        selected = read_selections(grads[0], RowMap(*ctx.saved_tensors))
         return (
             (selected.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else selected),
             None,
@@ -187,13 +203,13 @@ class _FromRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_map: RowMap) -> Tensor:
-        ctx.row_map = row_map
+        ctx.save_for_backward(*row_map.tensors)
         return read_selections(rows, row_map)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.row_map.pairs), None
+        return grads[0].index_select(0, RowMap(*ctx.saved_tensors).pairs), None
 
 
 def read_selections(
