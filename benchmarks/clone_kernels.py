@@ -88,6 +88,35 @@ def move_rows(rounds: int) -> list[str]:
     return found
 
 
+def direction_rows(rounds: int) -> list[str]:
+    """Time the gradients of clones in both directions: homes read them, or clones write them.
+
+    A home that reads adds at once. Gradients that are written to a home are added there afterwards,
+    and every rank needs room for the gradients of all places.
+    """
+    owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
+    owners[:PLACES] = -1
+    layout = CloneMemory(PLACES, SHAPES, 4)
+    memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
+    pointers = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
+    found = []
+    for shape, start in zip(SHAPES, layout.starts, strict=True):
+        stack = torch.zeros(HOMES, *shape, device=DEVICE)
+        where = stack, owners, pointers, 0, start
+        read = median(partial(kernels.add_clone_gradients, *where), rounds)
+
+        def write(where: tuple[Any, ...] = where) -> None:
+            kernels.put_weights(*where)
+            kernels.add_clone_gradients(*where)
+
+        written = median(write, rounds)
+        found.append(
+            f"| gradients {shape}, read by homes and written by clones | {read:.1f}, "
+            f"{written:.1f} | {100 * (written / read - 1):+.1f} % |"
+        )
+    return found
+
+
 def product_rows(rounds: int) -> list[str]:
     """Time products of homes and clones in one launch and in two."""
     backend = choose_backend(DEVICE, torch.bfloat16, HOMES, *SHAPES[0][::-1])
@@ -154,6 +183,7 @@ def main() -> None:
         "| --- | --- | --- |",
         *plan_rows(options.rounds),
         *move_rows(options.rounds),
+        *direction_rows(options.rounds),
         *product_rows(options.rounds),
     ]
     print("\n".join(lines))

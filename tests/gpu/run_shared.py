@@ -50,6 +50,8 @@ PARTS = (
     Part("runner", 150, "two_gpus"),
     Part("layouts", 240, "layouts_of_two"),
     Part("expert_rows", 150),
+    Part("killed_put", 150, "inside_a_put"),
+    Part("clone_fits", 200, "two_hundred"),
     Part("graph_drift", 240),
     Part("layouts", 150, "share_sequences and 2"),
     Part("groups", 90),

@@ -90,8 +90,8 @@ class StagedCollectives:
         for name, function in self._torch.items():
             own = getattr(self, name)
             setattr(dist, name, own)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__name__", "").startswith(_USERS):
+            for user, module in list(sys.modules.items()):
+                if user.startswith(_USERS):
                     held = [key for key, value in vars(module).items() if value is function]
                     for key in held:
                         setattr(module, key, own)

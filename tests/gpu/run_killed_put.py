@@ -1,0 +1,90 @@
+"""Kill one rank while it puts tokens: ``python -m tests.gpu.run_killed_put cuda tokens``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+import torch
+from lightning import Trainer
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.experts.transport import peer_transfer
+from tests.gpu.shared_gpu import is_shared, share
+from tests.strategy.tiny import TinyLM, loader
+
+#: Rank that is killed, and the put in which that happens: four of a step of two layers' tokens.
+RANK, PUT = 1, 10
+#: Time that the put takes at least, in which the rank is gone (cycles).
+CYCLES = 2_000_000_000
+#: Modules and names of the functions that put.
+PUTS = {
+    ("cuda", "tokens"): ("lightning_megatron.kernels.triton", "put_tokens"),
+    ("cuda", "weights"): ("lightning_megatron.kernels.triton", "put_weights"),
+    ("cpu", "tokens"): (peer_transfer.__name__, "all_gather_sequence"),
+}
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+
+
+class KilledLM(TinyLM):
+    """Kill a rank in one of its puts.
+
+    Args:
+        accelerator: Where the ranks compute.
+        what: What is put: ``tokens``, or ``weights`` of clones.
+    """
+
+    def __init__(self, accelerator: str, what: str) -> None:
+        super().__init__(experts=EXPERTS, mlp_bias=False, hidden_size=64)
+        self.where = PUTS[accelerator, what]
+
+    def on_train_start(self) -> None:
+        if self.global_rank != RANK:
+            return
+        module, name = importlib.import_module(self.where[0]), self.where[1]
+        put, calls = getattr(module, name), iter(range(PUT + 1))
+
+        def killed(*args: Any) -> Any:
+            if next(calls) < PUT:
+                return put(*args)
+            if self.device.type == "cuda":
+                torch.cuda._sleep(CYCLES)
+            put(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("a killed process goes on")
+
+        setattr(module, name, killed)
+
+
+def main() -> None:
+    """Train until a rank is killed."""
+    accelerator, what = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if is_shared():
+        share(2)
+    clones: dict[str, Any] = {"expert_clones": {"places": 1, "min_rows": 1}}
+    strategy = MegatronStrategy(
+        ep=2, expert_transport="one_sided", timeout=60.0, **(clones if what == "weights" else {})
+    )
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=2,
+        strategy=strategy,
+        precision="bf16-mixed" if accelerator == "cuda" else "32-true",
+        max_steps=8,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(KilledLM(accelerator, what), loader(64, 4))
+    print("the training has ended", flush=True)
+
+
+if __name__ == "__main__":
+    main()

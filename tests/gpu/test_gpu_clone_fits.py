@@ -1,0 +1,77 @@
+"""Long trainings with clones of experts lose what those without do, as near as rounding lets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.experts.transport import cloning_dispatcher, peer_cloning
+from tests.gpu.shared_gpu import require_gpus
+from tests.proof.training import Job, train
+from tests.world import run_world
+
+#: Clones of every size, so that as much as possible is moved.
+CLONES = {"expert_clones": {"places": 2, "min_rows": 1}}
+ONE_SIDED: dict[str, Any] = {"ep": 2, "expert_transport": "one_sided"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "without": ONE_SIDED,
+    # Gradients of a step are summed in another order.
+    "other order": {**ONE_SIDED, "microbatch_size": 1},
+    "clones": {**ONE_SIDED, **CLONES},
+}
+#: By graphs, which captured collectives would hinder.
+BY_GRAPHS = {"clones by graphs": {**ONE_SIDED, **CLONES, "cuda_graphs": "segments"}}
+
+
+def _losses(
+    rank: int, size: int, accelerator: str, layouts: dict[str, Any], steps: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Return the losses of all trainings, and how many rows moved to clones in eager steps."""
+    losses, moved = {}, dict.fromkeys(layouts, 0)
+    for name, layout in layouts.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (cloning_dispatcher, peer_cloning):
+                place = module.place_clones
+
+                def counted(*sizes: Any, place: Any = place, name: str = name) -> Any:
+                    clones = place(*sizes)
+                    is_captured = accelerator == "gpu" and torch.cuda.is_current_stream_capturing()
+                    moved[name] += 0 if is_captured else int(clones.amounts.sum())
+                    return clones
+
+                patch.setattr(module, "place_clones", counted)
+            job = Job("experts", "bf16-mixed", layout, compares=False)
+            losses[name] = train(job, size, accelerator, steps=steps).losses
+    return losses, moved
+
+
+def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str) -> None:
+    """Demand that losses with clones stay within the spread of two orders of sums."""
+    for losses, moved in run_world(_losses, 2, accelerator, layouts, steps, backend=backend):
+        plain = losses["without"]
+        gaps = {
+            name: sum(abs(a - b) for a, b in zip(found, plain, strict=True)) / steps
+            for name, found in losses.items()
+        }
+        assert len(plain) == steps
+        assert plain[-1] < plain[0] - 1, "the training learns"
+        assert gaps["other order"] > 0, "the orders of sums differ"
+        for name in layouts:
+            has_clones = name.startswith("clones")
+            assert (moved[name] > 0) == has_clones, (name, moved)
+            if has_clones:
+                # Each is one draw of what rounding does.
+                assert gaps[name] <= 3 * gaps["other order"], gaps
+
+
+@pytest.mark.slow
+def test_collectives_for_clones_keep_the_losses() -> None:
+    compare("cpu", LAYOUTS, 30, "gloo")
+
+
+@pytest.mark.gpu2
+def test_two_hundred_steps_with_clones_lose_what_those_without_do() -> None:
+    require_gpus(2)
+    compare("gpu", LAYOUTS | BY_GRAPHS, 200, "nccl")
