@@ -56,7 +56,7 @@ def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str)
             for name, found in losses.items()
         }
         assert len(plain) == steps
-        assert plain[-1] < plain[0] - 1, "the training learns"
+        assert plain[-1] < 0.95 * plain[0], "the training learns"
         assert gaps["other order"] > 0, "the orders of sums differ"
         for name in layouts:
             has_clones = name.startswith("clones")
@@ -68,7 +68,7 @@ def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str)
 
 @pytest.mark.slow
 def test_collectives_for_clones_keep_the_losses() -> None:
-    compare("cpu", LAYOUTS, 30, "gloo")
+    compare("cpu", LAYOUTS, 10, "gloo")
 
 
 @pytest.mark.gpu2
