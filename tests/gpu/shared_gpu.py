@@ -7,15 +7,17 @@ GPUs. Captured collectives, and NCCL itself, are not there.
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import sys
+import threading
+import traceback
 
 import pytest
 import torch
 
 #: Number of ranks that may share the GPU.
 MOST_RANKS = 4
-#: Time after which a process writes where it is (s).
+#: Time after which a process prints where it is, for the log of ranks that wait for each other (s).
 _PATIENCE = 75.0
 _VARIABLES = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -63,11 +65,23 @@ def share(size: int) -> None:
     from tests.gpu.staged_collectives import StagedCollectives
 
     os.environ.update(_VARIABLES)
-    # Ranks that wait for each other leave their stacks in the log.
-    faulthandler.dump_traceback_later(_PATIENCE, repeat=True)
+    later = threading.Timer(_PATIENCE, print_stack, [threading.main_thread().ident])
+    later.daemon = True
+    later.start()
     for accelerator in (fabric.CUDAAccelerator, pytorch.CUDAAccelerator):
         accelerator.get_parallel_devices = staticmethod(
             lambda devices: [torch.device("cuda", 0)] * len(devices)
         )
     fabric.num_cuda_devices = lambda: size
     StagedCollectives().install()
+
+
+def print_stack(thread: int) -> None:
+    """Print the stack of a thread.
+
+    Not by faulthandler, which reads the frames of running threads and can end the process by that.
+    """
+    frame = sys._current_frames().get(thread)
+    if frame is not None:
+        text = "".join(traceback.format_stack(frame))
+        print(f"after {_PATIENCE:.0f} s process {os.getpid()} is at:\n{text}", file=sys.stderr)
