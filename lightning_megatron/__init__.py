@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
     from lightning_megatron.plan.expert_clones import ExpertClones as ExpertClones
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
+    from lightning_megatron.plan.recomputation import Recomputation as Recomputation
     from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
     from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
     from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
@@ -66,6 +67,7 @@ _HOMES = {
     "ParallelMesh": "groups.mesh",
     "ParallelPlanError": "errors",
     "RankMismatchError": "errors",
+    "Recomputation": "plan.recomputation",
     "ReplicaMismatchError": "errors",
     "TokenDataModule": "data.datamodule",
     "TokensProgressBar": "strategy.callbacks.progress",

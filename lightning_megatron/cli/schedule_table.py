@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from lightning_megatron.cli.schedule_outcome import Comparison, PipelineSizes, ScheduleOutcome
-from lightning_megatron.plan.budget import align_columns
+from lightning_megatron.plan.columns import align_columns
 
 IN_FLIGHT = "in flight: microbatches whose activations a rank keeps, counted for each chunk"
 

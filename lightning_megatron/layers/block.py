@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -10,15 +11,21 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.recompute import replayed
-from lightning_megatron.layers.segments import Segment, SegmentList
-from lightning_megatron.plan.activations import Recompute
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.offload import HostOffload
+from lightning_megatron.layers.recompute import output_recomputed, replayed
+from lightning_megatron.layers.segments import Segment, SegmentList, is_compiled
+from lightning_megatron.plan.recomputation import Parts
 from lightning_megatron.shapes import Float
 
 NormPosition = Literal["pre", "post"]
+
+BlockMode = Literal["none", "selective", "full"]
+"""Whether the backward pass runs the attention core, or the whole block, a second time."""
 
 #: Names of the values that a block reads.
 _INPUTS = ("hidden", "rotary", "rows")
@@ -70,9 +77,47 @@ class TransformerBlock(nn.Module):
         self.norm_position = norm_position
         self.dropout = dropout
         self.is_parallel = is_parallel
-        self._lists = {mode: self.segments(mode) for mode in get_args(Recompute)}
+        #: Whether the backward pass computes the outputs of norms before sublayers again.
+        self.recomputes_norms = False
+        #: Where the input of the block waits if everything is computed again.
+        self.offload: HostOffload | None = None
+        self._lists = {mode: self.segments(mode) for mode in get_args(BlockMode)}
 
-    def segments(self, recompute: Recompute = "none") -> SegmentList:
+    def recompute_parts(self, parts: Parts, offload: HostOffload | None = None) -> BlockMode:
+        """Choose what backward passes compute again; return the mode for :meth:`forward`.
+
+        Args:
+            parts: Parts of this block.
+            offload: Where the input of a block that computes everything again waits; None means
+                where it is.
+
+        Raises:
+            UnsupportedError: If the block does not have norms before its sublayers, or only one of
+                its sublayers has.
+        """
+        if "norms" in parts and (self.norm_position != "pre" or self.is_parallel):
+            where = "in parallel sublayers" if self.is_parallel else self.norm_position
+            raise UnsupportedError(
+                "recompute of norms needs a norm before each sublayer, whose output only that "
+                f"sublayer reads: the norms of layer {self.layer} are {where!r}. Leave norms out."
+            )
+        if offload is not None and is_compiled(self):
+            raise UnsupportedError(
+                "recompute.offload cannot be used with torch.compile, whose code keeps tensors "
+                f"where they are: layer {self.layer} is compiled. Leave one of them out."
+            )
+        self.offload = offload
+        self.recomputes_norms = "norms" in parts
+        network: Any = self.mlp
+        if hasattr(network, "recomputes_experts"):
+            network.recomputes_experts = "experts" in parts
+        if isinstance(network, MLP):
+            network.recomputes_activation = "activations" in parts
+        if "full" in parts:
+            return "full"
+        return "selective" if "selective" in parts else "none"
+
+    def segments(self, recompute: BlockMode = "none") -> SegmentList:
         """Return the list that a forward pass runs.
 
         It reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. The segments are
@@ -109,7 +154,7 @@ class TransformerBlock(nn.Module):
             Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ]
         | None = None,
-        recompute: Recompute = "none",
+        recompute: BlockMode = "none",
         rows: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block.
@@ -198,9 +243,13 @@ class TransformerBlock(nn.Module):
     def _replayed(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, rows: AttentionSpan | None
     ) -> Tensor:
-        found: Tensor = replayed(
-            self._run_plain, self.mesh.random, self.layer, hidden, rotary, rows
-        )
+        elsewhere: AbstractContextManager[Any] = nullcontext()
+        if self.offload is not None and torch.is_grad_enabled():
+            elsewhere = self.offload.keeping(hidden, self.layer)
+        with elsewhere:
+            found: Tensor = replayed(
+                self._run_plain, self.mesh.random, self.layer, hidden, rotary, rows
+            )
         return found
 
     def _run_plain(self, *values: Any) -> Any:
@@ -219,7 +268,9 @@ class TransformerBlock(nn.Module):
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
         stream, hidden = self.attention_norm(hidden, None, True)
-        return stream, self._dropped(self.attention(hidden, rotary, is_core_recomputed, rows))
+        with self._norm_output(self.attention_norm, stream, hidden):
+            update = self.attention(hidden, rotary, is_core_recomputed, rows)
+        return stream, self._dropped(update)
 
     def _attend_beside_mlp(
         self,
@@ -265,7 +316,17 @@ class TransformerBlock(nn.Module):
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
         stream, normed = self.mlp_norm(stream, update, True)
-        return stream + self._dropped(self.mlp(normed))
+        with self._norm_output(self.mlp_norm, stream, normed):
+            update = self.mlp(normed)
+        return stream + self._dropped(update)
+
+    def _norm_output(
+        self, norm: Any, stream: Tensor, normed: Tensor
+    ) -> AbstractContextManager[Any]:
+        """Let the operators of the block keep the input of a norm, or its output."""
+        if not self.recomputes_norms:
+            return nullcontext()
+        return output_recomputed(normed, partial(norm.forward, stream.detach()))
 
     def _feed_and_normalise(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.recompute import output_recomputed, recomputed
 from lightning_megatron.plan.shards import gated_ranges
 from lightning_megatron.shapes import Float
 
@@ -56,6 +58,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
+        #: Whether the backward pass computes the output of the activation again.
+        self.recomputes_activation = False
         if is_gated(activation):
             self.gate_up = ColumnParallelLinear(
                 hidden_size,
@@ -85,9 +89,18 @@ class MLP(nn.Module):
         self, hidden: Float[Tensor, "seq_local *batch hidden"]
     ) -> Float[Tensor, "seq_local *batch hidden"]:
         """Return the output of every position."""
-        if is_gated(self.activation):
-            return self.down(activate(self.gate_up(hidden), self.activation))
-        return self.down(activate(self.up(hidden), self.activation))
+        first = self.gate_up if is_gated(self.activation) else self.up
+        features = first(hidden)
+        # Of ReLU only the output is kept.
+        if not self.recomputes_activation or self.activation == "relu":
+            return self.down(activate(features, self.activation))
+        is_one_kernel = fused_kernels(features) is not None and self.activation == "swiglu"
+        if is_gated(self.activation) and not is_one_kernel:
+            activated = recomputed(activate, features, self.activation)
+        else:
+            activated = activate(features, self.activation)
+        with output_recomputed(activated, partial(activate, features.detach(), self.activation)):
+            return self.down(activated)
 
 
 def is_gated(activation: Activation) -> bool:

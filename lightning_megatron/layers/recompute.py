@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.plan.activations import Recompute
-from lightning_megatron.plan.settings import shown
-
-
-def check_recompute(value: str) -> None:
-    """Refuse an unknown recomputation mode.
-
-    Raises:
-        UnsupportedError: If ``value`` is not one of the modes.
-    """
-    if value not in get_args(Recompute):
-        raise UnsupportedError(
-            f"recompute must be one of {', '.join(get_args(Recompute))}: {shown(value)}.",
-        )
+from lightning_megatron.shapes import Shaped
 
 
 def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *args: Any) -> Any:
@@ -72,6 +60,43 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]) -> Iterator[None]:
+    """Let the operators of the block keep how ``output`` was computed, instead of its values.
+
+    Where they would keep it for the backward pass, it is computed again there, by each of them that
+    needs it. Compiled operators keep what their compiler decides.
+
+    Args:
+        output: Result of a cheap function, without random numbers.
+        again: Function that computes equal values from tensors that are kept anyway.
+    """
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and output.requires_grad):
+        yield
+        return
+    storage = output.untyped_storage()
+    # Autograd keeps the functions: they must not refer to the output.
+    key = storage._cdata
+    num_bytes = storage.nbytes()
+    kind = output.device.type
+    autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+    def pack(tensor: Tensor) -> Any:
+        is_whole = tensor.numel() * tensor.itemsize == num_bytes and tensor.is_contiguous()
+        if is_whole and tensor.untyped_storage()._cdata == key:
+            return tensor.shape
+        return tensor
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad(), torch.autocast(kind, *autocast):
+            return again().view(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class _Replay:

@@ -22,7 +22,6 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config_checks import check_length
@@ -148,7 +147,6 @@ class Encoder(LayeredModule):
         given = rows.given
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
         self.check_callable_whole()
-        check_recompute(self.recompute)
         # A row may be longer than the position table if its positions are given or skip padding.
         is_counted = rows.positions is None and (
             self.config.positions == "row" or rows.tokens is None

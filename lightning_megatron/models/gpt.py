@@ -22,7 +22,6 @@ from lightning_megatron.layers.embedding import (
     vocab_logits,
 )
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
@@ -158,7 +157,6 @@ class GPT(LayeredModule):
         given = _one_of(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()
-        check_recompute(self.recompute)
         self.config.check_seq_length(
             given.shape[1],
             self.mesh.tp.size if self.mesh.sequence_parallel else 1,
@@ -298,8 +296,7 @@ class GPT(LayeredModule):
         rows: AttentionSpan | None,
     ) -> Tensor:
         self._keep(hidden)
-        found: Tensor = self.layers[name](hidden, rotary, self.recompute, rows)
-        return found
+        return super()._run_layer(name, hidden, rotary, rows)
 
     def _leave(
         self, hidden: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int

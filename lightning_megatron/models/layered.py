@@ -14,15 +14,17 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.block import BlockMode
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.runner import ChunkRunner
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerPartition
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Name of the word embedding, which a tied head shares.
@@ -79,7 +81,8 @@ class LayeredModule(PipelinedModule):
         super().__init__(mesh or single_mesh(seed))
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
-        self._recompute: Recompute = "none"
+        self._recompute = Recomputation(("none",))
+        self._modes: dict[str, BlockMode] = {}
         #: Whether forward passes compare the token counts of ranks that share experts. Code that
         #: has compared them for a whole step sets it to False.
         self.compares_counts = True
@@ -95,20 +98,36 @@ class LayeredModule(PipelinedModule):
         with torch.device("meta"):
             self._build()
         self._mixtures = self._find_mixtures()
+        self.recompute = "none"
         self._lists = [self.segments(chunk) for chunk in range(self.num_chunks)]
         if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
 
     @property
-    def recompute(self) -> Recompute:
-        """Return which activations the backward pass recomputes."""
+    def recompute(self) -> Recomputation:
+        """Which activations the backward pass recomputes; a part's name means it in all layers.
+
+        Raises:
+            ParallelPlanError: For illegal settings.
+            UnsupportedError: If the layers do not have such a part.
+        """
         return self._recompute
 
     @recompute.setter
-    def recompute(self, value: Recompute) -> None:
-        self._recompute = value
-        for layer in self._mixtures.values():
-            layer.recomputes_experts = value == "experts"
+    def recompute(self, value: Recompute | Recomputation) -> None:
+        settings = Recomputation.of(value)
+        chosen = [
+            {index: settings.parts_of(place, len(layers)) for place, index in enumerate(layers)}
+            for layers in self._layers_of_chunk
+        ]
+        starts = (next((one for one in layers if layers[one]), None) for layers in chosen)
+        firsts = frozenset(one for one in starts if one is not None)
+        offload = HostOffload(firsts) if settings.offload else None
+        for layers in chosen:
+            for index, parts in layers.items():
+                layer: Any = self.layers[str(index)]
+                self._modes[str(index)] = layer.recompute_parts(parts, offload if parts else None)
+        self._recompute = settings
 
     def mixtures(self) -> dict[int, MixtureOfExperts]:
         """Return this rank's mixture-of-experts layers by their index in the whole model."""
@@ -199,12 +218,12 @@ class LayeredModule(PipelinedModule):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> Tensor:
-        found: Tensor = self.layers[name](hidden, rotary, self.recompute, rows)
+        found: Tensor = self.layers[name](hidden, rotary, self._modes[name], rows)
         return found
 
     def _parts_of_layer(self, name: str) -> SegmentList:
         layer: Any = self.layers[name]
-        found: SegmentList = layer.segments(self.recompute)
+        found: SegmentList = layer.segments(self._modes[name])
         return found
 
     @property

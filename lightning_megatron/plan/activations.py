@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
@@ -14,14 +13,10 @@ from lightning_megatron.plan.network_activations import (
     dense_costs,
     mixture_costs,
 )
+from lightning_megatron.plan.recomputation import Parts
 
 #: Size of an int64, the type of a label's column (bytes).
 _INDEX = 8
-
-#: Part of a block that the backward pass computes again. ``none`` keeps all activations.
-#: ``selective`` recomputes the attention core, ``experts`` the activations inside of experts.
-#: ``full`` keeps the input of each block only.
-Recompute = Literal["none", "selective", "experts", "full"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,8 @@ class ActivationCosts:
         loss_backward: Temporary buffers of the loss in backward, in addition to ``loss_kept``.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
         waiting: What a block keeps from the input half of a backward pass to the weight half: the
-            inputs of its matrix products, and the gradients of their outputs.
+            inputs of its matrix products, two of them in attention, and the gradients of their
+            outputs.
         head_waiting: The same of the head.
         weight_half: Temporary buffers of the weight half: a gathered input, and the next one on its
             way.
@@ -56,6 +52,8 @@ class ActivationCosts:
         returned: Outputs of experts before their weighted sum, as an eager transport gives them.
         has_experts: Whether the block has experts instead of an MLP.
         static_transport: Whether the sizes of the tokens' transport are known in advance.
+        is_whole: Whether the whole block is computed again, and keeps its input only.
+        on_host: Input of the block that waits in host memory; 0 if it stays on the device.
     """
 
     boundary: int
@@ -80,6 +78,8 @@ class ActivationCosts:
     returned: int = 0
     has_experts: bool = False
     static_transport: bool = True
+    is_whole: bool = False
+    on_host: int = 0
 
 
 def activation_costs(
@@ -88,7 +88,7 @@ def activation_costs(
     batch: MicrobatchShape,
     *,
     seq_length: int = 0,
-    recompute: Recompute = "none",
+    recompute: Parts = (),
     has_experts: bool = False,
     loss_chunk: LossChunk = None,
 ) -> ActivationCosts:
@@ -99,47 +99,45 @@ def activation_costs(
         table: Activations that its layers keep.
         batch: Shape of the microbatch.
         seq_length: Sequence length, needed only for the size of attention masks (tokens).
-        recompute: Part of the block that backward computes again.
+        recompute: Parts of the block that backward computes again.
         has_experts: Whether the block has experts instead of an MLP.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
     """
-    network = dense_costs(model, model.ffn_hidden_size, table, batch)
-    if has_experts:
-        network = mixture_costs(model, table, batch, recomputes=recompute in ("experts", "full"))
+    network = _network_costs(model, table, batch, recompute, has_experts)
     query, key = model.widths(batch.tp)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
-    boundary = whole // batch.tp if batch.sequence_parallel else whole
-    statistics = num_tokens * table.norm_bytes // (batch.tp if batch.sequence_parallel else 1)
+    shards = batch.tp if batch.sequence_parallel else 1
+    boundary = whole // shards
+    statistics = num_tokens * table.norm_bytes // shards
     features = _attention_features(table, query, key)
     row_sums = num_tokens * 4 * (query // model.head_dim)
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
     norms = table.hidden_copies * boundary + 2 * statistics
     layer = norms + element * features + row_sums + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
-    again = {"none": 0, "selective": 0, "experts": network.recomputed, "full": layer - boundary}[
-        recompute
-    ]
-    # The MLP has finished its backward pass when attention starts its own. The memory that the MLP
-    # has freed is subtracted from the gradients of Q, K and V (in half precision, fused, and
-    # float32 sums for Q).
-    alone = element * (3 * query + 4 * key) + 4 * num_tokens * query
+    is_full = "full" in recompute
+    inside = _recomputed_inside(model, table, batch, network, recompute)
+    # A mixture keeps the output of the norm before it, which its router reads, too.
+    num_norms = ("norms" in recompute) * (1 if has_experts else 2)
+    again = layer - boundary if is_full else inside + num_norms * boundary
+    alone = _attention_gradients(query, key, num_tokens, element)
+    # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
     attention = alone - network.kept - norms // 2
     # Recomputed activations are not kept, but they exist while the block runs.
-    running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[
-        recompute
-    ]
-    others = network.kept - network.recomputed if recompute == "full" else 0
+    running = network.kept if is_full else inside
+    others = network.kept - network.recomputed if is_full else 0
     forward = max(others + gathered + whole, others + network.forward, running)
-    start = again + network.recomputed_start if recompute == "full" else network.backward_start
-    backward = max(start, again + network.backward, again + attention + 2 * gathered)
-    freed = row_sums if recompute == "selective" else again
+    start = again + network.recomputed_start if is_full else network.backward_start
+    # The output of the norm before attention is computed again after that of the MLP.
+    before = again - (boundary if num_norms else 0)
+    backward = max(start, before + network.backward, again + attention + 2 * gathered)
     loss = _loss_costs(model, table, batch, loss_chunk)
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - freed,
+        kept=layer - again - ("selective" in recompute) * row_sums,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
@@ -149,7 +147,6 @@ def activation_costs(
         loss_forward=loss.forward,
         loss_backward=loss.backward,
         slots=network.slots,
-        # Attention has the inputs and the output gradients of two products, too.
         waiting=boundary + element * 2 * (query + key) + whole + network.waiting,
         head_waiting=loss.waiting and boundary + loss.waiting,
         weight_half=2 * gathered,
@@ -157,11 +154,69 @@ def activation_costs(
         has_experts=has_experts,
         static_transport=network.has_static_transport,
     )
-    if recompute == "full":
-        return replace(costs, captured_network=costs.layer_backward)
+    if is_full:
+        return replace(costs, captured_network=costs.layer_backward, is_whole=True)
+    norm = norms // 2 + masks // 2 - (boundary if num_norms == 2 else 0)
+    alone += 2 * gathered + (boundary if num_norms else 0)
     captured = max(start, again + network.captured_backward)
-    parts = replace(network, kept=network.kept - again, inside=network.inside - again)
-    return _with_parts(costs, parts, norms // 2 + masks // 2, alone + 2 * gathered, captured)
+    outside = max(0, network.inside - inside)
+    network = replace(network, kept=network.kept - inside, inside=outside)
+    return _with_parts(costs, network, norm, alone, captured)
+
+
+def _attention_gradients(query: int, key: int, num_tokens: int, element: int) -> int:
+    """Return the bytes of the gradients of Q, K and V in attention's backward pass."""
+    # In half precision, fused, and as float32 sums for Q.
+    return element * (3 * query + 4 * key) + 4 * num_tokens * query
+
+
+def _network_costs(
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    recompute: Parts,
+    has_experts: bool,
+) -> NetworkCosts:
+    if not has_experts:
+        return dense_costs(model, model.ffn_hidden_size, table, batch)
+    replays = not {"experts", "full"}.isdisjoint(recompute)
+    return mixture_costs(model, table, batch, recomputes=replays)
+
+
+def offloaded(costs: ActivationCosts) -> ActivationCosts:
+    """Return the costs of a whole block that leaves its input to the host.
+
+    Two inputs are on the device: in forward those that are being copied, in backward that of the
+    running block and that of the block before it.
+
+    Args:
+        costs: Costs of a block that computes everything again.
+    """
+    return replace(
+        costs,
+        kept=costs.kept - costs.boundary,
+        layer_forward=costs.layer_forward + 2 * costs.boundary,
+        layer_backward=costs.layer_backward + 2 * costs.boundary,
+        on_host=costs.boundary,
+    )
+
+
+def _recomputed_inside(
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    network: NetworkCosts,
+    recompute: Parts,
+) -> int:
+    """Return the bytes of the MLP, or of the experts, that are computed again."""
+    if network.recomputed:
+        return network.recomputed if "experts" in recompute else 0
+    if "activations" not in recompute:
+        return 0
+    # ReLU needs its output, and nothing else.
+    inputs = 2 if model.gated else 1
+    features = batch.num_tokens * batch.activation_bytes * (model.ffn_hidden_size // batch.tp)
+    return (table.ffn_copies - inputs) * features
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.activations import ActivationCosts, Recompute, activation_costs
+from lightning_megatron.plan.activations import ActivationCosts, activation_costs, offloaded
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.partition import partition_of
+from lightning_megatron.plan.recomputation import Parts, Recomputation, Recompute
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.step_moments import ChunkCosts, Moment, moments
 
@@ -38,8 +38,7 @@ class TrainingShape:
         schedule: Name of the pipeline schedule, or the user's own order.
         microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
         sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
-        recompute: Part that backward computes again: "none", "selective" (the attention core),
-            "experts" (activations inside experts) or "full" (whole blocks).
+        recompute: Activations that backward computes again.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
         expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
@@ -67,7 +66,7 @@ class TrainingShape:
     schedule: OrderOfPasses = "1f1b"
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute | Recomputation = "none"
     loss_chunk: LossChunk = None
     expert_transport: Transport = "auto"
     expert_rows: float | None = None
@@ -105,6 +104,7 @@ class StageMemory:
         libraries: Workspaces of libraries.
         graphs: Memory of CUDA graphs. The allocator also keeps that of the eager steps before the
             captures, which all other parts describe.
+        host: Pinned memory of the host for inputs of blocks, which the peak does not count.
     """
 
     stage: int
@@ -121,6 +121,7 @@ class StageMemory:
     communication: int = 0
     libraries: int = 0
     graphs: int = 0
+    host: int = 0
 
     @property
     def static(self) -> int:
@@ -182,7 +183,7 @@ def estimate_memory(
         layout.vpp,
         training.microbatch_group_size,
     )
-    costs = _costs_of_blocks(
+    costs = _BlockCosts(
         model, layout, training, table or eager_activations(model, training.activation_bytes)
     )
     return tuple(
@@ -192,41 +193,66 @@ def estimate_memory(
             training,
             stage,
             schedule,
-            [[costs[model.has_experts_in(layer)] for layer in chunk] for chunk in chunks],
-            costs[0],
+            [costs.of_chunk(chunk) for chunk in chunks],
+            costs.of(()),
         )
         for stage, chunks in enumerate(layers)
     )
 
 
-def _costs_of_blocks(
-    model: ModelShape, layout: ParallelLayout, training: TrainingShape, table: KeptActivations
-) -> tuple[ActivationCosts, ActivationCosts]:
-    """Compute the costs of a block without experts and of a block with experts."""
-    batch = MicrobatchShape(
-        num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
-        activation_bytes=training.activation_bytes,
-        tp=layout.tp,
-        sequence_parallel=training.sequence_parallel and layout.tp > 1,
-        ep=layout.ep,
-        etp=layout.etp,
-        transport=training.expert_transport,
-        expert_rows=training.expert_rows if layout.ep > 1 else None,
-        clone_places=training.clone_places,
-    )
-    dense, mixture = (
-        activation_costs(
-            model,
-            table,
-            batch,
-            seq_length=training.seq_length,
-            recompute=training.recompute,
-            has_experts=has_experts,
-            loss_chunk=training.loss_chunk,
+class _BlockCosts:
+    """Costs of the blocks of a model, each kind of which is computed once."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        layout: ParallelLayout,
+        training: TrainingShape,
+        table: KeptActivations,
+    ) -> None:
+        self._model = model
+        self._training = training
+        self._table = table
+        self._recomputation = Recomputation.of(training.recompute)
+        self._known: dict[tuple[Parts, bool], ActivationCosts] = {}
+        self._batch = MicrobatchShape(
+            num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
+            activation_bytes=training.activation_bytes,
+            tp=layout.tp,
+            sequence_parallel=training.sequence_parallel and layout.tp > 1,
+            ep=layout.ep,
+            etp=layout.etp,
+            transport=training.expert_transport,
+            expert_rows=training.expert_rows if layout.ep > 1 else None,
+            clone_places=training.clone_places,
         )
-        for has_experts in (False, model.experts is not None)
-    )
-    return dense, mixture
+
+    def of_chunk(self, layers: Sequence[int]) -> list[ActivationCosts]:
+        """Return the costs of the layers of a chunk."""
+        return [
+            self.of(
+                self._recomputation.parts_of(place, len(layers)),
+                self._model.has_experts_in(layer),
+            )
+            for place, layer in enumerate(layers)
+        ]
+
+    def of(self, recompute: Parts, has_experts: bool = False) -> ActivationCosts:
+        """Return the costs of a block that computes some of its parts again."""
+        key = recompute, has_experts
+        if key not in self._known:
+            costs = activation_costs(
+                self._model,
+                self._table,
+                self._batch,
+                seq_length=self._training.seq_length,
+                recompute=recompute,
+                has_experts=has_experts,
+                loss_chunk=self._training.loss_chunk,
+            )
+            leaves = self._recomputation.offload and costs.is_whole
+            self._known[key] = offloaded(costs) if leaves else costs
+        return self._known[key]
 
 
 def _stage_memory(
@@ -276,6 +302,8 @@ def _stage_memory(
         + clones,
         libraries=training.library_bytes,
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
+        host=max(one.in_flight for one in found)
+        * max(sum(block.on_host for block in chunk) for chunk in chunks),
     )
 
 
@@ -298,7 +326,6 @@ def _graph_memory(
         num_tokens=training.seq_length * training.microbatch_size,
         input_bytes=training.input_bytes,
         transfers=transfers,
-        is_block_whole=training.recompute == "full",
     )
 
 
@@ -338,20 +365,6 @@ def clone_bytes(model: ModelShape, layout: ParallelLayout, training: TrainingSha
     return training.clone_places * one * (training.activation_bytes + _CLONE_GRADIENT)
 
 
-def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join cells to lines: the first column aligned to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        )
-        for row in rows
-    )
-
-
 def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:
     return -(-count // data_ranks) if training.zero else count
 
@@ -367,10 +380,7 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
         )
     if training.zero not in (0, 1):
         raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}.")
-    if training.recompute not in (legal := get_args(Recompute)):
-        raise ParallelPlanError(
-            f"recompute must be one of {join_or(legal)}: it is {training.recompute!r}."
-        )
+    Recomputation.of(training.recompute)
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(

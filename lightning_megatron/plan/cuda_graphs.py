@@ -155,6 +155,7 @@ class GraphConditions:
         transport: Transport of tokens to their experts; ``none`` without experts on other ranks.
         overlap_tensor_parallel: Whether matrix products overlap with the communication over tp.
         is_automatic: Whether the module uses automatic optimization.
+        offloads: Whether inputs of layers wait in host memory.
         compile_modes: Modes of the modules that torch.compile compiles.
         environment: Environment variables.
         precision: Precision of the run; None before it is known.
@@ -168,6 +169,7 @@ class GraphConditions:
     transport: Transport | ChosenTransport
     overlap_tensor_parallel: bool
     is_automatic: bool
+    offloads: bool
     compile_modes: tuple[str, ...]
     environment: Mapping[str, str]
     precision: str | None = None
@@ -224,6 +226,12 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             f"cuda_graphs ({graphs.mode}) cannot be used with overlap_tensor_parallel, whose "
             "products run on streams and in shared memory that torch manages by itself. Leave one "
             "of them out."
+        )
+    if conditions.offloads:
+        yield (
+            f"cuda_graphs ({graphs.mode}) cannot be used with recompute.offload, whose copies to "
+            "the host run on streams of their own and in memory that torch gives to each of them "
+            "anew. Leave one of them out."
         )
     modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
     if modes:

@@ -48,7 +48,6 @@ def graph_memory(
     num_tokens: int,
     input_bytes: int,
     transfers: int,
-    is_block_whole: bool,
 ) -> GraphMemory:
     """Estimate the memory of a stage's graphs.
 
@@ -67,7 +66,6 @@ def graph_memory(
         num_tokens: Tokens of a microbatch, those of all ranks of cp included (tokens).
         input_bytes: Size of a microbatch's inputs for each token (bytes).
         transfers: Transfers in flight between stages (bytes).
-        is_block_whole: Whether a block is captured whole or not at all, because it is recomputed.
 
     Raises:
         UnsupportedError: As for :class:`GraphSlots`.
@@ -92,7 +90,6 @@ def graph_memory(
             num_tokens,
             has_embedding=(stage, number) == first,
             has_head=(stage, number) == last,
-            is_block_whole=is_block_whole,
         )
         for number, blocks in enumerate(chunks)
     ]
@@ -130,7 +127,6 @@ class _ChunkGraphs:
     num_tokens: int
     has_embedding: bool
     has_head: bool
-    is_block_whole: bool
 
     def pool(self, is_halved: bool) -> int:
         """Return the pools of one slot: what one microbatch needs from its F to its B or W."""
@@ -162,7 +158,8 @@ class _ChunkGraphs:
     @property
     def keeps_only_inputs(self) -> bool:
         """Return whether the layers are captured, and keep only their inputs."""
-        return self.is_block_whole and all(all(self._parts_of(block)) for block in self.blocks)
+        are_whole = bool(self.blocks) and all(block.is_whole for block in self.blocks)
+        return are_whole and all(all(self._parts_of(block)) for block in self.blocks)
 
     @property
     def inputs(self) -> int:
@@ -213,9 +210,9 @@ class _ChunkGraphs:
         attention = self.graphs.captures("attention")
         names = _AROUND_EXPERTS if block.has_experts else _MLP
         network = any(self.graphs.captures(name) for name in names)
-        if block.has_experts and self.is_block_whole:
+        if block.has_experts and block.is_whole:
             network = network and self._captures_experts(block)
-        if self.is_block_whole:
+        if block.is_whole:
             attention = network = attention and network
         return attention, network
 
@@ -225,7 +222,7 @@ class _ChunkGraphs:
         kept = block.kept - block.network if attention else 0
         if network:
             kept += block.network - block.experts
-        if block.has_experts and self._captures_experts(block) and not self.is_block_whole:
+        if block.has_experts and self._captures_experts(block) and not block.is_whole:
             kept += block.experts
         if not kept:
             block = replace(block, layer_forward=0, waiting=0)

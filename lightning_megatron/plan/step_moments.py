@@ -77,6 +77,8 @@ class ChunkCosts:
         forward, backward = _workspaces(blocks)
         if not has_head:
             return cls(kept, waiting, forward, backward, ends.weight_half)
+        # The last inputs are still being copied to the host.
+        leaving = 2 * max((block.on_host for block in blocks), default=0)
         return cls(
             kept + ends.head,
             waiting + ends.head_waiting,
@@ -86,8 +88,8 @@ class ChunkCosts:
             head=ends.head,
             head_backward=ends.head_backward,
             loss_kept=ends.loss_kept,
-            loss_forward=ends.loss_forward,
-            loss_backward=ends.loss_backward,
+            loss_forward=ends.loss_forward + leaving,
+            loss_backward=ends.loss_backward + leaving,
         )
 
 

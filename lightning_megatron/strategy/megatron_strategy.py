@@ -13,11 +13,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.own_schedule import RowFunction
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import ScheduleOption
 from lightning_megatron.strategy.answers import TrainerAnswers
 from lightning_megatron.strategy.checkpoints.run_checkpoints import (
@@ -87,7 +87,7 @@ class MegatronStrategy(TrainerAnswers):
         microbatch_group_size: int | None = None,
         check_microbatches: bool = True,
         order: str = "tp-cp-ep-dp-pp",
-        recompute: Recompute | None = None,
+        recompute: Recompute | Recomputation | None = None,
         loss_chunk: int | Literal["auto"] | None = None,
         expert_transport: Transport = "auto",
         expert_rows: float | None = None,

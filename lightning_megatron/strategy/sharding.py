@@ -11,8 +11,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.loss_chunks import LossChunk
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.run_checks import check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.notes import notes_on
@@ -74,9 +74,11 @@ def _check_context(models: Sequence[LayeredModule], module: LightningModule, cp:
 
 
 def _set_recompute(
-    models: Sequence[LayeredModule], module: LightningModule, recompute: Recompute | None
+    models: Sequence[LayeredModule],
+    module: LightningModule,
+    recompute: Recompute | Recomputation | None,
 ) -> None:
-    if recompute not in (None, "none") and not models:
+    if not Recomputation.of(recompute).is_off and not models:
         raise UnsupportedError(
             f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
             "none. Other modules would ignore the setting. Use a lightning_megatron.GPT, "
@@ -114,7 +116,7 @@ def start_mixtures(
     Raises:
         ParallelPlanError: If ep or etp is set and no model has experts, or if there are more places
             for clones than experts of other ranks.
-        UnsupportedError: If ``recompute`` is ``experts`` and no model has experts.
+        UnsupportedError: If ``recompute`` names ``experts`` and no model has experts.
     """
     check_experts(models, mesh.layout, options.recompute)
     for model in models:

@@ -18,6 +18,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recomputation
 from lightning_megatron.plan.schedule import build_schedule
 from tests.graphs.trained import (
     SIZES,
@@ -73,6 +74,23 @@ def test_graphs_in_one_process(kind: str, recompute: str) -> None:
     # keep only their inputs are a piece of their own.
     assert runner.num_graphs == (12 if recompute == "full" else 4)
     assert runner.counts.slots == (1,)
+    assert not runner.eager
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        Recomputation(("norms", "activations", "selective")),
+        Recomputation(("full",), layers=2),
+    ],
+)
+def test_graphs_of_layers_that_compute_parts_again(kind: str, recompute: Recomputation) -> None:
+    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
+    runner = check(Case(config, recompute=recompute), what=kind)
+    # Two layers keep only their inputs, between the embedding and the rest.
+    has_pieces = recompute.parts == ("full",)
+    assert runner.num_graphs == (12 if has_pieces else 4)
     assert not runner.eager
 
 

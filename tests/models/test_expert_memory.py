@@ -28,13 +28,14 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.activations import Recompute, activation_costs
+from lightning_megatron.plan.activations import activation_costs
 from lightning_megatron.plan.budget import TrainingShape, clone_bytes, estimate_memory
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
+from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.training import DistributedOptimizerConfig
 from tests.live_memory import LiveMemory
 from tests.models.test_kept_activations import built

@@ -16,9 +16,9 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder, EncoderInput
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.segment_scopes import SegmentScope
 from tests.models.pieces import PieceRunner
 from tests.models.stages import run_pipeline

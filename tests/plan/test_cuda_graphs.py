@@ -17,6 +17,7 @@ FINE = GraphConditions(
     transport="one_sided",
     overlap_tensor_parallel=False,
     is_automatic=True,
+    offloads=False,
     compile_modes=(),
     environment={},
 )
@@ -192,6 +193,13 @@ EXPANDABLE = "expandable_segments:True"
             "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
             "Use expert_transport of one_sided or all_gather, or mode segments without scope "
             "experts.",
+        ),
+        (
+            SEGMENTS,
+            {"offloads": True},
+            "cuda_graphs (segments) cannot be used with recompute.offload, whose copies to the "
+            "host run on streams of their own and in memory that torch gives to each of them anew. "
+            "Leave one of them out.",
         ),
         (
             SEGMENTS,

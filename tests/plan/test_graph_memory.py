@@ -44,7 +44,8 @@ SEGMENTS = CudaGraphs("segments")
 def memory(
     graphs: CudaGraphs, schedule: Schedule, stage: int = 0, is_block_whole: bool = False
 ) -> GraphMemory:
-    blocks = [[BLOCK, BLOCK]] * schedule.num_chunks
+    block = replace(BLOCK, is_whole=is_block_whole)
+    blocks = [[block, block]] * schedule.num_chunks
     return graph_memory(
         graphs,
         schedule,
@@ -54,7 +55,6 @@ def memory(
         num_tokens=TOKENS,
         input_bytes=16,
         transfers=20 if schedule.num_stages > 1 else 0,
-        is_block_whole=is_block_whole,
     )
 
 
@@ -128,7 +128,6 @@ def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:
             num_tokens=TOKENS,
             input_bytes=16,
             transfers=0,
-            is_block_whole=False,
         )
         return found.pools, found.inputs
 

@@ -52,6 +52,9 @@ def jobs() -> dict[str, Job]:
         ("dropout", "pp4", {"recompute": "full"}),
         ("dropout", "tp2 pp2", {"recompute": "selective"}),
         ("gpt2-tied", "pp4", {"schedule": "gpipe"}),
+        ("gpt2-tied", "tp2 pp2 +sp", {"recompute": {"parts": ["norms", "activations"]}}),
+        ("llama-untied", "tp2 pp2", {"recompute": {"layers": 1, "at": "last"}}),
+        ("dropout", "pp4", {"recompute": {"offload": True}}),
     ]
     for kind, layout, option in special:
         found[f"{kind}, {layout}, {option}"] = Job(

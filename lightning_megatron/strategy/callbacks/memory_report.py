@@ -25,10 +25,10 @@ from lightning_megatron.plan.budget import (
     GIB,
     StageMemory,
     TrainingShape,
-    align_columns,
     estimate_memory,
     static_bytes,
 )
+from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.kept_activations import (
     KeptActivations,
@@ -106,6 +106,8 @@ class StageReport:
                 ("CUDA graphs", size(estimate.graphs if whole else None), size(self.graphs))
             )
         rows.append(("peak", size(estimate.peak if whole else None), size(self.peak)))
+        if estimate.host:
+            rows.append(("pinned host memory", size(estimate.host), ""))
         rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
         each = estimate.static / estimate.num_parameters
         rows.append(("bytes a parameter", f"{each:.2f}", f"{self.bytes_per_parameter:.2f}"))

@@ -12,12 +12,14 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.plan.cuda_graphs import (
     CudaGraphs,
     GraphConditions,
     check_cuda_graphs,
     reason_against_reader,
 )
+from lightning_megatron.plan.recomputation import Recomputation
 from lightning_megatron.strategy.optimization.parameter_readers import (
     first_overridden,
     gradient_reader,
@@ -57,6 +59,7 @@ def check_graphs(
             transport=options.expert_transport,
             overlap_tensor_parallel=options.overlap_tensor_parallel,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
+            offloads=_offloads(options, module),
             compile_modes=() if module is None else own_graph_modes(module),
             environment=os.environ,
             precision=precision,
@@ -64,6 +67,12 @@ def check_graphs(
             gradient_reader=reader,
         ),
     )
+
+
+def _offloads(options: StrategyOptions, module: nn.Module | None) -> bool:
+    models = [] if module is None else layered_modules(module)
+    asked = Recomputation.of(options.recompute).offload
+    return asked or any(model.recompute.offload for model in models)
 
 
 def check_update(state: TrainingState, trainer: Trainer) -> None:

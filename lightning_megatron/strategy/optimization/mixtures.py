@@ -22,10 +22,10 @@ from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.optimization.trained_experts import TrainedExperts
 
 
@@ -202,7 +202,9 @@ def _is_balanced(config: ExpertsConfig) -> bool:
 
 
 def check_experts(
-    models: Sequence[LayeredModule], layout: ParallelLayout, recompute: Recompute | None
+    models: Sequence[LayeredModule],
+    layout: ParallelLayout,
+    recompute: Recompute | Recomputation | None,
 ) -> None:
     """Refuse expert options if no model has experts.
 
@@ -213,12 +215,12 @@ def check_experts(
 
     Raises:
         ParallelPlanError: If ep or etp is set.
-        UnsupportedError: If ``recompute`` is ``experts``.
+        UnsupportedError: If ``recompute`` names ``experts``.
     """
     if any(model.config.experts is not None for model in models):
         return
     check_expert_axes(layout, None)
-    if recompute == "experts":
+    if "experts" in Recomputation.of(recompute).parts:
         raise UnsupportedError(
             "recompute ('experts') needs a model with experts: this one has none. It recomputes "
             "activations of experts only. Use 'selective', 'full' or 'none'."

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.nccl_options import read_nccl_options
-from lightning_megatron.plan.activations import Recompute
 from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
@@ -30,6 +29,7 @@ from lightning_megatron.plan.own_order import (
 )
 from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.placement import PlacementShape
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerce_fields
 from lightning_megatron.strategy.options.expert_option import check_expert_clones, check_expert_rows
@@ -113,7 +113,10 @@ class StrategyOptions:
         order: Axes from the fastest to the slowest; neighbours on the first axis are neighbouring
             ranks.
         recompute: Activations that the backward pass recomputes: none, selective (attention core),
-            experts (outputs of experts) or full (whole blocks). None keeps the models' own setting.
+            norms (outputs of the norms before sublayers), activations (outputs of MLPs'
+            activations), experts (outputs of experts) or full (whole blocks). A mapping, or a
+            Recomputation, names several parts, or a number of layers of each chunk. None keeps the
+            models' own setting.
         loss_chunk: Tokens whose logits exist at once where a decoder computes losses. The backward
             pass computes logits again, a third more work for the head. auto stores logits of up to
             2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. None stores all.
@@ -208,7 +211,7 @@ class StrategyOptions:
     microbatch_group_size: Count | None
     check_microbatches: bool
     order: str
-    recompute: Recompute | None
+    recompute: Recompute | Recomputation | None
     loss_chunk: LossChunk
     expert_transport: Transport
     expert_rows: Annotated[float, Range(least=1)] | None

@@ -58,7 +58,7 @@ class SegmentCaptures:
             settings.scopes,
             tuple(cut for chunk in self._chunks() for cut in bucket_cuts(chunk, buckets)),
             must_be_called,
-            redraws=model.recompute != "none",
+            redraws=not model.recompute.is_off,
             wait_for=state.main.gather.wait_for,
             prepare=without_hooked,
             captures_new=settings.on_new_shape == "capture",

@@ -1,0 +1,178 @@
+"""Inputs of layers that wait for the backward pass in host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.shapes import Shaped
+
+#: Inputs that a forward pass leaves on the device while they are copied.
+IN_FLIGHT = 2
+
+
+class Copies(Protocol):
+    """Copies between a device and its host, beside the computation."""
+
+    def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Start a copy to host memory; return it and what :meth:`wait` takes."""
+
+    def arrive(
+        self, host: Shaped[Tensor, "..."], device: torch.device
+    ) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Start a copy to a device; return it and what :meth:`wait` takes."""
+
+    def wait(self, event: Any) -> None:
+        """Let the computation that follows wait for a copy."""
+
+
+class StreamCopies:
+    """Copies through pinned memory, on a stream for each direction.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._leaving = torch.cuda.Stream(device)
+        self._arriving = torch.cuda.Stream(device)
+
+    def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Start a copy to pinned memory, after the computation that has made the tensor.
+
+        The caller keeps the tensor until it has waited for the copy.
+        """
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host, self._copied(host, tensor, self._leaving)
+
+    def arrive(
+        self, host: Shaped[Tensor, "..."], device: torch.device
+    ) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Start a copy to the device, after the computation that used its memory before."""
+        tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
+        return tensor, self._copied(tensor, host, self._arriving)
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for a copy; the host goes on."""
+        torch.cuda.current_stream().wait_event(event)
+
+    def _copied(self, target: Tensor, source: Tensor, stream: Any) -> Any:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+
+class PlainCopies:
+    """Copies of tensors that are on the host already, which stand in for those of a GPU."""
+
+    def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Copy a tensor."""
+        return tensor.clone(), None
+
+    def arrive(
+        self, host: Shaped[Tensor, "..."], device: torch.device
+    ) -> tuple[Shaped[Tensor, "..."], Any]:
+        """Copy a tensor."""
+        return host.clone(), None
+
+    def wait(self, event: Any) -> None:
+        """Do nothing."""
+
+
+class _Input:
+    """Input of a layer: on the device, on the host, or on its way."""
+
+    def __init__(self, tensor: Tensor, copies: Copies, previous: _Input | None) -> None:
+        self._copies = copies
+        self._device = tensor.device
+        #: Input of the layer before, which the backward pass needs next.
+        self.previous = previous
+        self._host, self._event = copies.leave(tensor)
+        self._here: Tensor | None = tensor
+
+    def release(self) -> None:
+        """Free the memory of the device once the copy to the host is complete."""
+        if self._here is not None:
+            self._copies.wait(self._event)
+            self._here = None
+
+    def fetch(self) -> None:
+        """Start to copy the input back, unless it is on the device."""
+        if self._here is None:
+            self._here, self._event = self._copies.arrive(self._host, self._device)
+
+    def take(self) -> Tensor:
+        """Return the input, and start to fetch the one of the layer before."""
+        self.fetch()
+        found = self._here
+        assert found is not None, "the input has been fetched"
+        self._copies.wait(self._event)
+        self._here = None
+        if self.previous is not None:
+            self.previous.fetch()
+        return found
+
+
+class HostOffload:
+    """Keep the inputs of layers in host memory between their forward and backward passes.
+
+    Forward passes copy each input to pinned memory while later layers run, and leave at most
+    ``IN_FLIGHT`` of them on the device. A backward pass fetches the input of one layer while the
+    layer after it runs. Values stay the same bits.
+
+    Args:
+        firsts: First layers of the passes, before which nothing is fetched.
+        copies: Copies to use; None chooses those of each input's device.
+
+    Source: Rajbhandari et al. 2020, section 5.2 (P_a+cpu).
+    """
+
+    def __init__(self, firsts: frozenset[int], copies: Copies | None = None) -> None:
+        self._firsts = firsts
+        self._copies = copies
+        self._leaving = deque[_Input]()
+        # The graphs of backward passes own the inputs, and free those that they do not need.
+        self._last: weakref.ref[_Input] | None = None
+
+    @contextmanager
+    def keeping(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
+        """Let operators of the block keep ``hidden`` in host memory.
+
+        Args:
+            hidden: Input of a layer, which the block writes into nowhere.
+            layer: Index of the layer.
+        """
+        # Autograd keeps the functions: they must not refer to the tensor.
+        storage = hidden.untyped_storage()._cdata
+        shape = hidden.shape
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage()._cdata != storage or tensor.shape != shape:
+                return tensor
+            return self._put(tensor.detach(), layer)
+
+        def unpack(packed: Any) -> Tensor:
+            found: Tensor = packed.take() if isinstance(packed, _Input) else packed
+            return found
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _put(self, tensor: Tensor, layer: int) -> _Input:
+        if self._copies is None:
+            is_host = tensor.device.type == "cpu"
+            self._copies = PlainCopies() if is_host else StreamCopies(tensor.device)
+        last = None if self._last is None or layer in self._firsts else self._last()
+        found = _Input(tensor, self._copies, last)
+        self._last = weakref.ref(found)
+        self._leaving.append(found)
+        while len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft().release()
+        return found

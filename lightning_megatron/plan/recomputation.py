@@ -1,0 +1,94 @@
+"""Activations that backward passes compute again, and the layers that do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.settings import Count, coerce_fields, coerced
+
+Recompute = Literal["none", "selective", "norms", "activations", "experts", "full"]
+"""Part of a block that the backward pass computes again, as :class:`Recomputation` describes it."""
+
+#: Parts of a block, each once, in the order of their names; empty if all activations are kept.
+Parts = tuple[Recompute, ...]
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Activations that backward passes compute again, instead of keeping them.
+
+    Args:
+        parts: Parts of a block: ``selective`` (the attention core), ``norms`` (outputs of the norms
+            before attention and MLP), ``activations`` (outputs of the MLP's activation),
+            ``experts`` (activations inside of experts), or ``full`` alone (everything but the input
+            of the block). ``none`` alone keeps all.
+        layers: Layers of each chunk of a stage that do so; the others keep all. None means all
+            layers.
+        at: Whether these are the first or the last layers of the chunk.
+        offload: Whether the inputs of layers that compute everything again wait in the memory of
+            the host. It needs ``full``.
+
+    Raises:
+        ParallelPlanError: If a value has the wrong type or is out of its range, or if values
+            contradict each other.
+    """
+
+    parts: tuple[Recompute, ...] = ("full",)
+    layers: Count | None = None
+    at: Literal["first", "last"] = "first"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        coerce_fields(self, "recompute.")
+        given = ", ".join(self.parts)
+        if not self.parts or len(set(self.parts)) < len(self.parts):
+            raise ParallelPlanError(
+                "recompute.parts must name at least one part, and each once: it is "
+                f"{given or 'empty'}. Use none to keep all activations."
+            )
+        alone = [part for part in ("none", "full") if part in self.parts]
+        if alone and len(self.parts) > 1:
+            raise ParallelPlanError(
+                f"recompute.parts must be {alone[0]} alone, or parts without it: it is {given}. "
+                "full includes the others, and none excludes them. Name one of them alone."
+            )
+        if self.offload and self.parts != ("full",):
+            raise ParallelPlanError(
+                f"recompute.offload needs parts of full: it is {given}. Only layers that keep "
+                "nothing but their input leave it to the host. Use full, or leave offload out."
+            )
+
+    @classmethod
+    def of(cls, value: Any) -> Recomputation:
+        """Return the settings that a user gave in one of several forms.
+
+        Args:
+            value: The name of a part, a mapping of settings, or settings; None keeps all.
+
+        Raises:
+            ParallelPlanError: For any other value, and as for the class.
+        """
+        found: Recompute | Recomputation | None = coerced(
+            "recompute", value, Recompute | Recomputation | None
+        )
+        if isinstance(found, Recomputation):
+            return found
+        return cls(("none",) if found is None else (found,))
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether all activations are kept."""
+        return self.parts == ("none",)
+
+    def parts_of(self, place: int, num_layers: int) -> Parts:
+        """Return the parts that a layer computes again.
+
+        Args:
+            place: Position of the layer in its chunk.
+            num_layers: Number of layers of the chunk.
+        """
+        count = num_layers if self.layers is None else min(self.layers, num_layers)
+        is_chosen = place < count if self.at == "first" else place >= num_layers - count
+        return tuple(sorted(self.parts)) if is_chosen and not self.is_off else ()

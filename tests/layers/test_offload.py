@@ -1,0 +1,136 @@
+"""Inputs of layers that wait in host memory come back as the same bits, in time, and only two at
+once are on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import Recomputation
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.offload import IN_FLIGHT, HostOffload, PlainCopies
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from tests.live_memory import LiveMemory
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "hidden_size": 32, "num_heads": 4}
+CONFIG = GPTConfig.gpt2(**SIZES, num_layers=6, hidden_dropout=0.1)
+OFFLOAD = Recomputation(("full",), offload=True)
+
+
+class Noted(PlainCopies):
+    """Copies that fail if someone reads a tensor before it has arrived."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def leave(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        self.events.append("leave")
+        return tensor.clone(), None
+
+    def arrive(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        self.events.append("arrive")
+        empty = torch.full_like(host, torch.nan)
+        return empty, (empty, host)
+
+    def wait(self, event: Any) -> None:
+        self.events.append("wait")
+        if event is not None:
+            event[0].copy_(event[1])
+
+
+def built(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
+    model = GPT(CONFIG, seed=1)
+    model._owns_mesh = False
+    model.recompute = settings
+    for layer in model.layers.values():
+        if layer.offload is not None:
+            layer.offload._copies = copies
+    return model.train()
+
+
+def run(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
+    """Run three microbatches forward, and then backward in an order."""
+    losses = []
+    for number in range(3):
+        model.mesh.random.begin_microbatch(0, number)
+        tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(number))
+        losses.append(model(tokens, labels=tokens).mean())
+    for number in order:
+        losses[number].backward()
+    found = [loss.detach() for loss in losses]
+    return [*found, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+@pytest.mark.parametrize("layers", [None, 1, 4])
+def test_gradients_are_the_same_bits(order: tuple[int, ...], layers: int | None) -> None:
+    expected = run(built(settings="full"), order)
+    settings = Recomputation(("full",), layers=layers, at="last", offload=True)
+    for number, (one, other) in enumerate(
+        zip(run(built(Noted(), settings), order), expected, strict=True)
+    ):
+        assert torch.equal(one, other), number
+
+
+def test_one_layer_is_fetched_while_the_next_one_runs() -> None:
+    copies = Noted()
+    model = built(copies)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    loss = model(tokens, labels=tokens).mean()
+    # Four of six inputs have left; the copies of the last two are under way.
+    assert copies.events == ["leave"] * 3 + ["wait", "leave"] * 3 + ["wait"]
+    copies.events.clear()
+    loss.backward()
+    # Layers 5 and 4 are on the device; each layer starts the copy of the one before it.
+    assert copies.events == ["wait", "wait", *["arrive", "wait"] * 4]
+    assert copies.events.count("arrive") == 4
+
+
+def test_forward_passes_keep_two_inputs_on_the_device() -> None:
+    kept = {}
+    for name, settings in (("device", "full"), ("host", OFFLOAD)):
+        model = built(settings=settings)
+        memory = LiveMemory()
+        for parameter in model.parameters():
+            slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
+            set_slot(parameter, slot)
+            memory.leave_out([parameter, slot.gradient])
+        tokens = torch.zeros(2, 16, dtype=torch.long)
+        with memory:
+            loss = model(tokens, labels=tokens).mean()
+            kept[name] = memory.now
+        assert loss.requires_grad
+    stream = 2 * 16 * 32 * 4
+    # The copies of all inputs stand in for the memory of the host.
+    on_host = CONFIG.num_layers * stream
+    assert kept["host"] - on_host == kept["device"] - (CONFIG.num_layers - IN_FLIGHT) * stream
+
+
+def test_passes_without_gradients_copy_nothing() -> None:
+    copies = Noted()
+    model = built(copies)
+    with torch.no_grad():
+        model(torch.zeros(1, 16, dtype=torch.long))
+    assert copies.events == []
+
+
+def test_a_pass_never_fetches_the_input_of_another_one() -> None:
+    offload = HostOffload(frozenset({0}))
+    first = [offload._put(torch.zeros(1), layer) for layer in range(2)]
+    second = [offload._put(torch.zeros(1), layer) for layer in range(2)]
+    assert [one.previous for one in (*first, *second)] == [None, first[0], None, second[0]]
+
+
+def test_what_cannot_wait_on_the_host_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="recompute.offload needs parts of full: it is nor"):
+        Recomputation(("norms",), offload=True)
+    model = GPT(CONFIG, seed=1)
+    model.layers["0"].compile()
+    with pytest.raises(UnsupportedError, match="cannot be used with torch.compile"):
+        model.recompute = OFFLOAD
