@@ -9,7 +9,6 @@ that. These names have one meaning in the layers, kernels, experts and models:
   parallelism and ``seq`` otherwise (tokens).
 - ``seq_part``: positions of a sequence that the ranks of one position on the cp axis hold,
   ``seq / cp`` (tokens).
-- ``keys``: positions of keys and values, where they differ from those of queries (tokens).
 - ``batch``: sequences of a microbatch (sequences).
 - ``hidden``: hidden size, the features of the residual stream (elements).
 - ``heads``: query heads of this rank (heads).
@@ -19,6 +18,7 @@ that. These names have one meaning in the layers, kernels, experts and models:
   (elements).
 - ``documents``: lengths of the documents of a row, some of which may be 0 (documents).
 - ``borders``: cumulative lengths of documents, one more than there are documents (borders).
+- ``pieces``: pieces of a sequence or document that context parallelism cuts, ``2 cp`` (pieces).
 - ``qkv_local``: query, key and value features of this rank, ``(heads + 2 kv_heads) head_dim``
   (elements).
 - ``ffn``: inner features of an MLP or of an expert on this rank (elements).
@@ -42,7 +42,7 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``sequences``: sequences with routing sums of their own, 1 if all share them (sequences).
 - ``sums``: sums of a router's statistics, ``5 + experts``.
 - ``buffer_rows``: rows of the token buffers of all ranks of the expert axis (tokens).
-- ``ranks``: ranks of the expert axis (ranks).
+- ``ranks``: ranks of the expert axis, or those that share a sequence (ranks).
 - ``labels``: classes of a classifier.
 - ``parts``: terms of a sum.
 - ``shape``: as ``*shape``, any dimensions.

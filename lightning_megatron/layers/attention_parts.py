@@ -30,7 +30,7 @@ from lightning_megatron.layers.attention_operators import (
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import obstacle_to_flash
 from lightning_megatron.layers.dense_mask import KeyRows
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float
 
 #: Out, and the log-sum-exp of the scores of every query.
 Part = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]
@@ -69,8 +69,9 @@ def forward_part(
 ) -> Part:
     """Compute attention of queries to some keys, without autograd.
 
-    Queries and keys of a document (of a row without documents) are aligned at its end. A query
-    without any visible key has the output 0 and the log-sum-exp minus infinity.
+    Queries and keys of a document (of a row without documents) are aligned at its end, unless the
+    rows of the keys say otherwise. A query without any visible key has the output 0 and the
+    log-sum-exp minus infinity.
 
     Args:
         query: Queries.
@@ -82,7 +83,7 @@ def forward_part(
     Returns:
         The output, in the dtype of the queries, and the log-sum-exps in float32 or wider.
     """
-    if _is_flash(query, span):
+    if is_flash(query, span, keys):
         return _flash_forward(query, key, value, span, keys)
     scores = masked_scores(query, key, span, keys)
     lse = scores.logsumexp(-1)
@@ -112,7 +113,7 @@ def backward_part(
         span: Description of the attention, as in :func:`forward_part`.
         keys: Rows of the keys; None means those of the queries.
     """
-    if _is_flash(query, span):
+    if is_flash(query, span, keys):
         return _flash_backward(grad_out, query, key, value, out, lse, span, keys)
     weights = _weights(masked_scores(query, key, span, keys), lse)
     wide = weights.dtype
@@ -129,9 +130,59 @@ def backward_part(
     return grad_query, _summed(grad_key, key), _summed(grad_value, value)
 
 
-def _is_flash(query: Tensor, span: AttentionSpan) -> bool:
+def is_flash(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> bool:
+    """Return whether the flash kernel computes a part, without storing scores.
+
+    Args:
+        query: Queries.
+        span: Description of the attention.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    behind = 0 if keys is None else keys.behind
+    if behind < 0 or (span.window is not None and behind >= span.window):
+        # The kernel takes a negative distance as none.
+        return False
     found = obstacle_to_flash(query.device, query.dtype, span, head_dim=query.shape[-1])
     return found is None
+
+
+def add_sinks(
+    out: Float[Tensor, "seq batch heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    sinks: Float[Tensor, " heads"],
+) -> Part:
+    """Merge the sinks, the part of one key with the value 0, into a result.
+
+    Args:
+        out: Merged output of all other parts.
+        lse: Merged log-sum-exps of all other parts.
+        sinks: Score of each head's sink.
+    """
+    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return (out * (lse - merged).exp().permute(2, 0, 1)[..., None]).to(out.dtype), merged
+
+
+def gradient_of_sinks(
+    grad_out: Float[Tensor, "seq batch heads head_dim"],
+    out: Float[Tensor, "seq batch heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    sinks: Float[Tensor, " heads"],
+) -> Float[Tensor, " heads"]:
+    """Compute the gradient of the sinks' scores.
+
+    Args:
+        grad_out: Gradient of the merged output.
+        out: Merged output of all parts.
+        lse: Merged log-sum-exps of all parts.
+        sinks: Score of each head's sink.
+    """
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
+    shares = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
+    return -(shares * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
@@ -144,56 +195,50 @@ def _summed(gradient: Tensor, shared: Tensor) -> Tensor:
     return gradient.unflatten(2, (shared.shape[2], -1)).sum(3)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """Return ``(S, B, H, D)`` as tokens of one row after the other, ``(B S, H, D)``."""
-    return tensor.transpose(0, 1).flatten(0, 1)
+def _rows(tensor: Tensor, has_documents: bool) -> Tensor:
+    """Return ``(S, B, H, D)`` as ``(B, S, H, D)``, or as tokens of one row after the other."""
+    rows = tensor.transpose(0, 1)
+    return rows.flatten(0, 1) if has_documents else rows
 
 
 def _flash_arguments(
-    query: Tensor, span: AttentionSpan, keys: KeyRows | None
+    query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    length, num_sequences = query.shape[:2]
-    borders = _borders(span.borders, num_sequences, length, query.device)
-    bound = min(span.longest or length, length)
-    key_borders = borders
-    key_bound = bound
-    if keys is not None:
-        key_borders = _borders(keys.borders, num_sequences, keys.seq_length, query.device)
-        key_bound = min(keys.longest or keys.seq_length, keys.seq_length)
+    keys = keys or KeyRows(key.shape[0], span.borders, span.longest)
+    bounds = [
+        min(longest or length, length)
+        for longest, length in ((span.longest, query.shape[0]), (keys.longest, keys.seq_length))
+    ]
     left = right = -1
     if span.window is not None:
-        left = right = span.window - 1
-    is_plainly_causal = span.causal and span.window is None
+        left = span.window - 1 - keys.behind
+        right = span.window - 1 + keys.behind
+    if span.causal:
+        right = keys.behind
+    is_plainly_causal = span.causal and span.window is None and not keys.behind
     options = {
         "scale": scale_of(span, query),
         "window_size_left": left,
-        "window_size_right": 0 if span.causal else right,
+        "window_size_right": right,
     }
-    return (borders, key_borders, bound, key_bound, 0.0, is_plainly_causal), options
-
-
-def _borders(
-    borders: Int[Tensor, " borders"] | None,
-    num_sequences: int,
-    seq_length: int,
-    device: torch.device,
-) -> Int[Tensor, " borders"]:
-    if borders is not None:
-        return borders
-    last = num_sequences * seq_length
-    return torch.arange(0, last + 1, seq_length, dtype=torch.int32, device=device)
+    return (span.borders, keys.borders, *bounds, 0.0, is_plainly_causal), options
 
 
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan, keys: KeyRows | None
 ) -> Part:
     length, num_sequences = query.shape[:2]
-    arguments, options = _flash_arguments(query, span, keys)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _rows(query), _rows(key), _rows(value), *arguments, False, **options
-    )
-    out = out.view(num_sequences, length, *out.shape[1:]).transpose(0, 1)
-    return out, lse.view(-1, num_sequences, length).transpose(0, 1)
+    arguments, options = _flash_arguments(query, key, span, keys)
+    packed = span.borders is not None
+    rows = (_rows(tensor, packed) for tensor in (query, key, value))
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *arguments, False, **options)
+    if packed:
+        out = out.view(num_sequences, length, *out.shape[1:])
+        lse = lse.view(-1, num_sequences, length).transpose(0, 1)
+    if keys is not None:
+        # The kernel gives queries without keys the log-sum-exp plus infinity.
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    return out.transpose(0, 1), lse
 
 
 def _flash_backward(
@@ -206,15 +251,12 @@ def _flash_backward(
     span: AttentionSpan,
     keys: KeyRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    arguments, options = _flash_arguments(query, span, keys)
+    arguments, options = _flash_arguments(query, key, span, keys)
     without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    packed = span.borders is not None
     gradients = torch.ops.aten._flash_attention_backward(
-        _rows(grad_out),
-        _rows(query),
-        _rows(key),
-        _rows(value),
-        _rows(out),
-        lse.transpose(0, 1).flatten(1).contiguous(),
+        *(_rows(tensor, packed) for tensor in (grad_out, query, key, value, out)),
+        (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
         *arguments,
         without_dropout,
         torch.empty(0, device=query.device),
@@ -222,7 +264,8 @@ def _flash_backward(
     )
     both = zip(gradients, (query, key, value), strict=True)
     found = [
-        one.view(like.shape[1], like.shape[0], *one.shape[1:]).transpose(0, 1) for one, like in both
+        one.view(like.shape[1], like.shape[0], *like.shape[2:]).transpose(0, 1)
+        for one, like in both
     ]
     return found[0], found[1], found[2]
 
@@ -237,9 +280,7 @@ class _Attention(torch.autograd.Function):
         """Return the output ``(S, B, H, D)``."""
         out, lse = forward_part(query, key, value, span)
         if sinks is not None:
-            merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            out = (out * (lse - merged).exp().permute(2, 0, 1)[..., None]).to(out.dtype)
-            lse = merged
+            out, lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.span = span
         return out
@@ -252,7 +293,5 @@ class _Attention(torch.autograd.Function):
         found = backward_part(grad_out, query, key, value, out, lse, ctx.span)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
-            shares = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
-            grad_sinks = -(shares * delta).sum((0, 2)).to(sinks.dtype)
+            grad_sinks = gradient_of_sinks(grad_out, out, lse, sinks)
         return (*found, grad_sinks, None)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
@@ -47,6 +48,8 @@ class AttentionSpan:
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
         borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
             :meth:`laid_out` derives them (tokens).
+        cut: Cut of the documents over ranks that share the rows; None means that rows are cut, or
+            nothing.
 
     Raises:
         ParallelPlanError: If two fields contradict each other, or one is out of its range.
@@ -64,6 +67,7 @@ class AttentionSpan:
     sinks: Float[Tensor, " heads"] | None = None
     scale: float | None = None
     borders: Int[Tensor, " borders"] | None = None
+    cut: DocumentCut | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None and (self.has_documents or self.prefix is not None):
@@ -118,7 +122,8 @@ class AttentionSpan:
         longest = max((max(row, default=0) for row in rows), default=0)
         # What is left of a row is a document, too.
         longest = max([longest, *(seq_length - sum(row) for row in rows)])
-        return cls(lengths=torch.tensor(rows).view(len(rows), columns), longest=longest)
+        lengths_of_rows = torch.tensor(rows, dtype=torch.int64).view(len(rows), columns)
+        return cls(lengths=lengths_of_rows, longest=longest)
 
     @property
     def has_documents(self) -> bool:
@@ -177,6 +182,7 @@ class AttentionSpan:
             mask=rows.mask,
             prefix=rows.prefix,
             borders=rows.borders,
+            cut=rows.cut,
         )
 
     def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:

@@ -23,11 +23,13 @@ class KeyRows:
         borders: Cumulative lengths of their documents, equally many as the queries have; None means
             one document per row (tokens).
         longest: Upper bound of the lengths; None means the length of the rows (tokens).
+        behind: Distance of a document's last key behind its last query (tokens).
     """
 
     seq_length: int
     borders: Int[Tensor, " borders"] | None = None
     longest: int | None = None
+    behind: int = 0
 
 
 def is_plain(span: AttentionSpan, seq_length: int) -> bool:
@@ -62,10 +64,10 @@ def seen_pairs(
     is_of_keys = span.mask is not None and span.mask.shape[2] == 1
     if span.mask is not None and is_of_keys and not span.causal and span.window is None:
         return _never_alone(span.mask)
-    # Queries and keys of a document are aligned at its end, as in flash attention.
+    # Places count from the end of a document, as in flash attention.
     query, query_left = _places(span.borders, num_sequences, seq_length, device)
     key, key_left = _places(keys.borders, num_sequences, keys.seq_length, device)
-    distance = key_left[:, None, :] - query_left[:, :, None]
+    distance = key_left[:, None, :] - query_left[:, :, None] + keys.behind
     seen = query[:, :, None] == key[:, None, :]
     if span.causal:
         seen = seen & (distance >= 0)

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.token_module import IGNORED, TokenModule
@@ -80,11 +82,21 @@ class CausalLM(TokenModule):
             tokens: Token ids.
             labels: Id of the token that follows each token, or -100.
             label_smoothing: Probability spread evenly over the vocabulary.
-            lengths: Lengths of the documents of each row; None means one document (tokens).
+            lengths: Lengths of the documents of each row; None means one document (tokens). Rows of
+                documents may have any length: they are padded where cp or sequence parallelism
+                divides them.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
-        span = None if lengths is None else AttentionSpan(lengths)
-        return self.model(tokens, labels, label_smoothing, IGNORED, span=span)
+        if lengths is None:
+            return self.model(tokens, labels, label_smoothing, IGNORED)
+        # What follows the last document is a document of its own, so it may be longer.
+        length = tokens.shape[1]
+        extra = -length % length_multiple(self.model.mesh)
+        tokens = F.pad(tokens, (0, extra))
+        if labels is not None:
+            labels = F.pad(labels, (0, extra), value=IGNORED)
+        span = AttentionSpan(lengths)
+        return self.model(tokens, labels, label_smoothing, IGNORED, span=span)[:, :length]
 
     @override
     def training_step(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import prepared
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -25,7 +26,13 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt_block import attention_kind, build_block, build_norm
+from lightning_megatron.models.gpt_block import (
+    attention_kind,
+    build_block,
+    build_norm,
+    context_choice,
+)
+from lightning_megatron.models.gpt_inputs import laid_out, one_of
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
 from lightning_megatron.models.layered import single_mesh as single_mesh
@@ -64,6 +71,8 @@ class GPT(LayeredModule):
         self._rotary = RotaryTables(
             config.rotary_size, config.rotary_base, config.rotary_scaling, self.mesh.cp
         )
+        #: Transport of attention over cp in all layers.
+        self.context = context_choice(config, self.mesh)
         #: List to which a call appends the input of each layer and the output of the last norm, or
         #: None.
         self.hidden_states: list[Tensor] | None = None
@@ -154,7 +163,7 @@ class GPT(LayeredModule):
         embeddings: Tensor | None,
     ) -> Any:
         """Return what :meth:`_leave` makes of the last layer's output; see :meth:`forward`."""
-        given = _one_of(tokens, embeddings)
+        given = one_of(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()
         self.config.check_seq_length(
@@ -162,18 +171,19 @@ class GPT(LayeredModule):
             self.mesh.tp.size if self.mesh.sequence_parallel else 1,
             self.mesh.cp.size,
         )
-        if span is not None:
-            span.check_shape(*given.shape[:2])
-            span = span.laid_out(given.shape[0], given.shape[1], given.device)
+        span = laid_out(span, given, self.mesh, self.context)
         self._advance_own_streams(given.device)
         if self.cursor is None or not self.cursor.probe:
             self._check_tokens(given.shape[0] * given.shape[1])
+
+        rows = span or AttentionSpan()
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
             like = self._stream_like(given, embeddings) if hidden is None else hidden
             values = {
                 "tokens": tokens,
-                "positions": None if span is None else span.positions,
+                "positions": rows.positions,
+                "cut": rows.cut,
                 "vectors": embeddings,
                 "hidden": hidden,
                 "labels": labels,
@@ -212,10 +222,10 @@ class GPT(LayeredModule):
         self, chunk: int, like: Tensor, shape: torch.Size, span: AttentionSpan | None
     ) -> dict[str, Any]:
         """Return the rotary tables and the spans of a chunk's layers by name."""
-        positions = None if span is None else span.positions
+        rows = span or AttentionSpan()
         has_rotary = self.config.position == "rotary"
         found: dict[str, Any] = {
-            "rotary": self._rotary(shape[1], like, positions) if has_rotary else None
+            "rotary": self._rotary(shape[1], like, rows.positions, rows.cut) if has_rotary else None
         }
         # Layers with the same window share a span.
         for index in self._layers_of_chunk[chunk]:
@@ -223,6 +233,8 @@ class GPT(LayeredModule):
             if span is None and self.mesh.cp.size > 1:
                 # Ranks that see parts of rows need no mask of whole ones.
                 found[name] = None
+            elif span is not None and span.cut is not None:
+                found[name] = replace(span, positions=None)
             elif name not in found:
                 found[name] = prepared(
                     attention_kind(self.config, index).over(span),
@@ -246,7 +258,7 @@ class GPT(LayeredModule):
         return Segment(
             "embedding",
             self._embed,
-            ("tokens", "positions", "vectors"),
+            ("tokens", "positions", "vectors", "cut"),
             ("hidden",),
             scopes=("embedding",),
             modules=(self.embedding,),
@@ -264,14 +276,18 @@ class GPT(LayeredModule):
         return Segment(
             "head",
             self._leave,
-            ("hidden", "labels", "label_smoothing", "ignore_index"),
+            ("hidden", "labels", "label_smoothing", "ignore_index", "cut"),
             ("result",),
             scopes=("head",),
             modules=tuple(part for part in (self.final_norm, head) if part is not None),
         )
 
     def _embed(
-        self, tokens: Tensor | None, positions: Tensor | None, vectors: Tensor | None
+        self,
+        tokens: Tensor | None,
+        positions: Tensor | None,
+        vectors: Tensor | None,
+        cut: DocumentCut | None,
     ) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
@@ -282,7 +298,7 @@ class GPT(LayeredModule):
                 index = torch.arange(given.shape[1], device=given.device)
                 positions = index.expand(given.shape[:2])
             tokens, positions, vectors = (
-                None if one is None else own_part(one, cp, 1)
+                None if one is None else own_part(one, cp, 1, cut)
                 for one in (tokens, positions, vectors)
             )
         return self.embedding(tokens, positions=positions, vectors=vectors)
@@ -299,17 +315,22 @@ class GPT(LayeredModule):
         return super()._run_layer(name, hidden, rotary, rows)
 
     def _leave(
-        self, hidden: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        label_smoothing: float,
+        ignore_index: int,
+        cut: DocumentCut | None,
     ) -> Any:
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         self._keep(hidden)
         if labels is None:
-            return self._result(self.logits(hidden), None)
-        targets = Targets(labels, label_smoothing, ignore_index)
+            return self._result(self.logits(hidden), None, cut)
+        targets = Targets(labels, label_smoothing, ignore_index, cut)
         chunk = self.tokens_at_once(labels.numel() // self.mesh.cp.size)
         if chunk is None:
-            return self._result(self.logits(hidden), targets)
+            return self._result(self.logits(hidden), targets, cut)
         return self._chunked_result(hidden, targets, chunk)
 
     def tokens_at_once(self, num_tokens: int) -> int | None:
@@ -348,11 +369,11 @@ class GPT(LayeredModule):
         )
         return self.embedding.word.weight
 
-    def _result(self, logits: Tensor, targets: Targets | None) -> Any:
+    def _result(self, logits: Tensor, targets: Targets | None, cut: DocumentCut | None) -> Any:
         vocab_size = self.config.vocab_size
         if targets is None:
             full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
-            return joined_parts(full, self.mesh.cp).transpose(0, 1)
+            return joined_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
         return targets.losses(logits, self.mesh, vocab_size)
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
@@ -364,13 +385,3 @@ class GPT(LayeredModule):
 def _rows_of(window: int | None) -> str:
     """Return the name of the span of layers with a window."""
     return "rows" if window is None else f"rows.{window}"
-
-
-def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
-    given = embeddings if tokens is None else tokens
-    if given is None or (tokens is not None and embeddings is not None):
-        raise UnsupportedError(
-            f"GPT takes either tokens or embeddings: {'neither' if given is None else 'both'} were "
-            "given. Both describe the same input. Pass one of them."
-        )
-    return given

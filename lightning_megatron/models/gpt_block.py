@@ -15,6 +15,7 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.context_transport import ContextChoice, choose_context_transport
 
 
 def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
@@ -27,6 +28,18 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
 def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
     """Return the attention of the block with index ``index`` over whole rows."""
     return AttentionSpan(window=config.window_of(index), scale=config.attention_scale)
+
+
+def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
+    """Return the transport of attention over cp in all layers of a model.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+    """
+    heads, kv_heads = (one // mesh.tp.size for one in (config.num_heads, config.kv_heads))
+    sizes = mesh.cp.size, heads, max(1, kv_heads)
+    return choose_context_transport(mesh.context, *sizes, config.attention_dropout)
 
 
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.shapes import Float, Int
 
@@ -21,11 +22,13 @@ class Targets:
         labels: Id of the token that follows each token, or ``ignore_index``.
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss is zero.
+        cut: Cut of packed documents over cp; None means that rows are cut.
     """
 
     labels: Int[Tensor, "batch seq"]
     label_smoothing: float
     ignore_index: int
+    cut: DocumentCut | None = None
 
     def losses(
         self, logits: Float[Tensor, "seq_part batch vocab_local"], mesh: ParallelMesh, vocab: int
@@ -41,14 +44,14 @@ class Targets:
         """
         losses = vocab_parallel_cross_entropy(
             logits,
-            own_part(self.labels, mesh.cp, 1).t(),
+            own_part(self.labels, mesh.cp, 1, self.cut).t(),
             mesh,
             vocab,
             self.label_smoothing,
             self.ignore_index,
             overwrite_logits=True,
         )
-        return joined_parts(losses, mesh.cp).t().contiguous()
+        return joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
 
     def chunked_losses(
         self,
@@ -72,11 +75,11 @@ class Targets:
         losses = chunked_cross_entropy(
             hidden,
             weight,
-            own_part(self.labels, mesh.cp, 1).t(),
+            own_part(self.labels, mesh.cp, 1, self.cut).t(),
             mesh,
             vocab,
             chunk,
             self.label_smoothing,
             self.ignore_index,
         )
-        return joined_parts(losses, mesh.cp).t().contiguous()
+        return joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()

@@ -153,7 +153,11 @@ class ContextCut:
                 offset = (query_piece - key_piece) * half
                 if offset < 0 or offset - half + 1 >= window:
                     continue
-                rows = range(i * half, (i + 1) * half), range(j * half, (j + 1) * half)
+                # The last queries are beyond the window of all keys, the first keys behind that of
+                # all queries. Without these the last query has the last key in its window.
+                far = max(0, offset - window + 1)
+                rows = range(i * half, (i + 1) * half - far), range(j * half + far, (j + 1) * half)
+                offset -= far
                 if offset >= half and offset + half <= window:
                     yield AttentionBlock(*rows)
                 else:

@@ -2,68 +2,118 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_parts import backward_part, forward_part, is_flash
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.partial_attention import (
-    PartialSum,
-    add_blocks,
-    add_gradients,
+from lightning_megatron.layers.context_parallel.blocks import (
+    Block,
+    add_at,
+    gathered_blocks,
+    ring_blocks,
+    taken,
 )
+from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
+from lightning_megatron.layers.context_parallel.sequence_order import in_rank_order
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 S, B, D, CP = 512, 2, 64, 4
+SPANS = {
+    "whole rows": AttentionSpan(),
+    "a window that ends inside a piece": AttentionSpan(window=100),
+    "a window over several pieces": AttentionSpan(window=200),
+    "odd documents, some shorter than the ranks": AttentionSpan.packed(
+        [[301, 3, 1, 0, 77], [130, 129]], S
+    ),
+    "documents and a window": AttentionSpan(window=100).over(
+        AttentionSpan.packed([[301, 3, 1, 0, 77], [130, 129]], S)
+    ),
+    "to both sides": AttentionSpan(causal=False),
+}
+
+
+def cut_over(span: AttentionSpan, rank: int) -> AttentionSpan:
+    """Return the span with the cut of its documents."""
+    if span.borders is None:
+        return span
+    cut = DocumentCut.of(span.borders, B, S, CP, rank, longest=span.longest)
+    return replace(span, cut=cut)
+
+
+def visits(
+    span: AttentionSpan, rank: int, parts: list[Tensor], is_gathered: bool
+) -> list[tuple[Tensor, list[Block]]]:
+    """Return the rows of the keys that a rank meets, with the blocks that they are in."""
+    if is_gathered:
+        everywhere = torch.arange(S, device="cuda")[:, None].expand(S, B)
+        return [(everywhere, gathered_blocks(span, S // CP, CP, rank))]
+    return list(zip(parts, ring_blocks(span, S // CP, CP, rank), strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("name", list(SPANS))
 @pytest.mark.parametrize("is_gathered", [False, True])
-def test_blocks_in_half_precision_add_up(
-    kv_heads: int, window: int | None, is_gathered: bool
-) -> None:
+def test_blocks_in_half_precision_add_up(kv_heads: int, name: str, is_gathered: bool) -> None:
     """The ring of four ranks, one rank after the other in this process, against float64."""
+    span = SPANS[name].laid_out(B, S, torch.device("cuda"))
+    if span.borders is not None and span.window is not None and not is_gathered:
+        pytest.skip("documents with a window are gathered")
     torch.manual_seed(0)
     shapes = [(S, B, heads, D) for heads in (8, kv_heads, kv_heads)]
     full = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     exact = [one.double().requires_grad_() for one in full]
-    expected = attend(*exact, AttentionSpan(window=window))
+    expected = attend(*exact, span)
     grad = torch.randn_like(expected)
     expected.backward(grad)
 
-    cut = ContextCut(CP, S)
-    rows = [torch.tensor(cut.positions(rank), device="cuda") for rank in range(CP)]
+    spans = [cut_over(span, rank) for rank in range(CP)]
+    index = torch.arange(S, device="cuda")[:, None].expand(S, B).contiguous()
+    parts = list(in_rank_order(index, spans[0].cut or ContextCut(CP, S)).chunk(CP))
     sums = [torch.zeros(shape, device="cuda") for shape in shapes]
-    for rank, own in enumerate(rows):
-        query = full[0][own]
-        if is_gathered:
-            index = torch.arange(S, device="cuda")
-            visits = [(index, cut.gathered_blocks(rank, True, window))]
-        else:
-            visits = [
-                (rows[source], cut.ring_blocks(rank, source, True, window)) for source in range(CP)
-            ]
+    for rank, own in enumerate(parts):
+        query = taken(full[0], own.t())
+        met = visits(spans[rank], rank, parts, is_gathered)
         total = PartialSum(query)
-        for at, blocks in visits:
-            add_blocks(total, query, full[1][at], full[2][at], blocks, D**-0.5)
-        out = total.out.bfloat16()
-        found = out.permute(2, 0, 1, 3).flatten(2).double()
-        torch.testing.assert_close(found, expected[own], rtol=0, atol=0.02)
-        own_grad = grad[own].bfloat16().unflatten(-1, (8, D)).permute(1, 2, 0, 3)
+        for at, blocks in met:
+            keys, values = (taken(one, at.t()) for one in full[1:])
+            for one in blocks:
+                rows = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
+                assert is_flash(rows[0], one.span, one.key_rows), "no block stores scores"
+                total.add(one.queries, *forward_part(*rows, one.span, one.key_rows))
+        out, lse = total.out.bfloat16(), total.log_sum
+        whole = taken(expected, own.t())
+        torch.testing.assert_close(out.flatten(2).double(), whole, rtol=0, atol=0.02)
+        own_grad = taken(grad, own.t()).bfloat16().unflatten(-1, (8, D))
         of_query = torch.zeros(query.shape, device="cuda")
-        for at, blocks in visits:
-            keys, values = full[1][at], full[2][at]
+        for at, blocks in met:
+            keys, values = (taken(one, at.t()) for one in full[1:])
             shares = [torch.zeros(keys.shape, device="cuda") for _ in range(2)]
-            both = of_query, shares[0], shares[1]
-            parts = query, keys, values, out, total.log_sum
-            add_gradients(both, own_grad, *parts, blocks, D**-0.5)
-            sums[1].index_add_(0, at, shares[0])
-            sums[2].index_add_(0, at, shares[1])
-        sums[0][own] = of_query
-    for found, whole in zip(sums, exact, strict=True):
-        assert whole.grad is not None
-        error = (found - whole.grad).norm() / whole.grad.norm()
+            for one in blocks:
+                found = backward_part(
+                    taken(own_grad, one.queries),
+                    taken(query, one.queries),
+                    taken(keys, one.keys),
+                    taken(values, one.keys),
+                    taken(out, one.queries),
+                    taken(lse.permute(2, 0, 1), one.queries).permute(1, 2, 0),
+                    one.span,
+                    one.key_rows,
+                )
+                add_at(of_query, one.queries, found[0])
+                add_at(shares[0], one.keys, found[1])
+                add_at(shares[1], one.keys, found[2])
+            add_at(sums[1], at.t(), shares[0])
+            add_at(sums[2], at.t(), shares[1])
+        add_at(sums[0], own.t(), of_query)
+    for found, one in zip(sums, exact, strict=True):
+        assert one.grad is not None
+        error = (found - one.grad).norm() / one.grad.norm()
         assert float(error) < 0.01

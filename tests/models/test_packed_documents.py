@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -20,6 +21,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.graphs.trained import counted_replays
@@ -44,8 +46,9 @@ CONFIGS = {
         **SIZES, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
     ),
 }
-#: Sizes of the layout, sequence parallelism, recomputation and configuration.
-LAYOUTS: list[tuple[dict[str, int], bool, str, str]] = [
+#: Sizes of the layout, with the transport over cp; sequence parallelism, recomputation and
+#: configuration.
+LAYOUTS: list[tuple[dict[str, Any], bool, str, str]] = [
     ({"pp": 4}, False, "none", "rotary"),
     ({"pp": 4}, False, "full", "learned, windows"),
     ({"pp": 2, "vpp": 2, "tp": 2}, True, "selective", "rotary"),
@@ -53,6 +56,13 @@ LAYOUTS: list[tuple[dict[str, int], bool, str, str]] = [
     ({"tp": 4}, True, "full", "rotary"),
     ({"ep": 2}, False, "none", "experts"),
     ({"ep": 4}, False, "experts", "experts"),
+    ({"cp": 2}, False, "none", "rotary"),
+    ({"cp": 4, "transport": "ring"}, False, "selective", "rotary"),
+    ({"cp": 4, "transport": "ring"}, False, "none", "learned, windows"),
+    ({"cp": 4, "transport": "all_gather"}, False, "full", "learned, windows"),
+    ({"cp": 4, "transport": "hierarchical"}, False, "none", "rotary"),
+    ({"cp": 2, "tp": 2, "transport": "ring"}, True, "none", "rotary"),
+    ({"cp": 2, "pp": 2, "vpp": 2, "transport": "ring"}, False, "none", "learned, windows"),
 ]
 
 
@@ -91,8 +101,11 @@ def check_layouts(rank: int, size: int) -> int:
     torch.set_default_dtype(torch.float64)
     for sizes, is_sharded, recompute, name in LAYOUTS:
         what = f"{name} {sizes} sp={is_sharded} recompute={recompute}"
+        sizes = {"transport": "auto", **sizes}
+        transport = sizes.pop("transport")
         layout = ParallelLayout(size, **sizes)
-        mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=is_sharded)
+        links = ContextLinks.of(transport, layout, size)
+        mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=is_sharded, context=links)
         weights, losses, logits, gradients = alone(name)
         model = GPT(CONFIGS[name], mesh, seed=1)
         model.recompute = recompute
@@ -109,6 +122,11 @@ def check_layouts(rank: int, size: int) -> int:
         assert_equal(found[counts], losses[counts], f"{what}: losses")
         # Ranks that share experts sum the gradients of their equal rows.
         if "ep" not in sizes:
+            for p in model.parameters():
+                # The mean over cp, whose ranks are data ranks.
+                if mesh.cp.size > 1 and p.grad is not None:
+                    dist.all_reduce(p.grad, group=mesh.cp.group)
+                    p.grad /= mesh.cp.size
             names = {key for key, _ in model.named_parameters()}
             own = {key: one for key, one in gradients.items() if key in names}
             assert_same_gradients(model, mesh, own, what)
@@ -121,23 +139,35 @@ def test_documents_are_what_they_are_alone_on_four_stages_and_in_other_layouts()
 
 
 class Packed(Dataset):
-    """Give rows whose documents change from row to row, in equally many lengths."""
+    """Give rows whose documents change from row to row, in equally many lengths.
+
+    The length of the rows is no multiple of what cp asks for.
+    """
+
+    length = 13
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(V, (S + 1,), generator=generator)
+        tokens = torch.randint(V, (self.length + 1,), generator=generator)
         first = 1 + index % 7
-        lengths = torch.tensor([first, 8 - first, index % 8, 0])
+        lengths = torch.tensor([first, 8 - first, index % 6, 0])
         return {"tokens": tokens[:-1], "labels": tokens[1:], "lengths": lengths}
 
 
-def trained(graphs: CudaGraphs | None, recompute: str) -> Fit:
+def trained(
+    graphs: CudaGraphs | None,
+    recompute: str,
+    devices: int = 1,
+    layout: dict[str, Any] | None = None,
+) -> Fit:
+    """Fit a GPT with windows in some layers on packed rows."""
     seed_everything(3, verbose=False)
     found = Fit("" if graphs is None else graphs.mode)
-    strategy = MegatronStrategy(microbatch_size=2, recompute=recompute, cuda_graphs=graphs)
+    options = {"microbatch_size": 2, "recompute": recompute, **(layout or {})}
+    strategy = MegatronStrategy(cuda_graphs=graphs, **options)
     if graphs is not None:
         strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     # On a CPU alone the host checks learned positions and reads numbers of tokens.
@@ -145,9 +175,9 @@ def trained(graphs: CudaGraphs | None, recompute: str) -> Fit:
     module = CausalLM(config, learning_rate=0.01, warmup_steps=0, token_weighted=False)
     with counted_replays() as replays:
         Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, precision="64-true", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[Watch(found)], max_steps=5,
+            accelerator="cpu", devices=devices, strategy=strategy, precision="64-true",
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[Watch(found)], max_steps=5,
         ).fit(module, DataLoader(Packed(), batch_size=4))  # fmt: skip
     found.replays = dict(replays)
     return found

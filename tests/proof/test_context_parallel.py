@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron import CudaGraphs
+from tests.models.test_packed_documents import trained
 from tests.proof import test_hugging_face as hugging_face
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import STEPS, Job, Report, train, train_all
-from tests.strategy.graph_fits import FULL, SEGMENTS, fit
+from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -62,6 +64,7 @@ class Found:
     continued: dict[str, Report]
     fine_tuned: dict[str, hugging_face.Report]
     differences: dict[str, list[str]]
+    packed: dict[str, Fit]
 
 
 #: Checkpoints of one layout that another one continues.
@@ -78,6 +81,15 @@ GRAPHS = {
     "segments, ring": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
     "segments, pp2": (SEGMENTS, {"cp": 2, "pp": 2, "cp_transport": "all_gather"}),
     "full, all_to_all": (FULL, {"cp": 2}),
+}
+#: Rows of documents, whose length is no multiple of 2 cp.
+PACKED: dict[str, tuple[CudaGraphs | None, dict[str, Any]]] = {
+    "cp4": (None, {"cp": 4}),
+    "cp4 ring": (None, {"cp": 4, "cp_transport": "ring"}),
+    "cp2 pp2 ring": (None, {"cp": 2, "pp": 2, "cp_transport": "ring"}),
+    "cp2 tp2+sp all_gather": (None, {"cp": 2, "tp": 2, "cp_transport": "all_gather"}),
+    "cp4 ring, segments": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
+    "cp4 hierarchical, full": (FULL, {"cp": 4, "cp_transport": "hierarchical"}),
 }
 
 
@@ -97,7 +109,11 @@ def run_all(rank: int, size: int, folder: Path, models: Path) -> Found:
         by_graphs = fit(graphs, size, layout)
         assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
         differences[name] = by_graphs.differences_from(fit(None, size, layout))
-    return Found(train_all(rank, size, jobs(), str(folder)), continued, tuned, differences)
+    packed = {
+        name: trained(graphs, "none", size, layout) for name, (graphs, layout) in PACKED.items()
+    }
+    reports = train_all(rank, size, jobs(), str(folder))
+    return Found(reports, continued, tuned, differences, packed)
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +172,23 @@ def test_an_unchanged_hugging_face_module_trains_as_one_process(name, ranks, mod
 @pytest.mark.parametrize("name", list(GRAPHS))
 def test_graphs_compute_the_bits_of_eager_steps(name, ranks):
     assert [found.differences[name] for found in ranks] == [[]] * 4
+
+
+@pytest.fixture(scope="module")
+def packed_twin() -> Fit:
+    """Train on rows of documents in this process."""
+    return trained(None, "none")
+
+
+@pytest.mark.parametrize("name", list(PACKED))
+def test_rows_of_documents_train_as_in_one_process(name, ranks, packed_twin):
+    close = {"rtol": 0, "atol": 1e-10}
+    for found in ranks:
+        fit = found.packed[name]
+        assert PACKED[name][0] is None or fit.num_graphs[-1] > 0
+        if fit.losses:
+            losses = torch.tensor(fit.losses), torch.tensor(packed_twin.losses)
+            torch.testing.assert_close(*losses, **close)
+        for key, weight in fit.weights.items():
+            torch.testing.assert_close(weight, packed_twin.weights[key], **close)
+    assert len(set(packed_twin.losses)) == 5

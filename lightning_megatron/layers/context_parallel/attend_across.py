@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
@@ -14,9 +14,10 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
     hierarchical_attention,
+    of_own_heads,
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
-from lightning_megatron.plan.context import split_heads_over
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context_transport import ContextChoice, ContextTransport
 from lightning_megatron.shapes import Float
 
@@ -45,26 +46,56 @@ def attend_across(
         dropout: Probability that an attention weight is dropped; 0 outside training.
 
     Raises:
-        UnsupportedError: If a transport that computes in parts was asked for and the span has more
-            than a window.
+        UnsupportedError: If a transport that computes in parts was asked for and the span has a
+            mask, a prefix or a window to both sides.
 
     Communication: that of the transport, over cp.
     """
     transport = _transport_of(span, mesh, choice)
     if transport == "all_to_all":
-        share = split_heads_over(query.shape[2], mesh.cp.size)[mesh.cp.rank]
-        if span.sinks is not None:
-            span = replace(span, sinks=span.sinks[share.start : share.stop])
+        whole = replace(of_own_heads(span, query.shape[2], mesh.cp), cut=None)
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, key, value, span, dropout=dropout)
+            return attend(query, key, value, whole, dropout=dropout)
 
-        return exchanged_attention(query, key, value, mesh.cp, core)
-    kind: dict[str, Any] = {name: getattr(span, name) for name in ("causal", "window", "scale")}
+        return exchanged_attention(query, key, value, mesh.cp, core, span.cut)
     if transport == "hierarchical":
-        return hierarchical_attention(query, key, value, mesh.cp_inner, mesh.cp_outer, **kind)
+        return hierarchical_attention(query, key, value, mesh.cp_inner, mesh.cp_outer, span)
     by_axis = ring_attention if transport == "ring" else gathered_attention
-    return by_axis(query, key, value, mesh.cp, **kind)
+    return by_axis(query, key, value, mesh.cp, span)
+
+
+def cut_documents(
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    mesh: ParallelMesh,
+    choice: ContextChoice,
+) -> AttentionSpan:
+    """Return a span with the cut of its documents, if the layers compute attention in parts.
+
+    Every position is then given, because a rank's tokens are no neighbours. Without documents, or
+    with heads divided during the attention, rows are cut.
+
+    Args:
+        span: Documents of the rows, laid out.
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+        mesh: Process groups of this rank.
+        choice: Transport of the layers.
+    """
+    if span.borders is None or span.cut is not None or choice.transport == "all_to_all":
+        return span
+    positions = span.positions
+    if positions is None:
+        index = torch.arange(seq_length, device=span.borders.device)
+        positions = index.expand(num_sequences, -1)
+    cut = DocumentCut.of(
+        *(span.borders, num_sequences, seq_length, mesh.cp.size, mesh.cp.rank),
+        longest=span.longest,
+        inner=mesh.cp_inner.size if choice.transport == "hierarchical" else 1,
+    )
+    return replace(span, positions=positions, cut=cut)
 
 
 def _transport_of(
@@ -72,17 +103,17 @@ def _transport_of(
 ) -> ContextTransport:
     if choice.transport == "all_to_all":
         return "all_to_all"
-    parts = (span.mask, span.prefix, span.lengths, span.borders, span.soft_cap, span.sinks)
-    needs_rows = any(part is not None for part in parts)
-    # Windows without causality reach to both sides, which the plans of parts do not know.
+    # Keys behind the queries, which the parts leave out: those of a prefix or of a window that
+    # reaches to both sides, and what a mask of all pairs says of them.
+    needs_rows = span.mask is not None or span.prefix is not None
     needs_rows |= span.window is not None and not span.causal
     if mesh.context.transport == "auto":
-        # Kernels for whole rows take windows; parts of windows would need masks.
+        # A window leaves a rank few keys to wait for, and kernels for whole rows skip the others.
         return "all_to_all" if needs_rows or span.window is not None else choice.transport
     if needs_rows:
         raise UnsupportedError(
-            f"cp_transport {choice.transport!r} cannot be used with padding, packed documents, "
-            "soft caps or sinks, because its ranks see only parts of the rows. Use 'all_to_all' or "
-            "'auto'."
+            f"cp_transport {choice.transport!r} cannot be used with a mask of padding between "
+            "tokens, a prefix, or a window to both sides, because its ranks see only parts of the "
+            "rows. Use 'all_to_all' or 'auto', or describe padding by the lengths of documents."
         )
     return choice.transport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_to_all_rows
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.ring import ring_attention
 from lightning_megatron.layers.context_parallel.sequence_order import (
     in_rank_order,
     in_sequence_order,
 )
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut, kv_heads_of, split_heads_over
 from lightning_megatron.shapes import Float
 
@@ -28,6 +31,7 @@ def exchanged_attention(
     value: Float[Tensor, "seq_part batch kv_heads head_dim"],
     axis: MeshAxis,
     core: Core,
+    documents: DocumentCut | None = None,
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention with the heads divided among the ranks and all positions on each of them.
 
@@ -45,11 +49,12 @@ def exchanged_attention(
         axis: Ranks that share the sequence, in the order of the cut.
         core: Attention of some heads, called with ``(seq, batch, heads, head_dim)`` in the order
             of the sequence; its result is ``(seq, batch, heads * head_dim)``.
+        documents: Cut of packed documents over the ranks; None means that rows are cut.
 
     Communication: two all-to-alls forward, two backward.
     Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
     """
-    cut = ContextCut(axis.size, axis.size * query.shape[0])
+    cut = documents or ContextCut(axis.size, axis.size * query.shape[0])
     return _exchanged(query, key, value, axis, core, cut, range(axis.size))
 
 
@@ -59,10 +64,7 @@ def hierarchical_attention(
     value: Float[Tensor, "seq_part batch kv_heads head_dim"],
     inner: MeshAxis,
     outer: MeshAxis,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
+    span: AttentionSpan,
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention with an all-to-all over neighbours and a ring across them.
 
@@ -77,22 +79,37 @@ def hierarchical_attention(
         value: Values of this rank's pieces.
         inner: Neighbouring ranks of the cut, such as those of one host.
         outer: Ranks with the same place among their neighbours.
-        causal: Whether a position attends only to itself and to earlier positions.
-        window: Number of positions that a query attends to, itself included; None means all
-            (tokens).
-        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+        span: Who attends to whom in whole rows; a cut of documents has an outer one.
 
     Communication: two all-to-alls over ``inner`` and a ring over ``outer``, forward and backward.
     Source: Fang and Zhao 2024 (unified sequence parallelism).
     """
     size = inner.size * outer.size
-    cut = ContextCut(size, size * query.shape[0])
+    cut = span.cut or ContextCut(size, size * query.shape[0])
     first = outer.rank * inner.size
 
+    own = of_own_heads(span, query.shape[2], inner)
+    if span.cut is not None:
+        own = replace(own, cut=span.cut.outer)
+
     def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring_attention(query, key, value, outer, causal=causal, window=window, scale=scale)
+        return ring_attention(query, key, value, outer, own)
 
     return _exchanged(query, key, value, inner, core, cut, range(first, first + inner.size))
+
+
+def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSpan:
+    """Return the span of the heads that this rank has during the attention.
+
+    Args:
+        span: Span of all heads.
+        heads: Query heads that are divided (heads).
+        axis: Ranks that divide the heads.
+    """
+    if span.sinks is None:
+        return span
+    share = split_heads_over(heads, axis.size)[axis.rank]
+    return replace(span, sinks=span.sinks[share.start : share.stop])
 
 
 def _exchanged(
@@ -101,7 +118,7 @@ def _exchanged(
     value: Tensor,
     axis: MeshAxis,
     core: Core,
-    cut: ContextCut,
+    cut: ContextCut | DocumentCut,
     ranks: range,
 ) -> Tensor:
     heads = query.shape[2]

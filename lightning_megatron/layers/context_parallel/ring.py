@@ -12,14 +12,23 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
-from lightning_megatron.layers.context_parallel.partial_attention import (
-    PartialSum,
-    add_blocks,
-    add_gradients,
-    dtype_of_sums,
+from lightning_megatron.layers.attention_parts import (
+    add_sinks,
+    backward_part,
+    forward_part,
+    gradient_of_sinks,
 )
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.blocks import (
+    Block,
+    add_at,
+    gathered_blocks,
+    ring_blocks,
+    taken,
+)
+from lightning_megatron.layers.context_parallel.partial_sum import PartialSum, dtype_of_sums
 from lightning_megatron.layers.context_parallel.sequence_order import in_sequence_order
-from lightning_megatron.plan.context import AttentionBlock, ContextCut
+from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float
 
 
@@ -28,19 +37,19 @@ def ring_attention(
     key: Float[Tensor, "seq_part batch kv_heads head_dim"],
     value: Float[Tensor, "seq_part batch kv_heads head_dim"],
     axis: MeshAxis,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
+    span: AttentionSpan,
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention over a whole sequence whose parts lie on the ranks of an axis.
 
     Each rank holds two pieces of the sequence, as in
-    :class:`~lightning_megatron.plan.context.ContextCut`. In ``axis.size`` steps it meets the keys
-    and values of every rank: while it computes with those of one rank, those of the next are on
-    their way. The partial results are summed as in
-    :class:`~lightning_megatron.layers.context_parallel.partial_attention.PartialSum`. Backward
-    sends keys and values around once more, and their gradients after them.
+    :class:`~lightning_megatron.plan.context.ContextCut`, or of every document, as in
+    :class:`~lightning_megatron.layers.document_cut.DocumentCut`. In ``axis.size`` steps it meets
+    the keys and values of every rank: while it computes with those of one rank, those of the next
+    are on their way. The partial results are summed as in
+    :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. Backward sends keys
+    and values around once more, and their gradients after them. Documents with a window gather
+    their keys instead, as :func:`gathered_attention` does, because the distances of queries and
+    keys in a block differ by document.
 
     Equal to ``layers.attention_core.attend`` of the whole sequence, up to the order of sums.
 
@@ -49,19 +58,17 @@ def ring_attention(
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
         axis: Ranks that share the sequence, in the order of the cut.
-        causal: Whether a position attends only to itself and to earlier positions.
-        window: Number of positions that a query attends to, itself included; None means all
-            (tokens).
-        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+        span: Who attends to whom in whole rows: causality, window, soft cap, sinks, scale, and
+            documents with their cut over the axis.
 
     Communication: forward ``axis.size - 1`` exchanges with both neighbours, of keys and values;
         backward the same, and ``axis.size`` exchanges of their gradients in at least float32.
     Source: Liu et al. 2023 (ring attention); Brandon et al. 2023 (balanced causal work).
     """
-    cut = ContextCut(axis.size, axis.size * query.shape[0])
-    blocks = [cut.ring_blocks(axis.rank, source, causal, window) for source in range(axis.size)]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Ring.apply(query, torch.stack((key, value)), axis, blocks, scale)
+    if span.cut is not None and span.window is not None:
+        return gathered_attention(query, key, value, axis, span)
+    blocks = ring_blocks(span, query.shape[0], axis.size, axis.rank)
+    return _attend(query, torch.stack((key, value)), span.sinks, axis, blocks)
 
 
 def gathered_attention(
@@ -69,10 +76,7 @@ def gathered_attention(
     key: Float[Tensor, "seq_part batch kv_heads head_dim"],
     value: Float[Tensor, "seq_part batch kv_heads head_dim"],
     axis: MeshAxis,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
+    span: AttentionSpan,
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention of this rank's queries to the gathered keys and values of all ranks.
 
@@ -84,60 +88,91 @@ def gathered_attention(
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
         axis: Ranks that share the sequence, in the order of the cut.
-        causal: Whether a position attends only to itself and to earlier positions.
-        window: Number of positions that a query attends to, itself included; None means all
-            (tokens).
-        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+        span: Who attends to whom in whole rows, as for :func:`ring_attention`.
 
     Communication: an all-gather of keys and values forward, a reduce-scatter of their gradients
         backward.
     """
-    cut = ContextCut(axis.size, axis.size * query.shape[0])
-    joined = all_gather_sequence(torch.stack((key, value), dim=1), axis)
-    both = in_sequence_order(joined, cut).transpose(0, 1)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    blocks = cut.gathered_blocks(axis.rank, causal, window)
+    cut = span.cut or ContextCut(axis.size, axis.size * query.shape[0])
+    joined = all_gather_sequence(torch.stack((key, value), dim=2), axis)
+    both = in_sequence_order(joined, cut).movedim(2, 0)
+    blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank)
     # A ring of one rank, which holds all keys.
-    return _Ring.apply(query, both, MeshAxis(axis.name), [blocks], scale)
+    return _attend(query, both, span.sinks, MeshAxis(axis.name), [blocks])
+
+
+def _attend(
+    query: Tensor,
+    both: Tensor,
+    sinks: Tensor | None,
+    axis: MeshAxis,
+    blocks: list[list[Block]],
+) -> Tensor:
+    mixed: Tensor = _Ring.apply(query, both, sinks, axis, blocks)
+    return mixed.flatten(2)
 
 
 class _Ring(torch.autograd.Function):
-    """Attention to the keys and values of all ranks of a ring, one rank after the other."""
+    """Attention to the keys and values of all ranks of a ring, one rank after the other.
+
+    With the output and the logarithms ``l_i`` of the whole sum, the weights
+    ``p_ij = exp(s_ij - l_i)`` are those of attention over all keys. The gradient through a block is
+    therefore exactly its share::
+
+        dv_j += sum_i p_ij do_i
+        ds_ij = p_ij (do_i v_j - do_i o_i)
+        dq_i += scale sum_j ds_ij k_j,  dk_j += scale sum_i ds_ij q_i
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         both: Tensor,
+        sinks: Tensor | None,
         axis: MeshAxis,
-        blocks: list[list[AttentionBlock]],
-        scale: float,
+        blocks: list[list[Block]],
     ) -> Tensor:
         total = PartialSum(query)
         for source, keys, values in _visits(both, axis):
-            add_blocks(total, query, keys, values, blocks[source], scale)
-        out = total.out.to(query.dtype)
-        ctx.save_for_backward(query, both, out, total.log_sum)
+            for one in blocks[source]:
+                parts = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
+                total.add(one.queries, *forward_part(*parts, one.span, one.key_rows))
+        out = total.out
+        log_sum = total.log_sum
+        if sinks is not None:
+            out, log_sum = add_sinks(out, log_sum, sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, both, sinks, out, log_sum)
         ctx.axis = axis
         ctx.blocks = blocks
-        ctx.scale = scale
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, both, out, log_sum = ctx.saved_tensors
-        grad = grads[0].unflatten(-1, query.shape[2:]).permute(1, 2, 0, 3)
+        query, both, sinks, out, log_sum = ctx.saved_tensors
+        grad = grads[0].to(query.dtype)
         dtype = dtype_of_sums(query.dtype)
-        of_query = torch.zeros_like(query, dtype=dtype)
+        of_query = query.new_zeros(query.shape, dtype=dtype)
         arriving: Tensor | None = None
         pending = PendingTransfers()
         for source, keys, values in _visits(both, ctx.axis):
-            of_both = torch.zeros_like(both, dtype=dtype)
-            add_gradients(
-                (of_query, of_both[0], of_both[1]),
-                *(grad, query, keys, values, out, log_sum, ctx.blocks[source], ctx.scale),
-            )
+            of_both = both.new_zeros(both.shape, dtype=dtype)
+            for one in ctx.blocks[source]:
+                shares = backward_part(
+                    taken(grad, one.queries),
+                    taken(query, one.queries),
+                    taken(keys, one.keys),
+                    taken(values, one.keys),
+                    taken(out, one.queries),
+                    taken(log_sum.permute(2, 0, 1), one.queries).permute(1, 2, 0),
+                    one.span,
+                    one.key_rows,
+                )
+                add_at(of_query, one.queries, shares[0])
+                add_at(of_both[0], one.keys, shares[1])
+                add_at(of_both[1], one.keys, shares[2])
             # What the ranks behind this one have added so far for the same keys.
             pending.wait()
             if arriving is not None:
@@ -145,7 +180,8 @@ class _Ring(torch.autograd.Function):
             arriving, pending = _pass_on(of_both, ctx.axis)
         pending.wait()
         assert arriving is not None, "a ring has at least one rank"
-        return of_query.to(query.dtype), arriving.to(both.dtype), None, None, None
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, log_sum, sinks)
+        return of_query.to(query.dtype), arriving.to(both.dtype), of_sinks, None, None
 
 
 def _visits(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:

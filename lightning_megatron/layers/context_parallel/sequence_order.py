@@ -7,12 +7,17 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.plan.context import ContextCut
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.context_parallel.blocks import taken
+from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.plan.context import ContextCut, context_multiple
 from lightning_megatron.shapes import Shaped
 
 
-def own_part(tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0) -> Shaped[Tensor, "..."]:
-    """Return this rank's two pieces of a whole sequence.
+def own_part(
+    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: DocumentCut | None = None
+) -> Shaped[Tensor, "..."]:
+    """Return this rank's two pieces of a whole sequence, or of each of its documents.
 
     Autograd gives the positions of other ranks the gradient zero: each rank computes its own
     positions' share, and the mean over the data ranks, which include those of cp, adds the shares.
@@ -20,19 +25,22 @@ def own_part(tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0) -> Sha
     Args:
         tensor: Tensor with the whole sequence along ``dim``.
         axis: Ranks that share the sequence.
-        dim: Dimension of the sequence.
+        dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
+        cut: Cut of documents; None means that whole sequences are cut.
 
     Raises:
         ParallelPlanError: If the length is not a multiple of twice the ranks.
     """
     if axis.size == 1:
         return tensor
+    if cut is not None:
+        return taken(tensor.transpose(0, dim), cut.order[:, axis.rank]).transpose(0, dim)
     ranges = ContextCut(axis.size, tensor.shape[dim]).ranges(axis.rank)
     return torch.cat([tensor.narrow(dim, rows.start, len(rows)) for rows in ranges], dim)
 
 
 def joined_parts(
-    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0
+    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: DocumentCut | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the whole sequence on every rank, from the two pieces that each rank holds.
 
@@ -43,19 +51,20 @@ def joined_parts(
     Args:
         tensor: This rank's pieces along ``dim``.
         axis: Ranks that share the sequence.
-        dim: Dimension of the sequence.
+        dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
+        cut: Cut of documents; None means that whole sequences are cut.
 
     Communication: an all-gather forward, a reduce-scatter backward.
     """
     if axis.size == 1:
         return tensor
-    cut = ContextCut(axis.size, axis.size * tensor.shape[dim])
     joined = all_gather_sequence(tensor.transpose(0, dim), axis)
-    return in_sequence_order(joined, cut).transpose(0, dim)
+    whole = ContextCut(axis.size, joined.shape[0]) if cut is None else cut
+    return in_sequence_order(joined, whole).transpose(0, dim)
 
 
 def in_sequence_order(
-    joined: Shaped[Tensor, "..."], cut: ContextCut, ranks: range | None = None
+    joined: Shaped[Tensor, "..."], cut: ContextCut | DocumentCut, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
     """Sort the pieces of ranks whose parts were joined along the first dimension.
 
@@ -64,12 +73,16 @@ def in_sequence_order(
         cut: Cut of the whole sequence.
         ranks: Ranks of the cut whose parts these are; None means all.
     """
+    if isinstance(cut, DocumentCut):
+        held = _held_by(cut, ranks)
+        holds_all = held.shape[1] == cut.places.shape[1]
+        return taken(joined, cut.places if holds_all else held.argsort(1))
     pieces = joined.split(cut.piece)
     return torch.cat([pieces[at] for at in cut.sequence_order(ranks)])
 
 
 def in_rank_order(
-    ordered: Shaped[Tensor, "..."], cut: ContextCut, ranks: range | None = None
+    ordered: Shaped[Tensor, "..."], cut: ContextCut | DocumentCut, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the parts of ranks, one after the other; the inverse of :func:`in_sequence_order`.
 
@@ -78,6 +91,26 @@ def in_rank_order(
         cut: Cut of the whole sequence.
         ranks: Ranks of the cut whose parts these are; None means all.
     """
+    if isinstance(cut, DocumentCut):
+        # The place of each row of the parts among the sorted positions of these ranks.
+        held = _held_by(cut, ranks)
+        holds_all = held.shape[1] == cut.places.shape[1]
+        return taken(ordered, held if holds_all else held.argsort(1).argsort(1))
     pieces = ordered.split(cut.piece)
     order = cut.sequence_order(ranks)
     return torch.cat([pieces[order.index(at)] for at in range(len(order))])
+
+
+def length_multiple(mesh: ParallelMesh) -> int:
+    """Return the number that the length of rows must be a multiple of (tokens).
+
+    Args:
+        mesh: Process groups of this rank.
+    """
+    return context_multiple(mesh.cp.size, mesh.tp.size if mesh.sequence_parallel else 1)
+
+
+def _held_by(cut: DocumentCut, ranks: range | None) -> Tensor:
+    """Return the positions that ranks hold, one rank after the other."""
+    ranks = range(cut.size) if ranks is None else ranks
+    return cut.order[:, ranks.start : ranks.stop].flatten(1)

@@ -15,12 +15,13 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts
+from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, length_multiple
+from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_inputs import laid_out
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, padded_span, span_of
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
@@ -52,10 +53,10 @@ class LabelledGPT(GPT):
         return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
 
     @override
-    def _result(self, logits: Tensor, targets: Targets | None) -> Any:
+    def _result(self, logits: Tensor, targets: Targets | None, cut: DocumentCut | None) -> Any:
         if targets is None:
             return None, logits
-        return super()._result(logits, targets), logits
+        return super()._result(logits, targets, cut), logits
 
     @override
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
@@ -131,21 +132,21 @@ class HuggingFaceLM(ReplacedModel):
         _refuse({"past_key_values": past_key_values, **others})
         given = _one_input(input_ids, inputs_embeds)
         length = given.shape[1]
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        shift_labels = _shifted(labels) if shift_labels is None else shift_labels
         packed = PackedRow(cu_seq_lens_q, max_length_q)
         span = span_of(attention_mask, position_ids, packed, given.shape[:2], shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
-            # Attention is causal, so appended positions change no earlier one; drop their results.
+            # Appended positions change no earlier one, and their results are dropped.
             input_ids = pad_batch(input_ids, extra, 0, rows)
             shift_labels = pad_batch(shift_labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             span = padded_span(span, extra, rows)
+        span = self._laid_out(span, _one_input(input_ids, inputs_embeds))
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        from_hidden = self._is_chunked(shift_labels)
-        gather = partial(self._gather, kept=kept, rows=len(given), from_hidden=from_hidden)
+        is_chunked = self._is_chunked(shift_labels)
+        gather = partial(self._gather, kept, len(given), is_chunked, span)
 
         def run() -> tuple[Tensor | None, Tensor]:
             losses, shard = self.gpt(
@@ -159,11 +160,13 @@ class HuggingFaceLM(ReplacedModel):
         if not output_hidden_states:
             loss, shard = run()
             return CausalLMOutput(loss, lambda: gather(shard))
-        (loss, shard), states = self._with_states(run)
+        (loss, shard), states = self._with_states(run, span)
         states = tuple(one[: len(given), :length] for one in states)
         return CausalLMOutput(loss, lambda: gather(shard), states)
 
-    def _with_states(self, run: Callable[[], T]) -> tuple[T, tuple[Tensor, ...]]:
+    def _with_states(
+        self, run: Callable[[], T], span: AttentionSpan | None
+    ) -> tuple[T, tuple[Tensor, ...]]:
         """Run the model and return the hidden states of all its layers too."""
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
@@ -177,7 +180,8 @@ class HuggingFaceLM(ReplacedModel):
             result = run()
         finally:
             gpt.hidden_states = None
-        return result, tuple(whole_sequences(one, gpt.mesh) for one in states)
+        cut = None if span is None else span.cut
+        return result, tuple(whole_sequences(one, gpt.mesh, cut) for one in states)
 
     def _from_last_stage(
         self,
@@ -207,11 +211,12 @@ class HuggingFaceLM(ReplacedModel):
             broadcast_(loss, pp, loss_stage)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
+    def _laid_out(self, span: AttentionSpan | None, given: Tensor) -> AttentionSpan | None:
+        return laid_out(span, given, self.gpt.mesh, self.gpt.context)
+
     def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""
-        mesh = self.gpt.mesh
-        shards = mesh.tp.size if mesh.sequence_parallel else 1
-        return 0, -length % context_multiple(mesh.cp.size, shards)
+        return 0, -length % length_multiple(self.gpt.mesh)
 
     def _is_chunked(self, labels: Tensor | None) -> bool:
         """Return whether the losses of padded labels are computed without storing logits."""
@@ -219,7 +224,9 @@ class HuggingFaceLM(ReplacedModel):
             return False
         return self.gpt.tokens_at_once(labels.numel() // self.gpt.mesh.cp.size) is not None
 
-    def _gather(self, shard: Tensor, kept: slice, rows: int, from_hidden: bool) -> Tensor:
+    def _gather(
+        self, kept: slice, rows: int, from_hidden: bool, span: AttentionSpan | None, shard: Tensor
+    ) -> Tensor:
         if isinstance(shard, RemoteTensor):
             # An absent tensor has no values to gather, and already has the full shape.
             return shard[kept, :rows].transpose(0, 1)
@@ -233,12 +240,13 @@ class HuggingFaceLM(ReplacedModel):
                     "of the call, or use loss_chunk=None."
                 )
             shard = self.gpt.logits(shard)
-        own = joined_parts(shard, mesh.cp)[kept, :rows]
+        cut = None if span is None else span.cut
+        own = joined_parts(shard, mesh.cp, cut=cut)[kept, :rows]
         full = gather_from_axis(own, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
-def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: DocumentCut | None = None) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output
@@ -247,7 +255,12 @@ def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
         an all-gather forward and a reduce-scatter backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
-    return joined_parts(full, mesh.cp).transpose(0, 1)
+    return joined_parts(full, mesh.cp, cut=cut).transpose(0, 1)
+
+
+def _shifted(labels: Tensor | None) -> Tensor | None:
+    """Return the label of each position's next token."""
+    return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:

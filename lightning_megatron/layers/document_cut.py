@@ -1,0 +1,152 @@
+"""Zig-zag cut of packed documents over the ranks that share their rows, on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.plan.context import check_context_length
+from lightning_megatron.shapes import Int
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentCut:
+    """Cut of every document of a batch into ``2 size`` pieces, of which each rank holds two.
+
+    As in :class:`~lightning_megatron.plan.context.ContextCut`, rank ``r`` holds the pieces ``r``
+    and ``2 size - 1 - r``, but of every document, so that the causal work of each document is
+    balanced. The pieces of a document differ by at most one token, and the tokens left over are
+    dealt in turn: all ranks hold equally many tokens of a row, without padding. Every shape follows
+    from the batch alone, and the host reads no value. A rank holds its tokens in the order of the
+    row.
+
+    Args:
+        size: Ranks that share the rows (ranks).
+        order: Position in the row of each token of each rank.
+        places: Place of each position among the parts of all ranks, joined by rank; the inverse of
+            ``order``.
+        halves: Rows of a rank's part that are of its early pieces, then those of its late ones.
+        part_borders: Cumulative lengths of what each rank holds of the documents (tokens).
+        piece_borders: Cumulative lengths of each piece of the documents (tokens).
+        prefixes: For this rank's early and its late pieces: the positions of all tokens up to them
+            in their documents, and the cumulative lengths of these (tokens).
+        longest_piece: Upper bound of the tokens of a document in a piece (tokens).
+        longest: Upper bound of the documents' lengths (tokens).
+        outer: Coarser cut over the outer ranks of a hierarchy, each of which is several ranks of
+            this cut; None means one level.
+    """
+
+    size: int
+    order: Int[Tensor, "batch ranks seq_part"]
+    places: Int[Tensor, "batch seq"]
+    halves: Int[Tensor, "batch ranks seq_part"]
+    part_borders: Int[Tensor, "ranks borders"]
+    piece_borders: Int[Tensor, "pieces borders"]
+    prefixes: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+    longest_piece: int
+    longest: int
+    outer: DocumentCut | None = None
+
+    @classmethod
+    def of(
+        cls,
+        borders: Int[Tensor, " borders"],
+        num_sequences: int,
+        seq_length: int,
+        size: int,
+        rank: int,
+        *,
+        longest: int | None = None,
+        inner: int = 1,
+    ) -> DocumentCut:
+        """Cut the documents of a batch.
+
+        Args:
+            borders: Cumulative lengths of all documents of all rows, equally many in each row
+                (tokens).
+            num_sequences: Number of rows (sequences).
+            seq_length: Length of the rows (tokens).
+            size: Ranks that share the rows (ranks).
+            rank: This rank's place among them.
+            longest: Upper bound of the documents' lengths; None means the length of the rows
+                (tokens).
+            inner: Neighbouring ranks that are one rank of the outer cut; 1 means no such cut
+                (ranks).
+
+        Raises:
+            ParallelPlanError: If the length is not a multiple of ``2 size``.
+        """
+        check_context_length(seq_length, size)
+        longest = min(longest or seq_length, seq_length)
+        starts = _piece_starts(borders.long(), num_sequences, 2 * size)
+        sizes = starts.diff(dim=1)
+        tokens = torch.arange(num_sequences * seq_length, device=borders.device)
+        # Of several pieces that start at a token, the last one is not empty.
+        found = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
+        pieces = (found % (2 * size)).view(num_sequences, seq_length)
+        most = longest // (2 * size) + 1
+        outer = None
+        if inner > 1:
+            joined = sizes.unflatten(1, (-1, inner)).sum(2)
+            outer = _cut(pieces // inner, joined, rank // inner, inner * most, longest)
+        return _cut(pieces, sizes, rank, most, longest, outer)
+
+
+def _piece_starts(borders: Tensor, num_sequences: int, num_pieces: int) -> Tensor:
+    """Return the first token of each piece of each document, and the document's end."""
+    lengths = borders.diff()
+    extra = lengths % num_pieces
+    # The tokens that are left over go to the pieces after those that got the last ones, so that
+    # the pieces of a row are equally long at its end.
+    of_rows = extra.view(num_sequences, -1)
+    first = ((of_rows.cumsum(1) - of_rows) % num_pieces).flatten()[:, None]
+    extra = extra[:, None]
+    index = torch.arange(num_pieces + 1, device=borders.device)
+    wrapped = (first + extra - num_pieces).clamp(min=0)
+    longer = (index - first).clamp(min=0).minimum(extra) + index.minimum(wrapped)
+    return borders[:-1, None] + index * (lengths // num_pieces)[:, None] + longer
+
+
+def _cut(
+    pieces: Tensor,
+    sizes: Tensor,
+    rank: int,
+    longest_piece: int,
+    longest: int,
+    outer: DocumentCut | None = None,
+) -> DocumentCut:
+    """Return the cut from each token's piece and the sizes of the pieces of the documents."""
+    num_pieces = sizes.shape[1]
+    size = num_pieces // 2
+    length = pieces.shape[1] // num_pieces
+    ranks = pieces.minimum(num_pieces - 1 - pieces)
+    order = ranks.argsort(dim=1, stable=True)
+    is_late = pieces.gather(1, order).unflatten(1, (size, -1)) >= size
+    # Up to a piece a row has as many tokens as that many pieces, in whatever documents.
+    prefixes = tuple(
+        (
+            (pieces > last).int().argsort(dim=1, stable=True)[:, : (last + 1) * length],
+            _borders(sizes[:, : last + 1].sum(1)[:, None])[0],
+        )
+        for last in (rank, num_pieces - 1 - rank)
+    )
+    return DocumentCut(
+        size,
+        order.unflatten(1, (size, -1)),
+        order.argsort(1),
+        is_late.int().argsort(dim=2, stable=True),
+        _borders(sizes[:, :size] + sizes[:, size:].flip(1)),
+        _borders(sizes),
+        (prefixes[0], prefixes[1]),
+        longest_piece,
+        longest,
+        outer,
+    )
+
+
+def _borders(sizes: Tensor) -> Tensor:
+    """Return the cumulative sizes of each column, as the kernels take them."""
+    return F.pad(sizes.cumsum(0), (0, 0, 1, 0)).t().contiguous().to(torch.int32)
