@@ -1,0 +1,167 @@
+"""Benchmark of long rows under context parallelism, packed or not, beside another program.
+
+    python -m benchmarks.context_parallel --cases 1 4 4:ring --lengths 4096 32768 131072
+    python -m benchmarks.context_parallel --cases 1 --rows whole packed mask transformers
+    python -m benchmarks.context_parallel --cases 1 4:ring --peer PROGRAM
+
+``cp:transport`` names a case, which runs on cp GPUs. The peer is a program as in
+``benchmarks/data_parallel.py`` that also takes ``--cp``, and ``--seq`` for lengths other than that
+of its shape. FLOPs count attention by half, the causal rule: a token sees half of its document on
+average. Packed rows therefore count fewer FLOPs than whole ones; compare their tokens a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.context_steps import ROWS, document_lengths, seen_length, shape_of
+from benchmarks.data_parallel import launch
+from benchmarks.measure import flops_per_token
+from benchmarks.train_shapes import SHAPES
+from lightning_megatron.plan.context_transport import ContextTransport
+
+TABLE = [
+    "| program | cp | length | rows | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU "
+    "| GiB of the fullest GPU | exposed communication, ms | last loss |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+]
+
+
+@dataclass(frozen=True)
+class ContextCase:
+    """Ranks that share a row, and their transport.
+
+    Args:
+        cp: Ranks (GPUs).
+        transport: Transport over them.
+    """
+
+    cp: int
+    transport: str = "auto"
+
+    def __str__(self) -> str:
+        return str(self.cp) if self.transport == "auto" else f"{self.cp} {self.transport}"
+
+
+def case_of(text: str) -> ContextCase:
+    """Return the case that ``cp`` or ``cp:transport`` names.
+
+    Raises:
+        ArgumentTypeError: If cp is no positive integer, or the transport is unknown.
+    """
+    cp, _, transport = text.partition(":")
+    known = ("auto", *get_args(ContextTransport))
+    if not (cp.isdecimal() and int(cp) > 0) or (transport or "auto") not in known:
+        raise ArgumentTypeError(
+            f"a case must be a number of ranks and a transport of {', '.join(known)}: {text!r}. "
+            "Use 4 or 4:ring."
+        )
+    return ContextCase(int(cp), transport or "auto")
+
+
+def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str) -> str:
+    """Train a case and return a row of the table."""
+    out = Path(args.out) / f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
+    line = ["-m", "benchmarks.context_steps", "--model", args.model, "--cp", str(case.cp)]
+    line += ["--transport", case.transport, "--length", str(length), "--rows", rows]
+    line += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
+    line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
+    line += ["--accelerator", args.accelerator, "--options", args.options]
+    line += ["--profile"] if case.cp > 1 else []
+    launch(line, case.cp, {}, args.timeout)
+    program = "transformers" if rows == "transformers" else "ours"
+    start = f"| {program} | {case} | {length} | {rows}"
+    if not out.exists():
+        return f"{start} | failed | | | | | | |"
+    figures = json.loads(out.read_text())
+    profile = figures.get("profile") or {}
+    exposed = f"{profile['exposed_ms']:.1f}" if "exposed_ms" in profile else ""
+    return (
+        f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
+        f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | "
+        f"{figures['peak_gib']} | {exposed} | "
+        f"{figures['losses'][args.warmup + args.steps - 1]:.4f} |"
+    )
+
+
+def run_peer(args: argparse.Namespace, case: ContextCase, length: int) -> str:
+    """Run the peer on whole rows and return a row of the table."""
+    line = [args.peer, "--model", args.model, "--cp", str(case.cp), "--mbs", "1", "--gbs", "1"]
+    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    line += ["--layers", str(args.layers)] if args.layers else []
+    line += ["--seq", str(length)] if length != SHAPES[args.model].max_seq_length else []
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path}
+    output = launch(line, case.cp, variables, args.timeout)
+    start = f"| peer | {case.cp} | {length} | whole"
+    results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
+    if not results:
+        return f"{start} | failed | | | | | | |"
+    found = json.loads(results[-1])
+    return (
+        f"{start} | {found['ms']} | {found.get('min_ms', '')} | {found['tok_s_gpu']:,} | "
+        f"{found['tflops_gpu']} | {found['mem_gib']} | | {found.get('loss', '')} |"
+    )
+
+
+def flop_rule(args: argparse.Namespace) -> list[str]:
+    """Return what a token counts at each length, as lines below the table."""
+    lines = ["", "GFLOP a token, forward and backward, attention by half:"]
+    for length in args.lengths:
+        config = shape_of(argparse.Namespace(**{**vars(args), "length": length}))
+        documents = document_lengths(length)
+        whole, packed = (
+            flops_per_token(config, seen) / 1e9 for seen in (length, seen_length(documents))
+        )
+        lines.append(
+            f"- {length} tokens: {whole:.4g} in whole rows, {packed:.4g} in {len(documents)} "
+            f"documents of {min(documents)} to {max(documents)} tokens"
+        )
+    return lines
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the options."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
+    result.add_argument("--cases", nargs="+", type=case_of, default=[ContextCase(1)])
+    result.add_argument("--lengths", nargs="+", type=int, default=[4096])
+    result.add_argument("--rows", nargs="+", choices=ROWS, default=["whole", "packed"])
+    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
+    result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
+    result.add_argument("--steps", type=int, default=6, help="measured steps")
+    result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
+    result.add_argument("--peer", default="", help="program to compare with")
+    result.add_argument("--peer-path", default="", help="folders for its imports alone")
+    result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
+    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    result.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
+    result.add_argument("--out", default="runs/context_parallel", help="folder of the measurements")
+    return result
+
+
+def main() -> None:
+    """Run all cases, the peer's first, and print the table."""
+    args = parser().parse_args()
+    rows = []
+    if args.peer:
+        sizes = {case.cp: case for case in args.cases}
+        rows += [run_peer(args, *one) for one in product(sizes.values(), args.lengths)]
+    for case, length, kind in product(args.cases, args.lengths, args.rows):
+        # transformers trains on one GPU.
+        if kind != "transformers" or case.cp == 1:
+            rows.append(run_ours(args, case, length, kind))
+    print("\n".join(TABLE + rows + flop_rule(args)))
+
+
+if __name__ == "__main__":
+    main()

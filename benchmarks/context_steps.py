@@ -1,0 +1,238 @@
+"""Measured training on long rows under one cp, whole or packed with documents; every rank runs it.
+
+    torchrun --nproc-per-node 4 -m benchmarks.context_steps --cp 4 --length 32768 --rows packed
+
+``benchmarks/context_parallel.py`` makes the table. The training is that of
+``benchmarks/train_shapes.py``, with one row a step. ``--rows mask`` describes the same documents by
+a dense mask, and ``--rows transformers`` trains Hugging Face's model on them in this process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.measure import Measure, flops_per_token
+from benchmarks.train_shapes import SHAPES, OptimizerTime, Profile, Tokens, Trained
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.config import GPTConfig
+
+#: Rows of one document, packed rows by the lengths or by a dense mask, and transformers on them.
+ROWS = ("whole", "packed", "mask", "transformers")
+#: Length of the shortest document that is drawn (tokens).
+_SHORTEST = 64
+
+
+def document_lengths(length: int) -> list[int]:
+    """Return lengths that fill a row, drawn evenly by their logarithm up to half of the row."""
+    generator = torch.Generator().manual_seed(length)
+    found: list[int] = []
+    left = length
+    while left > 0:
+        share = float(torch.rand((), generator=generator))
+        drawn = int(_SHORTEST * (max(2 * _SHORTEST, length // 2) / _SHORTEST) ** share)
+        found.append(min(drawn, left))
+        left -= found[-1]
+    return found
+
+
+def seen_length(lengths: list[int]) -> int:
+    """Return the length of rows of one document with the same attention for each token."""
+    return round(sum(one * one for one in lengths) / sum(lengths))
+
+
+def shape_of(args: argparse.Namespace) -> GPTConfig:
+    """Return the configuration of the model that is trained."""
+    given = {**vars(SHAPES[args.model]), "max_seq_length": args.length}
+    if args.layers:
+        given["num_layers"] = args.layers
+    if args.vocabulary:
+        given["vocab_size"] = args.vocabulary
+    return GPTConfig(**given)
+
+
+class Rows(Tokens):
+    """Random tokens in rows, with the lengths of their documents."""
+
+    def __init__(self, config: GPTConfig, num_samples: int, lengths: list[int]) -> None:
+        super().__init__(config, num_samples)
+        self.lengths = lengths
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "lengths": torch.tensor(self.lengths)}
+
+
+class TrainedOnDocuments(Trained):
+    """GPT that trains on packed rows, described by lengths or by a dense mask."""
+
+    def __init__(self, config: GPTConfig, lengths: list[int], has_mask: bool) -> None:
+        super().__init__(config)
+        self.lengths = lengths
+        self.has_mask = has_mask
+        self._mask: AttentionSpan | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss."""
+        assert self.model is not None, "configure_model runs before the first step"
+        span = AttentionSpan(batch["lengths"], max(self.lengths))
+        if self.has_mask:
+            self._mask = self._mask or self._dense(batch["tokens"].device)
+            span = self._mask
+        return self.model(batch["tokens"], batch["labels"], span=span).mean()
+
+    def _dense(self, device: torch.device) -> AttentionSpan:
+        sizes = torch.tensor(self.lengths, device=device)
+        documents = torch.arange(len(self.lengths), device=device).repeat_interleave(sizes)
+        positions = torch.cat([torch.arange(one, device=device) for one in self.lengths])
+        mask = (documents[:, None] == documents)[None, None]
+        return AttentionSpan(mask=mask, positions=positions[None])
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train under the strategy, and return the measurements."""
+    config = shape_of(args)
+    lengths = [args.length] if args.rows == "whole" else document_lengths(args.length)
+    out = Path(args.out)
+    measure = Measure(
+        str(out),
+        f"{args.model} cp{args.cp} {args.length} {args.rows}",
+        args.warmup,
+        args.steps,
+        seq_length=seen_length(lengths),
+    )
+    callbacks: list[Any] = [measure, OptimizerTime(args.warmup, args.steps)]
+    steps = args.warmup + args.steps
+    profile = Profile(out.with_suffix(".trace.json.gz"), steps, device_only=True)
+    if args.profile:
+        callbacks.append(profile)
+        steps += 1 + Profile.num_steps
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=args.cp,
+        strategy=MegatronStrategy(
+            cp=args.cp,
+            cp_transport=args.transport,
+            microbatch_size=1,
+            overlap_parameters=True,
+            **json.loads(args.options),
+        ),
+        precision="bf16-mixed",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    module = Trained(config)
+    data = Tokens(config, steps)
+    if args.rows != "whole":
+        module = TrainedOnDocuments(config, lengths, args.rows == "mask")
+        data = Rows(config, steps, lengths)
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    found = {**measure.figures, "documents": len(lengths), "profile": profile.result}
+    if trainer.is_global_zero:
+        out.write_text(json.dumps(found))
+    return found
+
+
+def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
+    """Train Hugging Face's Llama of the shape on packed rows, with flash attention if installed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = shape_of(args)
+    lengths = document_lengths(args.length)
+    device = torch.device(args.accelerator)
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    attention = "flash_attention_2" if has_flash else "sdpa"
+    theirs = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=args.length,
+    )
+    torch.manual_seed(1)
+    with device:
+        model = LlamaForCausalLM._from_config(
+            theirs, dtype=torch.bfloat16, attn_implementation=attention
+        )
+    model.train()
+    if json.loads(args.options).get("recompute") == "full":
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    positions = torch.cat([torch.arange(one) for one in lengths])[None].to(device)
+    data = Tokens(config, args.warmup + args.steps)
+    seconds, losses = [], []
+    for index in range(len(data)):
+        start = time.perf_counter()
+        tokens = data[index]["tokens"][None].to(device)
+        loss = model(input_ids=tokens, labels=tokens, position_ids=positions).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - start)
+    step = statistics.median(seconds[args.warmup :])
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    flops = flops_per_token(config, seen_length(lengths)) * args.length
+    found = {
+        "step_ms": round(step * 1e3, 2),
+        "fastest_ms": round(min(seconds[args.warmup :]) * 1e3, 2),
+        "tokens_per_second_per_rank": round(args.length / step),
+        "model_tflops_per_rank": round(flops / step / 1e12, 1),
+        "peak_gib": round(peak / 2**30, 2),
+        "losses": losses,
+        "documents": len(lengths),
+        "attention": attention,
+    }
+    Path(args.out).write_text(json.dumps(found))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of one training."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
+    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
+    result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
+    result.add_argument("--cp", type=int, default=1, help="ranks that share a row")
+    result.add_argument("--transport", default="auto", help="cp_transport of the strategy")
+    result.add_argument("--length", type=int, default=4096, help="length of the rows (tokens)")
+    result.add_argument("--rows", default="whole", choices=ROWS)
+    result.add_argument("--steps", type=int, default=6, help="measured steps")
+    result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
+    result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
+    result.add_argument("--profile", action="store_true", help="measure exposed communication")
+    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    result.add_argument("--out", default="runs/context_steps.json", help="file of the measurements")
+    return result
+
+
+if __name__ == "__main__":
+    given = parser().parse_args()
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
+    (train_transformers if given.rows == "transformers" else train)(given)

@@ -1,0 +1,54 @@
+"""The benchmark of context parallelism trains what its rows say."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+from benchmarks.context_parallel import ContextCase, case_of, flop_rule, parser, run_ours
+from benchmarks.context_steps import document_lengths, seen_length
+
+
+def test_a_case_has_the_ranks_and_the_transport_of_its_name() -> None:
+    assert case_of("4") == ContextCase(4, "auto")
+    assert case_of("2:ring") == ContextCase(2, "ring")
+    assert str(case_of("2:ring")) == "2 ring"
+
+
+@pytest.mark.parametrize("name", ["0", "ring", "4:bus", "-2:ring"])
+def test_unknown_cases_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="a number of ranks and a transport"):
+        case_of(name)
+
+
+@pytest.mark.parametrize("length", [64, 4096, 131072])
+def test_documents_fill_rows_with_mixed_lengths(length: int) -> None:
+    lengths = document_lengths(length)
+    assert sum(lengths) == length
+    assert min(lengths) > 0
+    assert max(lengths) < length or length == 64
+    assert 0 < seen_length(lengths) <= length
+
+
+def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: Path) -> None:
+    line = ["--model", "tiny_llama", "--lengths", "256", "--accelerator", "cpu", "--steps", "2"]
+    line += ["--warmup", "1", "--cases", "1", "2:ring", "--out", str(tmp_path)]
+    args = parser().parse_args(line)
+    one, two = args.cases
+    rows = [
+        run_ours(args, one, 256, "packed"),
+        run_ours(args, one, 256, "mask"),
+        run_ours(args, two, 256, "packed"),
+    ]
+    names = ["1_auto_256_packed", "1_auto_256_mask", "2_ring_256_packed"]
+    found = [json.loads((tmp_path / f"tiny_llama_{name}.json").read_text()) for name in names]
+    assert found[0]["documents"] > 1
+    for other in found[1:]:
+        assert other["losses"][:3] == pytest.approx(found[0]["losses"][:3], rel=1e-2), rows
+    assert rows[2].startswith("| ours | 2 ring | 256 | packed |")
+    assert len({row.count("|") for row in rows}) == 1
+    whole, packed = flop_rule(args)[-1].split(" in whole rows, ")
+    assert float(whole.split()[-1]) > float(packed.split()[0])
