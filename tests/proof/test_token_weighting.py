@@ -49,6 +49,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 dp2": {"pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
     "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+    # Ranks that share rows count each token once, also where one of them has no label: Megatron-LM
+    # scaled losses and gradients by cp (issues 673 and 906), or took the mean of nothing (1764).
+    "cp2 dp2": {"cp": 2},
+    "cp2 tp2+sp ring": {"cp": 2, "tp": 2, "cp_transport": "ring"},
+    "cp2 pp2 all_gather": {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
 }
 
 
@@ -71,7 +76,10 @@ JOBS = {
         for zero in (0, 1)
     },
     **{f"{name}, zero 0": Job(LAYOUTS[name] | {"zero": 0}) for name in ("dp4", "pp2 dp2")},
-    **{f"{name}, CausalLM": Job(LAYOUTS[name], is_causal_lm=True) for name in ("dp4", "pp2 dp2")},
+    **{
+        f"{name}, CausalLM": Job(LAYOUTS[name], is_causal_lm=True)
+        for name in ("dp4", "pp2 dp2", "cp2 dp2")
+    },
 }
 
 
@@ -224,7 +232,7 @@ def train(job: Job, size: int) -> Report:
         callbacks=[record],
         **options,
     )
-    sizes = {name: job.layout.get(name, 1) for name in ("tp", "pp", "vpp")}
+    sizes = {name: job.layout.get(name, 1) for name in ("tp", "pp", "cp", "vpp")}
     grid = ParallelLayout(size, **sizes)
     sampler = DistributedSampler(
         Texts(),
