@@ -39,12 +39,13 @@ def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
     return f"rank {rank} could not capture {shown}{more}"
 
 
-def eager_warning(failure: str, raises: bool) -> str:
+def eager_warning(failure: str, raises: bool, keeps_update: bool = False) -> str:
     """Return the warning that all ranks go on without graphs.
 
     Args:
         failure: Result of :func:`failure_of_any`.
         raises: Whether the user asked for an error instead.
+        keeps_update: Whether the update of the parameters has a graph of its own, which stays.
 
     Raises:
         CaptureError: If the user asked for it.
@@ -53,6 +54,11 @@ def eager_warning(failure: str, raises: bool) -> str:
         raise CaptureError(
             f"CUDA graphs must be captured on every rank with on_failure='error': {failure} Use "
             "on_failure='eager' to train without them, or another mode or other scopes."
+        )
+    if keeps_update:
+        return (
+            f"CUDA graphs of steps are off: {failure} All ranks run their steps eagerly. The "
+            "update of the parameters has a graph of its own, which stays."
         )
     return f"CUDA graphs are off: {failure} All ranks go on eagerly."
 

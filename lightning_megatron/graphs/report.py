@@ -102,6 +102,15 @@ def runs_of(names: Sequence[str], left_out: Collection[str]) -> tuple[str, ...]:
     return tuple(_words_of(run) for run in runs if run is not None)
 
 
+def beyond(most: int) -> str:
+    """Return why a further shape runs eagerly.
+
+    Args:
+        most: Shapes that are captured (shapes).
+    """
+    return f"cuda_graphs.max_shapes ({most}) others are captured"
+
+
 def _words_of(run: list[str]) -> str:
     """Return a run of whole layers, or of other parts, in words."""
     first, last = (part.removeprefix(_LAYER) for part in (run[0], run[-1]))

@@ -16,7 +16,7 @@ from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
 from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
-from lightning_megatron.graphs.report import GraphCounts, runs_of
+from lightning_megatron.graphs.report import GraphCounts, beyond, runs_of
 from lightning_megatron.graphs.shared_slot import SharedSlot
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
@@ -41,8 +41,8 @@ class SegmentSettings:
         wait_for: Function that waits until parameters are complete.
         prepare: Function of the list of a chunk that returns the list to capture, which is equal
             to it. It may mark segments as not static.
-        captures_new: Whether a microbatch whose shapes are not those of the first capture gets
-            graphs of its own; otherwise it runs eagerly.
+        max_shapes: Most shapes of microbatches that get graphs in each kind of step; others run
+            eagerly (shapes).
     """
 
     scopes: Collection[str] = ("all",)
@@ -51,7 +51,7 @@ class SegmentSettings:
     redraws: bool = False
     wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
     prepare: Callable[[SegmentList], SegmentList] = lambda segments: segments
-    captures_new: bool = False
+    max_shapes: int = 1
 
 
 class GraphRunner:
@@ -63,8 +63,8 @@ class GraphRunner:
     activations, uses the memory of slot 0.
 
     A call outside of a step's actions, or a second call of the model for one microbatch, runs
-    eagerly. So does a microbatch of another key than the first one, unless the settings ask for
-    graphs of its own, and a piece whose inputs differ from those of its capture.
+    eagerly. So does a microbatch of a further key than the settings allow, and a piece whose inputs
+    differ from those of its capture.
 
     Args:
         tools: Tools of the captures.
@@ -89,8 +89,8 @@ class GraphRunner:
         self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
         self._slots: dict[tuple[int, int | None], Slot] = {}
-        #: Keys of the first captures, by chunk and kind of step.
-        self._first_keys: dict[tuple[int, StepKind], ChunkKey] = {}
+        #: Keys that have graphs or get them, in order, by chunk and kind of step.
+        self._keys: dict[tuple[int, StepKind], list[ChunkKey]] = {}
         # The schedules are kept, so that no other one gets the identity of one of them.
         self._plans: dict[int, tuple[Schedule, GraphSlots]] = {}
         self._plan: GraphSlots | None = None
@@ -122,7 +122,7 @@ class GraphRunner:
         """Free all graphs, and capture no more until the next :meth:`begin`."""
         self._begun.clear()
         self._unchecked.update(self._chunks)
-        self._first_keys.clear()
+        self._keys.clear()
         self._tools.notes.failures.clear()
         for slot in self._slots.values():
             slot.release()
@@ -224,13 +224,11 @@ class GraphRunner:
         if not self._is_permitted or self.failure is not None:
             return segments(values)
         key = ChunkKey.of(mode, segments.inputs, values)
-        first = self._first_keys.setdefault((chunk, kind), key)
-        if key != first and not self._settings.captures_new:
-            self._note_eager(*key.difference_from(first))
+        if not self._admits(chunk, kind, key):
             return segments(values)
         graphs = self._graphs_of(key)
         # With many lengths the model moves tables, which are then copied before each replay.
-        constants = frozenset() if self._settings.captures_new else observer.constants
+        constants = frozenset() if self._settings.max_shapes > 1 else observer.constants
         found = self._chunks[chunk].run(values, partial(self._run_piece, chunk, graphs, constants))
         if not is_last and mode.has_backward:
             return found
@@ -247,6 +245,21 @@ class GraphRunner:
         is_own = unit is not None and unit.chunk == chunk and self._num_calls == 1
         # The strategy tries steps without backward passes at their first batch.
         return is_own and kind.has_backward == self._has_backward == mode.has_backward
+
+    def _admits(self, chunk: int, kind: StepKind, key: ChunkKey) -> bool:
+        """Return whether a key has graphs or may get them."""
+        keys = self._keys.setdefault((chunk, kind), [])
+        most = self._settings.max_shapes
+        if key in keys:
+            return True
+        if len(keys) < most:
+            keys.append(key)
+            return True
+        if most == 1:
+            self._note_eager(*key.difference_from(keys[0]))
+        else:
+            self._note_eager(f"a {kind.name} of a further shape", beyond(most))
+        return False
 
     def _observer(self, chunk: int, segments: SegmentList, mode: PassMode) -> ChunkObserver:
         if chunk not in self._chunks or chunk in self._unchecked:

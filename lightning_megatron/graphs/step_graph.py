@@ -20,7 +20,7 @@ from lightning_megatron.graphs.backend import (
 )
 from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.graphs.host_draws import refusing_host_draws
-from lightning_megatron.graphs.report import GraphCounts
+from lightning_megatron.graphs.report import GraphCounts, beyond
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.groups.generators import GeneratorPool
@@ -295,9 +295,18 @@ class StepGraphs:
                 )
             self.say(f"{difference}: run eagerly (said once for each shape)")
             return "run eagerly"
+        if self._has_enough(step.name, form):
+            most = self._settings.max_shapes
+            self.say(f"a {step.name} of a further shape, {beyond(most)}: run eagerly (said once)")
+            return "run eagerly"
         if self._num_eager.get(kind, 0) < self._settings.warmup_steps:
             return "warm up"
         return "capture"
+
+    def _has_enough(self, name: str, form: BatchForm) -> bool:
+        """Return whether a form is new, and as many as allowed have graphs."""
+        forms = {one for kind, _, one, *_ in self._graphs if kind == name}
+        return form not in forms and len(forms) >= self._settings.most_shapes
 
     def _warm_up(self, step: Step[T], kind: Hashable) -> T:
         """Run a step eagerly, and count the random streams of the last one before the capture."""

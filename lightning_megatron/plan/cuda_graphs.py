@@ -59,6 +59,9 @@ class CudaGraphs:
         on_new_shape: What happens to a microbatch whose shapes were not captured: it runs eagerly,
             raises an error, or gets graphs of its own. In mode ``segments`` the graphs of all
             shapes share the memory of one.
+        max_shapes: Most shapes that ``on_new_shape="capture"`` captures for each kind of step;
+            microbatches of further shapes run eagerly. Each shape costs the time of a capture and
+            as many graphs as the first one, and repays it only if it comes often (shapes).
         on_failure: What happens if a rank cannot capture: all ranks run eagerly, or all raise an
             error.
         fixed_shapes: Whether all ranks always have microbatches of the captured shapes. Ranks then
@@ -78,6 +81,7 @@ class CudaGraphs:
     warmup_steps: Count = 3
     evaluation: bool = False
     on_new_shape: Literal["eager", "error", "capture"] = "eager"
+    max_shapes: Count = 32
     on_failure: Literal["eager", "error"] = "eager"
     fixed_shapes: bool = False
     optimizer: bool = False
@@ -107,6 +111,11 @@ class CudaGraphs:
             "cuda_graphs", value, GraphMode | CudaGraphs | None
         )
         return found if found is None or isinstance(found, CudaGraphs) else cls(found)
+
+    @property
+    def most_shapes(self) -> int:
+        """Return the number of shapes that are captured for each kind of step (shapes)."""
+        return self.max_shapes if self.on_new_shape == "capture" else 1
 
     def captures(self, scope: GraphScope) -> bool:
         """Return whether a part of a model is to be captured where it is static.

@@ -146,7 +146,7 @@ class _ChunkGraphs:
             head += costs.loss_kept
             layers += costs.loss_kept
         backward = costs.kept + max(head, layers)
-        if not self.blocks and self._captures_embedding:
+        if self._captures_embedding and not any(any(self._parts_of(one)) for one in self.blocks):
             # The sum, and what it adds up.
             forward += 2 * self.ends.boundary
         # The residual stream that a graph reads from its inputs lies there.

@@ -67,19 +67,19 @@ def build_graphs(
         mesh.journal.device = DeviceWord(mesh.device)
     backend = CudaBackend() if make_backend is None else make_backend(mesh)
     models = layered_modules(module)
+    update: UpdateGraph[Tensor | None] | None = None
+    if settings.optimizer:
+        update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
+    state.update_graph = update
     captures: StepCaptures
     if settings.mode == "full":
-        captures = WholeCaptures(settings, steps, mesh, backend, models)
+        captures = WholeCaptures(settings, steps, mesh, backend, models, update)
         # Each form of a step counts its own eager steps.
         num_eager = 0
     else:
         captures = SegmentCaptures(settings, models[0], executor, state, backend)
         num_eager = settings.warmup_steps
     num_capturing = module.trainer.accumulate_grad_batches + 1
-    update: UpdateGraph[Tensor | None] | None = None
-    if settings.optimizer:
-        update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
-    state.update_graph = update
     return RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final, update)
 
 

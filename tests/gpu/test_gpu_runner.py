@@ -106,7 +106,7 @@ def test_shapes_and_evaluation_share_the_memory_of_slots_on_one_gpu(config: GPTC
         STEPS[:12],
         dtype=torch.bfloat16,
         length=lambda step, number: (128, 96, 64)[step % 2 + number % 2],
-        captures_new=True,
+        max_shapes=4,
         evaluates=3,
     )
     with counted_replays() as replays:

@@ -118,7 +118,7 @@ def test_microbatches_of_other_shapes_run_eagerly(config: GPTConfig) -> None:
 def test_microbatches_of_new_shapes_get_graphs_of_their_own(
     config: GPTConfig, recompute: str
 ) -> None:
-    case = Case(config, recompute=recompute, captures_new=True, length=other_lengths)
+    case = Case(config, recompute=recompute, max_shapes=4, length=other_lengths)
     with counted_replays() as replays:
         runner = check(case)
     assert not runner.eager
@@ -128,6 +128,18 @@ def test_microbatches_of_new_shapes_get_graphs_of_their_own(
     assert runner.num_graphs == 2 * 4 * num_pieces
     assert runner.counts.num_shapes == 2
     assert runner.counts.slots == (1,)
+
+
+def test_shapes_beyond_the_most_run_eagerly_and_are_named_once() -> None:
+    lengths = (8, 7, 6, 5)
+    case = Case(LLAMA, max_shapes=2, length=lambda step, number: lengths[(step + number) % 4])
+    with counted_replays() as replays:
+        runner = check(case)
+    reason = "cuda_graphs.max_shapes (2) others are captured"
+    # The first two shapes of the third step have graphs. They come to four of nine microbatches.
+    assert runner.eager == {("a training_step of a further shape", reason): 5}
+    assert replays == {"training": 4}
+    assert runner.counts.num_shapes == 2
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "experts"])
@@ -144,7 +156,7 @@ def test_evaluation_replays_forward_graphs_in_the_memory_of_slot_0(kind: str) ->
 
 
 def test_graphs_whose_backward_pass_is_still_to_be_captured_keep_their_memory() -> None:
-    found = train(Case(LLAMA, captures_new=True), ParallelMesh.single(), graphs=True)
+    found = train(Case(LLAMA, max_shapes=4), ParallelMesh.single(), graphs=True)
     model = found.model
     runner = found.runner
     assert runner is not None
@@ -197,7 +209,7 @@ def check_two_ranks(rank: int, size: int) -> list[int]:
             numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else steps
             case = Case(config, schedule, numbers)
             if config is GPT2:
-                case = replace(case, captures_new=True, length=other_lengths, evaluates=3)
+                case = replace(case, max_shapes=4, length=other_lengths, evaluates=3)
             with counted_replays() as replays:
                 runner = check(case, layout, f"{schedule} {config.experts}")
             assert not runner.eager
@@ -224,7 +236,7 @@ def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
             numbers = (8, 8, 8, 4, 8) if schedule == "interleaved" else (8, 8, 8, 3, 8)
             case = Case(config, schedule, numbers, recompute="full")
             if config is GPT2:
-                case = replace(case, captures_new=True, length=other_lengths, evaluates=1)
+                case = replace(case, max_shapes=4, length=other_lengths, evaluates=1)
             elif chunks == 2:
                 # The layers of the chunk are two pieces.
                 case = replace(case, cuts=("layers.0.block",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,13 @@ def test_a_new_form_is_an_error_or_gets_a_graph_on_request() -> None:
     assert_equal(graphs, eager)
     assert graphs.num_graphs == 2
     assert graphs.num_replays == 5 + 2
+    graphs = fit(LM("gpt2"), replace(settings, max_shapes=1), **options)
+    assert_equal(graphs, eager)
+    assert (graphs.num_graphs, graphs.num_replays) == (1, 5)
+    assert graphs.said == [
+        "CUDA graphs: a training_step of a further shape, cuda_graphs.max_shapes (1) others are "
+        "captured: run eagerly (said once)"
+    ]
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

@@ -59,7 +59,7 @@ class Case:
         places: Places for clones of experts on every rank (places).
         dtype: Dtype of the parameters.
         length: Function from step and microbatch to the length of its sequences (tokens).
-        captures_new: Whether each new shape gets graphs of its own.
+        max_shapes: Most shapes that get graphs (shapes).
         evaluates: Microbatches that are evaluated after each step.
     """
 
@@ -73,7 +73,7 @@ class Case:
     places: int = 0
     dtype: torch.dtype = torch.float64
     length: Callable[[int, int], int] = lambda step, number: 8
-    captures_new: bool = False
+    max_shapes: int = 1
     evaluates: int = 0
 
 
@@ -233,7 +233,7 @@ def graph_runner(
         case.cuts,
         redraws=case.recompute != "none",
         wait_for=wait_for,
-        captures_new=case.captures_new,
+        max_shapes=case.max_shapes,
     )
     return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
 

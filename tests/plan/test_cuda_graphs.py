@@ -36,6 +36,7 @@ def test_a_mode_a_mapping_and_settings_mean_the_same() -> None:
         warmup_steps=3,
         evaluation=False,
         on_new_shape="eager",
+        max_shapes=32,
         on_failure="eager",
         fixed_shapes=False,
         optimizer=False,
@@ -78,7 +79,7 @@ def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
         (
             {"mode": "full", "warmup": 3},
             "cuda_graphs has no setting 'warmup'. Its settings are mode, scopes, warmup_steps, "
-            "evaluation, on_new_shape, on_failure, fixed_shapes, optimizer, check.",
+            "evaluation, on_new_shape, max_shapes, on_failure, fixed_shapes, optimizer, check.",
         ),
         (
             {"mode": "segments", "scopes": ["attention", "moe"]},
@@ -101,6 +102,10 @@ def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
         (
             {"mode": "full", "on_new_shape": "recapture"},
             "cuda_graphs.on_new_shape must be eager, error or capture: it is 'recapture'.",
+        ),
+        (
+            {"mode": "segments", "on_new_shape": "capture", "max_shapes": 0},
+            "cuda_graphs.max_shapes must be a whole number of at least 1: it is 0.",
         ),
         (
             {"mode": "full", "on_failure": "capture"},

@@ -96,7 +96,8 @@ def test_weight_halves_have_a_pool_and_keep_what_they_read() -> None:
         # Each MLP reads the residual stream, and what attention adds to it.
         ("mlp", 2 * 40 + 25, 2 * 40 + 10),
         ("head", 12 + 50 + 85 - 10, 2 * (10 + ID) + 4 * TOKENS),
-        ("embedding", 0, 2 * ID),
+        # Its result, and what it adds up.
+        ("embedding", 2 * 10, 2 * ID),
     ],
 )
 def test_scopes_select_what_is_counted(scope: str, pools: int, inputs: int) -> None:

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
 from lightning_megatron.graphs.piece_inputs import PieceInputs
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
 from tests.graphs.measured_pools import MeasuringBackend
+from tests.strategy.graph_fits import num_graphs_of
 from tests.strategy.tiny import TinyLM
 from tests.world import run_world
 
@@ -59,13 +61,19 @@ class Measured(MemoryReport):
     Args:
         backend: Backend of the graphs.
         input_bytes: Copied inputs of the pieces (bytes).
+        num_before: Number of graphs before the first training step.
     """
 
     backend: MeasuringBackend
     input_bytes: int = 0
+    num_before: int = 0
 
     def __post_init__(self) -> None:
         MemoryReport.__init__(self, after_steps=1)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.num_before = num_graphs_of(trainer)
 
     def on_train_batch_end(self, *given: Any, **named: Any) -> None:
         super().on_train_batch_end(*given, **named)
@@ -88,9 +96,10 @@ def fit(
     config: GPTConfig,
     microbatch_size: int,
     devices: int = 1,
+    validates: bool = False,
     **options: Any,
 ) -> Measured:
-    """Train for two steps, the second of which captures."""
+    """Train for two steps, the second of which captures; first validate on request."""
     backend = MeasuringBackend()
     strategy = MegatronStrategy(
         microbatch_size=microbatch_size, check_microbatches=False, cuda_graphs=graphs, **options
@@ -110,7 +119,7 @@ def fit(
         enable_model_summary=False,
         enable_checkpointing=False,
         callbacks=[report],
-    ).fit(SizedLM(config), batches)
+    ).fit(SizedLM(config), batches, batches if validates else None)
     return report
 
 
@@ -127,12 +136,53 @@ def test_one_process(kind: str, mode: Any) -> None:
         assert float(rows["CUDA graphs"][2]) == pytest.approx(report.estimate.graphs / 2**20, 0.01)
 
 
-@pytest.mark.parametrize("scope", ["attention", "mlp", "head"])
-def test_scopes(scope: Any) -> None:
-    graphs = CudaGraphs("segments", scopes=(scope,), warmup_steps=1)
-    measured = fit(graphs, CONFIGS["gpt2"], 8)
+def test_the_peak_is_that_of_eager_training_steps_if_a_validation_is_captured_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = iter(range(1, 9))
+    monkeypatch.setattr(memory_report, "peak_of", lambda device: next(peaks))
+    graphs = CudaGraphs("segments", warmup_steps=1, evaluation=True)
+    measured = fit(graphs, CONFIGS["gpt2"], 8, validates=True)
+    (report,) = measured.reports
+    # The sanity check is captured; the first training step is eager, and the second one not.
+    assert measured.num_before == 1
+    assert report.peak == 1
+
+
+SUBSETS: list[tuple[str, ...]] = [
+    *(("attention",), ("mlp",), ("head",), ("attention", "mlp"), ("mlp", "head")),
+    *(("embedding", "head"), ("embedding", "attention", "head")),
+]
+MIXTURES: list[tuple[str, ...]] = [
+    ("combine", "attention"),
+    ("router", "preprocess", "experts", "combine"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "scopes"),
+    [*(("gpt2", one) for one in SUBSETS), *(("experts", one) for one in MIXTURES)],
+)
+def test_scopes(kind: str, scopes: Any) -> None:
+    measured = fit(CudaGraphs("segments", scopes=scopes, warmup_steps=1), CONFIGS[kind], 8)
     (report,) = measured.reports
     assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.1)
+
+
+def test_an_embedding_alone_has_its_result_and_what_it_adds_up() -> None:
+    measured = fit(CudaGraphs("segments", ("embedding",), 1), CONFIGS["gpt2"], 8)
+    (report,) = measured.reports
+    # The sorted tokens of the backward pass are not counted.
+    assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_a_captured_validation_needs_no_more(mode: Any) -> None:
+    graphs = CudaGraphs(mode, warmup_steps=1, evaluation=True)
+    measured = fit(graphs, CONFIGS["experts"], 8, validates=True)
+    assert measured.num_before == 1
+    (report,) = measured.reports
+    assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.08)
 
 
 def check_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:

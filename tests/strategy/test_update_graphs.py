@@ -14,6 +14,7 @@ from lightning_megatron import CudaGraphs, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import CaptureError, SpeedWarning
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.step.whole_captures import WholeCaptures
 from lightning_megatron.training.group_numbers import GroupNumbers
 from tests.strategy.graph_fits import strategy_of
 from tests.strategy.update_fits import FULL, SEGMENTS, UpdatedLM, differences, run
@@ -254,3 +255,34 @@ def test_a_failed_capture_leaves_the_update_eager() -> None:
     strict = CudaGraphs("full", warmup_steps=2, optimizer=True, on_failure="error")
     with pytest.raises(CaptureError, match="the update of the parameters: RuntimeError: no mem"):
         run(strict, callbacks=(FailsToUpdate(),))
+
+
+class FailsToStep(Callback):
+    """Let every capture of a step or of its segments fail, but not that of the update."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        graphs = strategy_of(trainer).run.graphs
+        assert graphs is not None
+
+        def capture(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        fails = type("Fails", (), {"capture": capture, "make_pool": lambda self: None})()
+        captures: Any = graphs._captures
+        if isinstance(captures, WholeCaptures):
+            captures._graphs._backend = fails
+        else:
+            object.__setattr__(captures._runner._tools, "backend", fails)
+
+
+@pytest.mark.parametrize("settings", [SEGMENTS, FULL], ids=["segments", "full"])
+def test_a_failed_capture_of_a_step_leaves_the_update_captured(settings: CudaGraphs) -> None:
+    words = (
+        "CUDA graphs of steps are off: rank 0 .*no memory.* update of the parameters has a graph"
+    )
+    with pytest.warns(SpeedWarning, match=words):
+        found = run(settings, callbacks=(FailsToStep(),))
+    assert differences(found, run(None)) == []
+    assert found[0].num_graphs[-1] == 1
+    # Two eager updates and the capture call the kernel.
+    assert found[1].num_calls[-1] == found[1].num_calls[2]

@@ -125,7 +125,7 @@ class MemoryReport(Callback):
 
     With CUDA graphs the report also waits for their eager steps. A row says what the graphs need:
     the allocator gives the memory of their pools to nothing else, and keeps that of the eager
-    steps. The measured peak is therefore that of the eager steps and the size of the pools.
+    steps. The measured peak is therefore that of eager training steps and the size of the pools.
 
     Args:
         after_steps: Optimizer steps before the report; the first creates optimizer state, and one
@@ -172,25 +172,31 @@ class MemoryReport(Callback):
         if self.reports:
             return
         device = strategy.root_device
-        has_graphs = strategy.run.graphs is not None and strategy.run.graphs.num_graphs > 0
-        if device.type == "cuda" and not has_graphs:
-            self._eager_peak = torch.cuda.max_memory_allocated(device)
+        graphs = strategy.run.graphs
+        is_eager = graphs is None or not graphs.has_training_graphs
+        if is_eager:
+            self._eager_peak = peak_of(device)
         if trainer.global_step - self._first_step < num_steps:
             return
-        graphs = None
-        if device.type == "cuda" and has_graphs:
-            graphs = sum(private_pools(device).values())
+        pools = None
+        if device.type == "cuda" and graphs is not None and graphs.num_graphs > 0:
+            pools = sum(private_pools(device).values())
         held = held_bytes(strategy, trainer.optimizers)
         mine = StageReport(
             strategy.mesh.pp.rank,
             estimate_of(strategy, pl_module, trainer.optimizers, batch),
             held,
-            None if self._eager_peak is None else self._eager_peak + (graphs or 0),
-            graphs,
+            None if self._eager_peak is None else self._eager_peak + (pools or 0),
+            pools,
         )
         self.reports = merge_ranks(all_gather_objects(mine, strategy.mesh.world_cpu))
         for report in self.reports:
             pl_module.print(report.table())
+
+
+def peak_of(device: torch.device) -> int | None:
+    """Return the allocator's peak (bytes); None on CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def graph_settings(strategy: MegatronStrategy) -> CudaGraphs | None:
@@ -237,8 +243,7 @@ def estimate_of(
             input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
         shape = model.config.memory_shape()
-        table = kept_by(model)
-        return estimate_memory(shape, layout, training, table=table)[stage]
+        return estimate_memory(shape, layout, training, table=kept_by(model))[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:

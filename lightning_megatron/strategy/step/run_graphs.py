@@ -136,6 +136,12 @@ class RunGraphs:
         of_update = 0 if self._update is None else self._update.num_graphs
         return self._captures.num_graphs + of_update
 
+    @property
+    def has_training_graphs(self) -> bool:
+        """Return whether graphs of training steps exist, beside those of an evaluation."""
+        counts = self._captures.report().counts
+        return counts.num_graphs > counts.num_evaluating
+
     def look_again(self) -> None:
         """Look for changes before the next step; called on all ranks, as after a load."""
         self._must_look = True
@@ -299,7 +305,9 @@ class RunGraphs:
             self.is_off = True
             self._captures.close()
             self._phases.clear()
-            words = eager_warning(failure, raises=self._settings.on_failure == "error")
+            keeps_update = self._update is not None and not self._update.is_off
+            raises = self._settings.on_failure == "error"
+            words = eager_warning(failure, raises, keeps_update)
             rank_zero_warn(words, category=SpeedWarning)
 
     def _name_eager(self) -> None:

@@ -61,7 +61,7 @@ class SegmentCaptures:
             redraws=not model.recompute.is_off,
             wait_for=state.main.gather.wait_for,
             prepare=without_hooked,
-            captures_new=settings.on_new_shape == "capture",
+            max_shapes=settings.most_shapes,
         )
         self._runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
         self._runner.permit(None, False)

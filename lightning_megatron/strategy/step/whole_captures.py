@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -12,6 +13,7 @@ from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, fai
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.report import GraphReport
 from lightning_megatron.graphs.step_kind import StepKind
+from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
@@ -25,12 +27,18 @@ class WorldAgreement:
         settings: Settings of the graphs.
         mesh: The groups of this rank.
         models: Models whose forward passes compare token counts, unless the ranks have done so.
+        update: Graph of the update of the parameters; None without one.
     """
 
     def __init__(
-        self, settings: CudaGraphs, mesh: ParallelMesh, models: Sequence[LayeredModule]
+        self,
+        settings: CudaGraphs,
+        mesh: ParallelMesh,
+        models: Sequence[LayeredModule],
+        update: UpdateGraph[Any] | None = None,
     ) -> None:
         self._settings = settings
+        self._update = update
         self._world = mesh.world_cpu
         self._keys = KeyAgreement(mesh.world_cpu)
         self._models = models
@@ -79,7 +87,8 @@ class WorldAgreement:
         found = failure_of_any(failure, self._world)
         if found is None:
             return None
-        return eager_warning(found, raises=self._settings.on_failure == "error")
+        keeps_update = self._update is not None and not self._update.is_off
+        return eager_warning(found, self._settings.on_failure == "error", keeps_update)
 
 
 class WholeCaptures:
@@ -91,6 +100,7 @@ class WholeCaptures:
         mesh: The groups of this rank.
         backend: Backend that captures.
         models: Models of this package in the module.
+        update: Graph of the update of the parameters; None without one.
     """
 
     def __init__(
@@ -100,8 +110,9 @@ class WholeCaptures:
         mesh: ParallelMesh,
         backend: CaptureBackend,
         models: Sequence[LayeredModule],
+        update: UpdateGraph[Any] | None = None,
     ) -> None:
-        self._agreement = WorldAgreement(settings, mesh, models)
+        self._agreement = WorldAgreement(settings, mesh, models, update)
         if settings.fixed_shapes:
             settings = replace(settings, on_new_shape="error")
         self._graphs = steps.capture_whole(backend, settings, self._agreement, _warn)
