@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -9,13 +12,14 @@ from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import attend_across
 from lightning_megatron.layers.dropout import tensor_region_stream
-from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
+from lightning_megatron.layers.sharded_norm import ShardedRMSNorm
 from lightning_megatron.plan.context_transport import choose_context_transport
-from lightning_megatron.plan.shards import attention_ranges
+from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.shapes import Float
 
 
@@ -43,6 +47,10 @@ class SelfAttention(nn.Module):
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
         norm_offset: Number that these norms add to their weight.
+        norm_over_layer: Whether these norms divide by the root mean square of all heads of a layer;
+            otherwise of each head.
+        interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
+        sinks: Whether each query head has a learned score in the softmax, without a value.
         layer: Number of the layer in the random streams; 1 is the first block.
         initializer: Initializer of the fused query/key/value weight.
         output_initializer: Initializer of the output weight.
@@ -70,6 +78,9 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
         norm_eps: float | None = None,
         norm_offset: float = 0.0,
+        norm_over_layer: bool = False,
+        interleaved: bool = False,
+        sinks: bool = False,
         layer: int = 1,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
@@ -106,26 +117,30 @@ class SelfAttention(nn.Module):
             partial=mesh.tp.size > num_kv_heads,
             initializer=initializer,
         )
-        self.query_norm: RMSNorm | None = None
-        self.key_norm: RMSNorm | None = None
+        self.norm_over_layer = norm_over_layer
+        self.interleaved = interleaved
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
         if norm_eps is not None:
-            # Each rank normalises its own heads only. The gradients of these weights must be summed
-            # over tp.
-            partial = mesh.tp.size > 1
-            self.query_norm = RMSNorm(
-                self.head_dim,
-                mesh,
-                eps=norm_eps,
-                offset=norm_offset,
-                partial=partial,
-            )
-            self.key_norm = RMSNorm(
-                self.head_dim,
-                mesh,
-                eps=norm_eps,
-                offset=norm_offset,
-                partial=partial,
-            )
+            norm: dict[str, Any] = {"eps": norm_eps, "offset": norm_offset}
+            # Keys begin behind the queries in the fused projection.
+            first = 0
+            norms: list[nn.Module] = []
+            for number, part in zip((num_heads, num_kv_heads), ranges[:2], strict=True):
+                if norm_over_layer:
+                    own = replace(part, start=part.start - first, stop=part.stop - first)
+                    norms.append(ShardedRMSNorm(number * self.head_dim, own, mesh, **norm))
+                else:
+                    # Each rank normalises its own heads only. The gradients of these weights must
+                    # be summed over tp.
+                    norms.append(RMSNorm(self.head_dim, mesh, **norm, partial=mesh.tp.size > 1))
+                first += number * self.head_dim
+            self.query_norm, self.key_norm = norms
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            own = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
+            drawn = initializer or Initializer.normal()
+            self.sinks = sharded_parameter((num_heads,), [own], drawn)
         self.output = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
@@ -157,11 +172,20 @@ class SelfAttention(nn.Module):
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
-        query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary, norms)
+        query, key, value = split_heads(
+            self.qkv(hidden),
+            self.widths,
+            self.head_dim,
+            rotary,
+            norms,
+            norms_layer=self.norm_over_layer,
+            interleaved=self.interleaved,
+        )
+        values = query, key, value, self.sinks, rows
         if recompute_core:
-            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value, rows)
+            mixed = replayed(self._core, self.mesh.random, self.layer, *values)
         else:
-            mixed = self._core(query, key, value, rows)
+            mixed = self._core(*values)
         return self.output(mixed)
 
     def _core(
@@ -169,11 +193,14 @@ class SelfAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: AttentionSpan | None = None,
+        sinks: Tensor | None,
+        rows: AttentionSpan | None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
             span = self.kind.over(rows)
+            if sinks is not None:
+                span = replace(span, sinks=sinks)
             if self.mesh.cp.size > 1:
                 own = self.mesh, self.context
                 return attend_across(query, key, value, span, *own, dropout=dropout)

@@ -43,11 +43,15 @@ class TransformerBlock(nn.Module):
         attention: The attention layer, called with (hidden, rotary, recompute_core, rows).
         mlp: The MLP, or a mixture of experts.
         attention_norm: Norm of the attention's input (``pre``) or of the first residual sum
-            (``post``).
-        mlp_norm: Norm of the MLP's input (``pre``) or of the second residual sum (``post``).
+            (``post``); None means no such norm, only with ``pre``.
+        mlp_norm: Norm of the MLP's input (``pre``) or of the second residual sum (``post``); None
+            means no such norm, only with ``pre``.
         mesh: Process groups and random streams of this rank.
         layer: Number of the layer in the random streams; 1 is the first block.
         norm_position: Position of the norms, ``pre`` or ``post``.
+        output_norms: Norms of the outputs of the attention and of the MLP before their residual
+            additions; None means no such norms.
+        scale: Factor of the outputs of the attention and of the MLP.
         dropout: Probability that an element is dropped before each residual addition.
         is_parallel: Whether attention and MLP read the same residual stream; only with ``pre``.
 
@@ -58,12 +62,14 @@ class TransformerBlock(nn.Module):
         self,
         attention: nn.Module,
         mlp: nn.Module,
-        attention_norm: nn.Module,
-        mlp_norm: nn.Module,
+        attention_norm: nn.Module | None,
+        mlp_norm: nn.Module | None,
         *,
         mesh: ParallelMesh,
         layer: int,
         norm_position: NormPosition = "pre",
+        output_norms: tuple[nn.Module, nn.Module] | None = None,
+        scale: float = 1.0,
         dropout: float = 0.0,
         is_parallel: bool = False,
     ) -> None:
@@ -72,6 +78,9 @@ class TransformerBlock(nn.Module):
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        norms: tuple[nn.Module | None, nn.Module | None] = output_norms or (None, None)
+        self.attention_output_norm, self.mlp_output_norm = norms
+        self.scale = scale
         self.mesh = mesh
         self.layer = layer
         self.norm_position = norm_position
@@ -176,7 +185,7 @@ class TransformerBlock(nn.Module):
         elif self.is_parallel:
             run = self._attend_beside_mlp
             writes = ("stream", "normed")
-        modules = [self.attention_norm, self.attention]
+        modules = [self.attention_norm, self.attention, self.attention_output_norm]
         if self.is_parallel:
             modules.append(self.mlp_norm)
         return Segment(
@@ -185,13 +194,13 @@ class TransformerBlock(nn.Module):
             _INPUTS,
             writes,
             scopes=("attention",),
-            modules=tuple(modules),
+            modules=_present(*modules),
         )
 
     def _mlp_segment(self) -> Segment:
         run: Callable[..., Tensor] = self._normalise_and_feed
         reads: tuple[str, ...] = ("stream", "update")
-        modules = [self.mlp_norm, self.mlp]
+        modules = [self.mlp_norm, self.mlp, self.mlp_output_norm]
         if self.norm_position == "post":
             run = self._feed_and_normalise
             reads = ("hidden",)
@@ -199,14 +208,14 @@ class TransformerBlock(nn.Module):
             run = self._feed
             reads = ("stream", "normed")
             modules.remove(self.mlp_norm)
-        return Segment("mlp", run, reads, ("hidden",), scopes=("mlp",), modules=tuple(modules))
+        return Segment("mlp", run, reads, ("hidden",), scopes=("mlp",), modules=_present(*modules))
 
     def _mixture_segments(self, mixture: Any) -> list[Segment]:
         """Return the segments after attention, with a mixture of experts.
 
         The norm before it belongs to its router, and what follows it to its sum of outputs.
         """
-        norms = (self.mlp_norm,)
+        norms = _present(self.mlp_norm)
         whole = Segment(
             "mlp",
             self._mlp,
@@ -226,7 +235,12 @@ class TransformerBlock(nn.Module):
             )
             return [replace(whole, reads=("hidden",)), last]
         last = Segment(
-            "residual", self._add, ("stream", "update"), ("hidden",), scopes=("combine",)
+            "residual",
+            self._add,
+            ("stream", "update"),
+            ("hidden",),
+            scopes=("combine",),
+            modules=_present(self.mlp_output_norm),
         )
         if self.is_parallel:
             return [whole, last]
@@ -267,10 +281,12 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
-        stream, hidden = self.attention_norm(hidden, None, True)
+        stream = hidden
+        if self.attention_norm is not None:
+            stream, hidden = self.attention_norm(hidden, None, True)
         with self._norm_output(self.attention_norm, stream, hidden):
             update = self.attention(hidden, rotary, is_core_recomputed, rows)
-        return stream, self._dropped(update)
+        return stream, self._update(update, self.attention_output_norm)
 
     def _attend_beside_mlp(
         self,
@@ -279,10 +295,11 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
+        assert self.attention_norm is not None, "parallel blocks have a norm of each input"
+        assert self.mlp_norm is not None, "parallel blocks have a norm of each input"
         stream, hidden = self.attention_norm(hidden, None, True)
         stream, normed = self.mlp_norm(stream, None, True)
-        update = self._dropped(self.attention(hidden, rotary, is_core_recomputed, rows))
-        return stream + update, normed
+        return stream + self._attended(hidden, rotary, is_core_recomputed, rows), normed
 
     def _attend_and_normalise(
         self,
@@ -291,11 +308,18 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> Tensor:
-        update = self.attention(hidden, rotary, is_core_recomputed, rows)
-        normed: Tensor = self.attention_norm(hidden, self._dropped(update))
+        assert self.attention_norm is not None, "the sum is normalised"
+        update = self._attended(hidden, rotary, is_core_recomputed, rows)
+        normed: Tensor = self.attention_norm(hidden, update)
         return normed
 
+    def _attended(self, hidden: Tensor, *how: Any) -> Tensor:
+        return self._update(self.attention(hidden, *how), self.attention_output_norm)
+
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        if self.mlp_norm is None:
+            stream = stream + update
+            return stream, stream
         stream, normed = self.mlp_norm(stream, update, True)
         return stream, normed
 
@@ -305,32 +329,39 @@ class TransformerBlock(nn.Module):
         return update
 
     def _add(self, stream: Tensor, update: Tensor) -> Tensor:
-        return stream + self._dropped(update)
+        return stream + self._update(update, self.mlp_output_norm)
 
     def _add_and_normalise(self, hidden: Tensor, update: Tensor) -> Tensor:
-        normed: Tensor = self.mlp_norm(hidden, self._dropped(update))
+        assert self.mlp_norm is not None, "the sum is normalised"
+        normed: Tensor = self.mlp_norm(hidden, self._update(update, self.mlp_output_norm))
         return normed
 
     def _feed(self, stream: Tensor, normed: Tensor) -> Tensor:
-        return stream + self._dropped(self.mlp(normed))
+        return self._add(stream, self.mlp(normed))
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
-        stream, normed = self.mlp_norm(stream, update, True)
+        stream, normed = self._normalise(stream, update)
         with self._norm_output(self.mlp_norm, stream, normed):
-            update = self.mlp(normed)
-        return stream + self._dropped(update)
+            output = self.mlp(normed)
+        return self._add(stream, output)
 
     def _norm_output(
-        self, norm: Any, stream: Tensor, normed: Tensor
+        self, norm: nn.Module | None, stream: Tensor, normed: Tensor
     ) -> AbstractContextManager[Any]:
         """Let the operators of the block keep the input of a norm, or its output."""
-        if not self.recomputes_norms:
+        if norm is None or not self.recomputes_norms:
             return nullcontext()
         return output_recomputed(normed, partial(norm.forward, stream.detach()))
 
     def _feed_and_normalise(self, hidden: Tensor) -> Tensor:
-        normed: Tensor = self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
-        return normed
+        return self._add_and_normalise(hidden, self.mlp(hidden))
 
-    def _dropped(self, update: Tensor) -> Tensor:
-        return hidden_dropout(update, self.dropout, self.training, self.mesh)
+    def _update(self, output: Tensor, norm: nn.Module | None) -> Tensor:
+        """Return what a residual addition adds for a sublayer's output."""
+        output = output if norm is None else norm(output)
+        output = output if self.scale == 1.0 else output * self.scale
+        return hidden_dropout(output, self.dropout, self.training, self.mesh)
+
+
+def _present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
+    return tuple(module for module in modules if module is not None)

@@ -33,6 +33,11 @@ class LogitForm:
     scale: float = 1.0
     soft_cap: float | None = None
 
+    def applied(self, products: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return the logits of some products, differentiably."""
+        logits = products if self.scale == 1.0 else products * self.scale
+        return logits if self.soft_cap is None else self.soft_cap * (logits / self.soft_cap).tanh()
+
     def applied_(self, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return the logits of some products, in the same memory."""
         if self.scale != 1.0:

@@ -218,6 +218,7 @@ class InputEmbedding(nn.Module):
         mesh: Process groups and random streams of this rank.
         dropout: Probability that an element is dropped.
         scale: Factor of the token vectors, rounded to their dtype.
+        scales_vectors: Whether vectors that replace token vectors get the factor, too.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class InputEmbedding(nn.Module):
         mesh: ParallelMesh,
         dropout: float = 0.0,
         scale: float = 1.0,
+        scales_vectors: bool = False,
     ) -> None:
         super().__init__()
         self.word = word
@@ -235,6 +237,7 @@ class InputEmbedding(nn.Module):
         self.mesh = mesh
         self.dropout = dropout
         self.scale = scale
+        self.scales_vectors = scales_vectors
 
     def forward(
         self,
@@ -250,21 +253,17 @@ class InputEmbedding(nn.Module):
             tokens: Token ids; None if vectors are given.
             offset: Position of the first token (tokens).
             positions: Position of every token; None counts from ``offset``.
-            vectors: Full tensor that replaces the scaled token vectors.
+            vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)
-        hidden = self._tokens(tokens) if vectors is None else self._own_part(vectors)
+        hidden = self.word(tokens) if vectors is None else self._own_part(vectors)
+        if self.scale != 1.0 and (vectors is None or self.scales_vectors):
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
         if self.position is not None:
             given = tokens if vectors is None else vectors
             assert given is not None, "there are tokens where there are no vectors"
             hidden = hidden + self.position(given.shape[1], offset, positions)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
-
-    def _tokens(self, tokens: Tensor | None) -> Tensor:
-        hidden = self.word(tokens)
-        if self.scale == 1.0:
-            return hidden
-        return hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
 
     def _own_part(self, vectors: Tensor) -> Tensor:
         hidden = vectors.transpose(0, 1).contiguous()

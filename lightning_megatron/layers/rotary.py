@@ -201,12 +201,27 @@ def apply_rotary(
     tables: tuple[
         Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
     ],
+    interleaved: bool = False,
 ) -> Float[Tensor, "seq batch heads head_dim"]:
-    """Rotate the pairs ``(i, i + rotary_dim / 2)`` of the first elements of every head."""
+    """Rotate pairs of the first elements of every head.
+
+    Args:
+        heads: Heads of queries or keys.
+        tables: Cosines and sines from ``rotary_tables``.
+        interleaved: Whether neighbouring elements ``(2 i, 2 i + 1)`` are a pair; otherwise
+            ``(i, i + rotary_dim / 2)`` are.
+    """
     cosines, sines = tables
     rotated = cosines.shape[-1]
     if rotated < heads.shape[-1]:
-        return torch.cat((apply_rotary(heads[..., :rotated], tables), heads[..., rotated:]), dim=-1)
+        turned = apply_rotary(heads[..., :rotated], tables, interleaved)
+        return torch.cat((turned, heads[..., rotated:]), dim=-1)
+    if interleaved:
+        # Both halves of a table are the angles of all pairs.
+        cosines, sines = (table[..., : rotated // 2] for table in tables)
+        first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = (first * cosines - second * sines, second * cosines + first * sines)
+        return torch.stack(pairs, -1).flatten(-2)
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines
 
@@ -220,6 +235,9 @@ def split_heads(
     ]
     | None,
     norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    *,
+    norms_layer: bool = False,
+    interleaved: bool = False,
 ) -> tuple[
     Float[Tensor, "seq batch heads head_dim"],
     Float[Tensor, "seq batch kv_heads head_dim"],
@@ -235,28 +253,32 @@ def split_heads(
         head_dim: Size of a head (elements).
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
         norms: Norms of queries and keys, applied before the rotation; None means no norms.
+        norms_layer: Whether the norms take the features of all heads; otherwise each head's.
+        interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     kernels = fused_kernels(qkv)
     if kernels is not None and tables is not None:
-        obstacle = _reason_against_fusion(tables, head_dim, norms is not None)
+        obstacle = _reason_against_fusion(tables, head_dim, norms is not None, interleaved)
         if obstacle is None:
             return kernels.rotate_qkv(qkv, tables, widths[0] // head_dim, widths[1] // head_dim)
         warn_of_slow_path(
             f"Rotary embeddings run on operators of torch, not on the fused kernel: {obstacle}."
         )
     parts = qkv.split(list(widths), dim=-1)
+    if norms is not None and norms_layer:
+        parts = (norms[0](parts[0]), norms[1](parts[1]), parts[2])
     query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
-    if norms is not None:
+    if norms is not None and not norms_layer:
         query = norms[0](query)
         key = norms[1](key)
     if tables is not None:
-        query = apply_rotary(query, tables)
-        key = apply_rotary(key, tables)
+        query = apply_rotary(query, tables, interleaved)
+        key = apply_rotary(key, tables, interleaved)
     return query, key, value
 
 
 def _reason_against_fusion(
-    tables: tuple[Tensor, Tensor], head_dim: int, has_norms: bool
+    tables: tuple[Tensor, Tensor], head_dim: int, has_norms: bool, interleaved: bool
 ) -> str | None:
     """Return why the fused kernel cannot rotate, with the remedy; None if it can."""
     if tables[0].shape[1] > 1:
@@ -267,6 +289,8 @@ def _reason_against_fusion(
     model = "This is the model's architecture, which no option changes"
     if has_norms:
         return f"queries and keys are normalised before it. {model}"
+    if interleaved:
+        return f"it rotates pairs of neighbouring elements. {model}"
     if tables[0].shape[-1] < head_dim:
         return f"it rotates {tables[0].shape[-1]} of the {head_dim} elements of a head. {model}"
     return None

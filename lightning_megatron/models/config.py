@@ -12,6 +12,7 @@ from lightning_megatron.models.config_checks import (
     check_length,
     check_padding,
     check_rotary,
+    check_rotary_layers,
     check_windows,
     require,
 )
@@ -60,21 +61,40 @@ class GPTConfig:
             gate ``swiglu``, ``geglu`` or ``geglu_tanh``.
         norm: Kind of the norms: ``layernorm`` or ``rmsnorm``.
         norm_eps: Constant added to variances.
-        norm_position: Position of the norms: ``pre`` (before each sublayer, with a final norm) or
-            ``post`` (after each residual sum, without a final norm).
+        norm_position: Position of the norms: ``pre`` (before each sublayer, with a final norm),
+            ``post`` (after each residual sum, without a final norm), ``sandwich`` (before each
+            sublayer and after it, before the residual sum, with a final norm) or ``output`` (after
+            each sublayer, before the residual sum, with a final norm).
         position: Kind of position encoding: ``learned`` or ``rotary``.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
         rotary_dim: Number of rotated elements of a head, from the first; None means all (elements).
         rotary_scaling: Scaling of rotary angles for longer sequences; None means no scaling.
+        rotary_interleaved: Whether neighbouring elements of a head are rotated as a pair; otherwise
+            the elements ``i`` and ``i + rotary_dim / 2`` are.
+        rotary_layers: Flag for each layer that is true if it rotates queries and keys; None means
+            all do.
+        window_rotary_base: Base of the layers with a sliding window, whose angles are not scaled;
+            None means all layers have the same angles.
         bias: Whether linear layers and LayerNorms have biases.
         qkv_bias: Whether the query, key and value projections have biases; None means ``bias``.
         output_bias: Whether the attention's output projection has a bias; None means ``bias``.
         mlp_bias: Whether both projections of the MLP have biases; None means ``bias``.
-        qk_norm: Whether an RMSNorm is applied to each query and key head before the rotation.
+        qk_norm: Whether an RMSNorm is applied to queries and keys before the rotation.
+        qk_norm_over: Features whose root mean square these norms divide by: those of each ``head``,
+            or those of all heads of the queries or of the keys (``layer``).
         norm_offset: Constant added to the weights of RMSNorms.
         padding_id: Token whose vector gets no gradient from lookups; None means no such token.
         embedding_scale: Factor of token vectors, rounded to the model's dtype.
+        scales_vectors: Whether vectors that replace token vectors get this factor, too.
         attention_scale: Factor of attention scores; None means head_dim to the power of -0.5.
+        attention_soft_cap: Bound c of attention scores s, which become ``c tanh(s / c)``; None
+            means no bound.
+        attention_sinks: Whether each head has a learned score that takes part in the softmax of the
+            attention and has no value.
+        residual_scale: Factor of each sublayer's output before the residual sum.
+        logit_scale: Factor of the logits.
+        logit_soft_cap: Bound c of the scaled logits z, which become ``c tanh(z / c)``; None means
+            no bound.
         sliding_window: Number of positions that a query attends to, itself included; None means all
             earlier ones (tokens).
         window_layers: Flag for each layer that is true if it has the window; None means all have
@@ -103,20 +123,30 @@ class GPTConfig:
     activation: Activation = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: NotNegative = 1e-5
-    norm_position: Literal["pre", "post"] = "pre"
+    norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
     position: Literal["learned", "rotary"] = "learned"
     rotary_base: Positive = 10000.0
     rotary_dim: Count | None = None
     rotary_scaling: RotaryScaling | None = None
+    rotary_interleaved: bool = False
+    rotary_layers: tuple[bool, ...] | None = None
+    window_rotary_base: Positive | None = None
     bias: bool = True
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "layer"] = "head"
     norm_offset: float = 0.0
     padding_id: Index | None = None
     embedding_scale: Positive = 1.0
+    scales_vectors: bool = False
     attention_scale: Positive | None = None
+    attention_soft_cap: Positive | None = None
+    attention_sinks: bool = False
+    residual_scale: Positive = 1.0
+    logit_scale: Positive = 1.0
+    logit_soft_cap: Positive | None = None
     sliding_window: Count | None = None
     window_layers: tuple[bool, ...] | None = None
     experts: ExpertsConfig | None = None
@@ -216,6 +246,18 @@ class GPTConfig:
             self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
         )
 
+    def rotates_in(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys."""
+        return self.position == "rotary" and (
+            self.rotary_layers is None or self.rotary_layers[layer]
+        )
+
+    def rotary_base_of(self, layer: int) -> tuple[float, RotaryScaling | None]:
+        """Return the base of a layer's rotary wavelengths, and the scaling of its angles."""
+        if self.window_rotary_base is None or self.window_of(layer) is None:
+            return self.rotary_base, self.rotary_scaling
+        return self.window_rotary_base, None
+
     def has_experts_in(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
@@ -250,10 +292,13 @@ class GPTConfig:
             output_bias=self.output_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
+            qk_norm_over=self.qk_norm_over,
+            sinks=self.attention_sinks,
             partly_rotated=self.position == "rotary" and self.rotary_size < self.head_size,
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,
-            final_norm=self.norm_position == "pre",
+            final_norm=self.norm_position != "post",
+            norms_per_layer=4 if self.norm_position == "sandwich" else 2,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
             experts=self.experts,
@@ -296,10 +341,16 @@ class GPTConfig:
     def _check_positions(self) -> None:
         if self.position == "rotary":
             check_rotary(self.head_size, self.rotary_dim, self.rotary_scaling)
+            check_rotary_layers(
+                self.rotary_layers, self.window_rotary_base, self.sliding_window, self.num_layers
+            )
             return
         why = f"position ({self.position}) has no rotary angles"
-        require(self.rotary_dim is None, "rotary_dim", self.rotary_dim, "be None", why)
-        require(self.rotary_scaling is None, "rotary_scaling", self.rotary_scaling, "be None", why)
+        for name in ("rotary_dim", "rotary_scaling", "rotary_layers", "window_rotary_base"):
+            value = getattr(self, name)
+            require(value is None, name, value, "be None", why)
+        is_interleaved = self.rotary_interleaved
+        require(not is_interleaved, "rotary_interleaved", is_interleaved, "be False", why)
 
     def _check_experts(self) -> None:
         if self.experts is None:

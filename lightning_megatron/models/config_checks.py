@@ -154,6 +154,33 @@ def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling 
         require(found == size // 2, what, found, f"be {size // 2}", why)
 
 
+def check_rotary_layers(
+    rotary_layers: Sequence[bool] | None,
+    window_base: float | None,
+    sliding_window: int | None,
+    num_layers: int,
+) -> None:
+    """Raise if the layers with rotary positions of their own do not match the layers.
+
+    Args:
+        rotary_layers: Flag for each layer that is true if it rotates; None means all do.
+        window_base: Base of layers with a sliding window; None means that of the others.
+        sliding_window: Number of positions that a query attends to; None means all (tokens).
+        num_layers: Number of Transformer blocks (layers).
+
+    Raises:
+        ParallelPlanError: If there are more or fewer flags than layers, or a base without a window.
+    """
+    if rotary_layers is not None:
+        found = len(rotary_layers)
+        why = f"each of num_layers ({num_layers}) rotates or does not"
+        require(found == num_layers, "the number of rotary_layers", found, "be num_layers", why)
+    if window_base is not None:
+        rule = "be None without sliding_window"
+        has_window = sliding_window is not None
+        require(has_window, "window_rotary_base", window_base, rule, "no layer has a window")
+
+
 def check_windows(
     window_layers: Sequence[bool] | None, sliding_window: int | None, num_layers: int
 ) -> None:

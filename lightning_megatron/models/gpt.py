@@ -13,6 +13,7 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import prepared
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.chunked_loss import LogitForm
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.layers.embedding import (
@@ -31,6 +32,7 @@ from lightning_megatron.models.gpt_block import (
     build_block,
     build_norm,
     context_choice,
+    rotary_name,
 )
 from lightning_megatron.models.gpt_inputs import laid_out, one_of
 from lightning_megatron.models.gpt_losses import Targets
@@ -68,9 +70,14 @@ class GPT(LayeredModule):
         self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         super().__init__(config, mesh, seed)
-        self._rotary = RotaryTables(
-            config.rotary_size, config.rotary_base, config.rotary_scaling, self.mesh.cp
-        )
+        bases = {rotary_name(config, layer): layer for layer in range(config.num_layers)}
+        self._rotary = {
+            name: RotaryTables(
+                config.rotary_size, *config.rotary_base_of(layer), context=self.mesh.cp
+            )
+            for name, layer in bases.items()
+            if config.rotates_in(layer)
+        }
         #: Transport of attention over cp in all layers.
         self.context = context_choice(config, self.mesh)
         #: List to which a call appends the input of each layer and the output of the last norm, or
@@ -102,13 +109,14 @@ class GPT(LayeredModule):
                 mesh=mesh,
                 dropout=config.hidden_dropout,
                 scale=config.embedding_scale,
+                scales_vectors=config.scales_vectors,
             )
         indices = [index for layers in self._layers_of_chunk for index in layers]
         self.layers = nn.ModuleDict(
             {str(index): build_block(config, mesh, index) for index in indices}
         )
         if self.is_last_stage():
-            self.final_norm = build_norm(config, mesh) if config.norm_position == "pre" else None
+            self.final_norm = build_norm(config, mesh) if config.norm_position != "post" else None
             # On the embedding's rank a tied head has no parameter: it reads the embedding's weight.
             if not (config.tie_embeddings and self.is_first_stage()):
                 tied_to = WORD_EMBEDDING if config.tie_embeddings else None
@@ -136,8 +144,8 @@ class GPT(LayeredModule):
             span: Documents, padding and positions of the rows, equal on every stage; None means
                 rows of one document without padding. The layers say whether attention is causal,
                 and have their windows, soft caps and scales.
-            embeddings: Vectors that replace the token embeddings and are not scaled, complete on
-                every rank.
+            embeddings: Vectors that replace the token embeddings, complete on every rank. They are
+                scaled only if ``config.scales_vectors`` is true.
 
         Returns:
             Losses in float32 (float64 for a float64 model), or logits in the model's dtype.
@@ -223,12 +231,14 @@ class GPT(LayeredModule):
     ) -> dict[str, Any]:
         """Return the rotary tables and the spans of a chunk's layers by name."""
         rows = span or AttentionSpan()
-        has_rotary = self.config.position == "rotary"
-        found: dict[str, Any] = {
-            "rotary": self._rotary(shape[1], like, rows.positions, rows.cut) if has_rotary else None
-        }
-        # Layers with the same window share a span.
+        places = rows.positions, rows.cut
+        found: dict[str, Any] = {}
+        # Layers with the same angles share tables, and those with the same window share a span.
         for index in self._layers_of_chunk[chunk]:
+            name = rotary_name(self.config, index)
+            if name not in found:
+                tables = self._rotary.get(name)
+                found[name] = None if tables is None else tables(shape[1], like, *places)
             name = _rows_of(self.config.window_of(index))
             if span is None and self.mesh.cp.size > 1:
                 # Ranks that see parts of rows need no mask of whole ones.
@@ -266,7 +276,7 @@ class GPT(LayeredModule):
 
     @override
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return "rotary", _rows_of(self.config.window_of(index))
+        return rotary_name(self.config, index), _rows_of(self.config.window_of(index))
 
     @override
     def _last_segment(self) -> Segment:
@@ -358,7 +368,7 @@ class GPT(LayeredModule):
         Args:
             hidden: Output of the last norm.
         """
-        return vocab_logits(hidden, self._head_weight, self.mesh)
+        return self._form.applied(vocab_logits(hidden, self._head_weight, self.mesh))
 
     @property
     def _head_weight(self) -> Tensor:
@@ -369,6 +379,10 @@ class GPT(LayeredModule):
         )
         return self.embedding.word.weight
 
+    @property
+    def _form(self) -> LogitForm:
+        return LogitForm(self.config.logit_scale, self.config.logit_soft_cap)
+
     def _result(self, logits: Tensor, targets: Targets | None, cut: DocumentCut | None) -> Any:
         vocab_size = self.config.vocab_size
         if targets is None:
@@ -378,8 +392,8 @@ class GPT(LayeredModule):
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
         """Return what :meth:`_result` does, from the output of the last norm."""
-        sizes = self.config.vocab_size, chunk
-        return targets.chunked_losses(hidden, self._head_weight, self.mesh, *sizes)
+        how = self.config.vocab_size, chunk, self._form
+        return targets.chunked_losses(hidden, self._head_weight, self.mesh, *how)
 
 
 def _rows_of(window: int | None) -> str:

@@ -27,7 +27,20 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
 
 def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
     """Return the attention of the block with index ``index`` over whole rows."""
-    return AttentionSpan(window=config.window_of(index), scale=config.attention_scale)
+    return AttentionSpan(
+        window=config.window_of(index),
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+    )
+
+
+def rotary_name(config: GPTConfig, index: int) -> str:
+    """Return the name of the rotary tables of the block with index ``index``."""
+    if not config.rotates_in(index):
+        return "rotary.none"
+    base, scaling = config.rotary_base_of(index)
+    is_common = (base, scaling) == (config.rotary_base, config.rotary_scaling)
+    return "rotary" if is_common else "rotary.window"
 
 
 def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
@@ -47,6 +60,8 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     drawn = Initializer.normal(config.init_std)
     residual = Initializer.residual(config.init_std, config.num_layers)
     kind = attention_kind(config, index)
+    has_norms = config.norm_position != "output"
+    norms_outputs = config.norm_position in ("sandwich", "output")
     attention = SelfAttention(
         config.hidden_size,
         config.num_heads,
@@ -59,6 +74,9 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
         dropout=config.attention_dropout,
         norm_eps=config.norm_eps if config.qk_norm else None,
         norm_offset=config.norm_offset,
+        norm_over_layer=config.qk_norm_over == "layer",
+        interleaved=config.rotary_interleaved,
+        sinks=config.attention_sinks,
         layer=index + 1,
         initializer=drawn,
         output_initializer=residual,
@@ -66,11 +84,14 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     return TransformerBlock(
         attention,
         _build_network(config, mesh, index),
-        build_norm(config, mesh),
-        build_norm(config, mesh),
+        *(build_norm(config, mesh) if has_norms else None for _ in range(2)),
+        output_norms=(build_norm(config, mesh), build_norm(config, mesh))
+        if norms_outputs
+        else None,
         mesh=mesh,
         layer=index + 1,
-        norm_position=config.norm_position,
+        norm_position="post" if config.norm_position == "post" else "pre",
+        scale=config.residual_scale,
         dropout=config.hidden_dropout,
         is_parallel=config.parallel_residual,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
+from lightning_megatron.layers.chunked_loss import LogitForm, chunked_cross_entropy
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
@@ -60,6 +60,7 @@ class Targets:
         mesh: ParallelMesh,
         vocab: int,
         chunk: int,
+        form: LogitForm | None = None,
     ) -> Float[Tensor, "batch seq"]:
         """Return the loss of each token of the whole sequences, without storing logits.
 
@@ -69,6 +70,7 @@ class Targets:
             mesh: Process groups of this rank.
             vocab: The true vocabulary, without padding (tokens).
             chunk: Tokens whose logits exist at once (tokens).
+            form: Scale and bound of the logits; None means none.
 
         Communication: that of ``chunked_cross_entropy``, and a gather over cp.
         """
@@ -81,5 +83,6 @@ class Targets:
             chunk,
             self.label_smoothing,
             self.ignore_index,
+            form,
         )
         return joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()

@@ -121,5 +121,6 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
 
 
 def _hidden_copies(model: ModelShape) -> int:
-    # If attention and MLP run in parallel, both norms read the same tensor.
-    return 3 if model.parallel else 4
+    # If attention and MLP run in parallel, both norms read the same tensor. Norms of the sublayers'
+    # outputs keep their inputs.
+    return 3 if model.parallel else model.norms_per_layer + 2

@@ -42,6 +42,10 @@ class ModelShape:
         output_bias: Whether the attention's output projection has a bias; None means ``bias``.
         mlp_bias: Whether the projections of the MLP have biases; None means ``bias``.
         qk_norm: Whether queries and keys are normed before the rotation.
+        qk_norm_over: ``head`` if these norms have the weights of one head, ``layer`` if they have
+            those of all heads.
+        sinks: Whether each query head has a learned score in the softmax.
+        norms_per_layer: Norms of the residual stream in a block.
         partly_rotated: Whether only a part of each head is rotated.
         parallel: Whether attention and MLP read the same residual stream.
         tied: Whether the output head shares its weight with the embedding.
@@ -71,6 +75,9 @@ class ModelShape:
     output_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "layer"] = "head"
+    sinks: bool = False
+    norms_per_layer: int = 2
     partly_rotated: bool = False
     parallel: bool = False
     tied: bool = False
@@ -135,8 +142,9 @@ class ModelShape:
         return (
             weights
             + network
-            + 2 * self._norm_parameters
-            + (2 * self.head_dim if self.qk_norm else 0)
+            + self.norms_per_layer * self._norm_parameters
+            + self._qk_norm_parameters(query, key)
+            + (query // self.head_dim if self.sinks else 0)
         )
 
     def expert_parameters(self, layout: ParallelLayout) -> int:
@@ -181,6 +189,11 @@ class ModelShape:
         has_biases = self.bias if self.mlp_bias is None else self.mlp_bias
         biases = (self._num_matrices - 1) * inner + self.hidden_size if has_biases else 0
         return self._num_matrices * self.hidden_size * inner + biases
+
+    def _qk_norm_parameters(self, query: int, key: int) -> int:
+        if not self.qk_norm:
+            return 0
+        return query + key if self.qk_norm_over == "layer" else 2 * self.head_dim
 
     def _mixture_cost(self) -> float:
         if self.experts is None:

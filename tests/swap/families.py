@@ -28,6 +28,10 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_TYPED = {
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 _PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG |= {"short_factor": [1.5], "long_factor": [2.5]}
@@ -66,6 +70,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _LONG,
             "sliding_window": 9,
         },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **_LLAMA,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 4,
+            "pad_token_id": 0,
+        }
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            **_LLAMA,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 4,
+            "pad_token_id": 0,
+        }
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": _TYPED},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {**_LLAMA, "num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {**_LLAMA, "sliding_window": 5, "rope_parameters": {**_TYPED, "full_attention": _YARN}}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {**_LLAMA, "embedding_multiplier": 3.0, "attention_multiplier": 0.25, "mlp_bias": True}
+        | {"residual_multiplier": 0.5, "logits_scaling": 4.0, "tie_word_embeddings": True},
     ),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_SIZES, "rope_parameters": _PART}),
     "gpt_neox in sequence without biases": (

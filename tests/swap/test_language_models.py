@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,12 +19,13 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
-from tests.oracles import assert_equal, assert_same_gradients
+from tests.oracles import assert_equal, assert_same_gradients, float32_as_float64
 from tests.swap.families import CASES, V, twin_of
 from tests.swap.parts import check_call, expected_gradients
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
+eager_mask = pytest.importorskip("transformers.masking_utils").eager_mask
 
 B, S = 3, 10
 #: Logits, loss and gradients by name.
@@ -45,13 +47,27 @@ class Exact(nn.Module):
 
 def exact_twin(case: str, **changes: Any) -> nn.Module:
     """Return a float64 model of a case that computes in float64 throughout."""
-    twin = normalise_exactly(
-        twin_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
-    )
+    changes["attn_implementation"] = attention_of(case)
+    twin = normalise_exactly(twin_of(case, torch.float64, **changes).eval())
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(0.1)
     return twin
+
+
+def eager_in_float64(module: nn.Module, *inputs: Any, **how: Any) -> Any:
+    """Return what the eager attention of a module's own code computes, in float64 throughout."""
+    with float32_as_float64():
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **how)
+
+
+def attention_of(case: str) -> str:
+    """Return an attention that computes in float64 all that the family's own does."""
+    if case not in ("gemma2",):
+        return "sdpa"
+    transformers.AttentionInterface.register("eager_in_float64", eager_in_float64)
+    transformers.AttentionMaskInterface.register("eager_in_float64", eager_mask)
+    return "eager_in_float64"
 
 
 def normalise_exactly(twin: nn.Module) -> nn.Module:

@@ -108,15 +108,19 @@ class Names:
     Args:
         embedding: Token embedding.
         final_norm: Norm before the head.
-        attention_norm: Norm before the attention.
-        mlp_norm: Norm before the MLP.
+        attention_norm: Norm before the attention, if there is one.
+        mlp_norm: Norm before the MLP, if there is one.
         qkv: Projections to queries, keys and values, or the joint one.
         output: Output projection of the attention.
         up: First projections of the MLP: gate and up, the joint one, or the one before the
             activation.
         down: Second projection of the MLP.
-        query_norm: Norm of query heads, if there is one.
-        key_norm: Norm of key heads, if there is one.
+        query_norm: Norm of queries, if there is one.
+        key_norm: Norm of keys, if there is one.
+        attention_output_norm: Norm of the attention's output before the residual sum, if there is
+            one.
+        mlp_output_norm: Norm of the MLP's output before the residual sum, if there is one.
+        sinks: Scores of the heads' sinks, if there are any; the name of the tensor.
         position: Position embedding, if there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
@@ -134,6 +138,9 @@ class Names:
     down: str
     query_norm: str = ""
     key_norm: str = ""
+    attention_output_norm: str = ""
+    mlp_output_norm: str = ""
+    sinks: str = ""
     position: str | None = None
     head: str = "lm_head"
     experts: ExpertNames | None = None
@@ -160,24 +167,10 @@ class Names:
         size = config.hidden_size
         ours = f"layers.{layer}"
         width = config.num_heads * config.head_size
-        head = config.head_size
-        found = self._norm(f"{ours}.attention_norm", self.attention_norm.format(layer), config)
-        found += self._norm(f"{ours}.mlp_norm", self.mlp_norm.format(layer), config)
-        if config.qk_norm:
-            found.append(
-                _one(
-                    f"{ours}.attention.query_norm.weight",
-                    (head,),
-                    f"{self.query_norm.format(layer)}.weight",
-                )
-            )
-            found.append(
-                _one(
-                    f"{ours}.attention.key_norm.weight",
-                    (head,),
-                    f"{self.key_norm.format(layer)}.weight",
-                )
-            )
+        found = self._norms(config, layer)
+        if config.attention_sinks:
+            sinks = self.sinks.format(layer)
+            found.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         found += self._linear(layer, "attention.qkv", self._qkv(config), size, config.has_qkv_bias)
         found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
@@ -187,6 +180,32 @@ class Names:
         down = (Source(self.down, size),)
         found += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
         return found + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
+
+    def _norms(self, config: GPTConfig, layer: int) -> list[TensorMap]:
+        ours = f"layers.{layer}"
+        names = {
+            "attention_norm": self.attention_norm,
+            "mlp_norm": self.mlp_norm,
+            "attention_output_norm": self.attention_output_norm,
+            "mlp_output_norm": self.mlp_output_norm,
+        }
+        found = [
+            tensor
+            for target, name in names.items()
+            if name
+            for tensor in self._norm(f"{ours}.{target}", name.format(layer), config)
+        ]
+        if config.qk_norm:
+            for target, name, number in (
+                ("query_norm", self.query_norm, config.num_heads),
+                ("key_norm", self.key_norm, config.kv_heads),
+            ):
+                heads = number if config.qk_norm_over == "layer" else 1
+                shape = (heads * config.head_size,)
+                found.append(
+                    _one(f"{ours}.attention.{target}.weight", shape, f"{name.format(layer)}.weight")
+                )
+        return found
 
     def _linear(
         self, layer: int, target: str, sources: tuple[Source, ...], num_columns: int, has_bias: bool

@@ -59,6 +59,11 @@ KINDS: Mapping[str, Any] = {
         ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool
     ),
     "scale_attn_weights": bool,
+    **dict.fromkeys(("query_pre_attn_scalar", "embedding_multiplier", "logits_scaling"), Factor),
+    **dict.fromkeys(("attention_multiplier", "residual_multiplier"), Factor),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Factor | None),
+    "rope_local_base_freq": Factor | None,
+    "sliding_window_pattern": Layers | None,
     **dict.fromkeys(("attention_bias", "use_sliding_window", "output_router_logits"), bool | None),
     **dict.fromkeys(("hidden_act", "activation_function"), str),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),

@@ -1,4 +1,4 @@
-"""Llama and families with its tensors: Mistral, Qwen2, Qwen3, Gemma and (fused) Phi-3."""
+"""Llama and families with its tensors: Mistral, Qwen2, Qwen3 and (fused) Phi-3."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.family import Family, Names
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, refusal
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
 from lightning_megatron.swap.families.llama_fields import (
     ACTIVATION,
     ATTENTION_BIAS,
     FIXED,
-    GATED,
     HEAD_DIM,
     OUTDATED,
     head_dim,
     sizes,
     window,
+    windows_of,
 )
 from lightning_megatron.swap.families.rotary import rotary_fields
 
@@ -35,7 +34,7 @@ LLAMA_NAMES = Names(
     query_norm="model.layers.{}.self_attn.q_norm",
     key_norm="model.layers.{}.self_attn.k_norm",
 )
-_FUSED_NAMES = replace(
+FUSED_NAMES = replace(
     LLAMA_NAMES,
     qkv=("model.layers.{}.self_attn.qkv_proj",),
     up=("model.layers.{}.mlp.gate_up_proj",),
@@ -52,42 +51,7 @@ def _windowed_layers(values: Values) -> Mapping[str, Any]:
             "full_attention" if width is None or i < first else "sliding_attention"
             for i in range(num_layers)
         ]
-    for layer, kind in enumerate(types):
-        if kind not in ("full_attention", "sliding_attention"):
-            why = "attention covers all previous positions, or a window of them"
-            raise refusal(
-                "Qwen", f"layer_types[{layer}]", kind, why, ("full_attention", "sliding_attention")
-            )
-    windowed = tuple(kind == "sliding_attention" for kind in types)
-    if len(windowed) != num_layers or (any(windowed) and width is None):
-        raise UnsupportedError(
-            f"layer_types must have one entry for each of num_hidden_layers ({num_layers}), and "
-            "sliding_attention only with use_sliding_window and sliding_window: it has "
-            f"{len(windowed)} entries, {sum(windowed)} of them sliding, and the window is {width}. "
-            "Correct the configuration."
-        )
-    if not any(windowed):
-        return {}
-    found = window({**values, "sliding_window": width})
-    return (
-        found
-        if found["sliding_window"] is None or all(windowed)
-        else {**found, "window_layers": windowed}
-    )
-
-
-def _gemma_activation(values: Values) -> Mapping[str, Any]:
-    # The first releases say gelu and mean its approximation.
-    given = values["hidden_act"]
-    meant = "gelu_pytorch_tanh" if given == "gelu" else given
-    other = values["hidden_activation"]
-    if other is not None and other != meant:
-        why = (
-            f"hidden_act is {given}, and versions of transformers disagree about which of the two "
-            "counts"
-        )
-        raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
-    return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
+    return windows_of(types, width, values, "Qwen")
 
 
 _NO_BIAS = "the family has no such bias"
@@ -178,36 +142,6 @@ QWEN3 = Family(
     ignored=OUTDATED,
 )
 
-GEMMA = Family(
-    "gemma",
-    "GemmaForCausalLM",
-    ConfigTable(
-        "Gemma",
-        (
-            *sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
-            *rotary_fields(),
-            Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
-            Field("hidden_activation", None),
-            Field("head_dim", 256, head_dim),
-            ATTENTION_BIAS,
-            Field(
-                "use_bidirectional_attention",
-                None,
-                only=(None, False),
-                why="no position attends to a later one",
-            ),
-            Field(
-                "hidden_size",
-                3072,
-                lambda values: {"embedding_scale": values["hidden_size"] ** 0.5},
-            ),
-        ),
-        {**FIXED, "norm_offset": 1.0},
-    ),
-    LLAMA_NAMES,
-    ignored=OUTDATED,
-)
-
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -232,6 +166,6 @@ PHI3 = Family(
         # Nothing is dropped after the embedding whatever this says; the others are of other code.
         frozenset({"embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ),
-    _FUSED_NAMES,
+    FUSED_NAMES,
     ignored=OUTDATED,
 )

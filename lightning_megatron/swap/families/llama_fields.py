@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_megatron.swap.families.fields import Field, Values, one_from, padding_id
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families.fields import Field, Values, one_from, padding_id, refusal
 
 #: Activations of gated MLPs, and what they are here.
 GATED = {
@@ -95,6 +96,42 @@ def window(values: Values) -> Mapping[str, Any]:
         if given is None or given >= values["max_position_embeddings"]
         else given
     }
+
+
+def windows_of(
+    types: Sequence[str], width: int | None, values: Values, family: str
+) -> Mapping[str, Any]:
+    """Return the attention window and the layers that have it.
+
+    Args:
+        types: Kind of attention of each layer: ``full_attention`` or ``sliding_attention``.
+        width: Attention window of the sliding layers; None means none (tokens).
+        values: Fields of the configuration.
+        family: Name of the family, for errors.
+
+    Raises:
+        UnsupportedError: If a kind is another, or kinds and layers do not match.
+    """
+    legal = ("full_attention", "sliding_attention")
+    for layer, kind in enumerate(types):
+        if kind not in legal:
+            why = "attention covers all previous positions, or a window of them"
+            raise refusal(family, f"layer_types[{layer}]", kind, why, legal)
+    num_layers = values["num_hidden_layers"]
+    windowed = tuple(kind == "sliding_attention" for kind in types)
+    if len(windowed) != num_layers or (any(windowed) and width is None):
+        raise UnsupportedError(
+            f"layer_types must have one entry for each of num_hidden_layers ({num_layers}), and "
+            "sliding_attention only with use_sliding_window and sliding_window: it has "
+            f"{len(windowed)} entries, {sum(windowed)} of them sliding, and the window is {width}. "
+            "Correct the configuration."
+        )
+    if not any(windowed):
+        return {}
+    found = window({**values, "sliding_window": width})
+    if found["sliding_window"] is None or all(windowed):
+        return found
+    return {**found, "window_layers": windowed}
 
 
 ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", GATED))

@@ -10,6 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import shown
+from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.fields import Field, Values
 
 #: Names that kinds had earlier.
@@ -68,6 +69,52 @@ def rotary_fields(
     )
     others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
     return (Field("rope_parameters", becomes=rule), Field("rope_scaling"), *others)
+
+
+def typed_rotary_fields(
+    base: float,
+    windows: Callable[[Values], Mapping[str, Any]],
+    *,
+    window_base: float = 10000.0,
+    local: str | None = None,
+) -> tuple[Field, ...]:
+    """Return the rules for rotary positions that differ between kinds of layers.
+
+    Args:
+        base: Base of layers without a window if the field is missing.
+        windows: Rule of the layers with a sliding window.
+        window_base: Base of layers with a window if the field is missing.
+        local: Field of the base of layers with a window in the earlier notation.
+    """
+    (whole, *others) = rotary_fields(default_base=base)
+    rule = whole.becomes
+    assert callable(rule), "the first field has the rule"
+
+    def typed(values: Values) -> Mapping[str, Any]:
+        given = values["rope_parameters"] or {}
+        kinds = {"full_attention": {}, "sliding_attention": {}, **given}
+        if len(kinds) > 2:
+            why = "layers with a window have positions of their own"
+            legal = "a mapping for full_attention and for sliding_attention"
+            raise _refusal("rope_parameters", given, legal, why)
+        for name, kind in kinds.items():
+            check_kind(f"rope_parameters.{name}", kind, KINDS["rope_parameters"], "typed")
+        full, sliding = ({} if kind is None else dict(kind) for kind in kinds.values())
+        found = dict(rule({**values, "rope_parameters": full}))
+        if windows(values).get("sliding_window") is None:
+            return found
+        kind = sliding.pop("rope_type", None) or "default"
+        given_base = sliding.pop("rope_theta", None) or (values[local] if local else None)
+        if kind != "default" or any(value is not None for value in sliding.values()):
+            legal = "of rope_type default, with no key but rope_theta"
+            why = "angles of layers with a window are not scaled"
+            raise _refusal("rope_parameters.sliding_attention", kind, legal, why)
+        own = float(given_base or window_base)
+        is_common = own == found["rotary_base"] and found["rotary_scaling"] is None
+        return found if is_common else {**found, "window_rotary_base": own}
+
+    further = (Field(local),) if local else ()
+    return (Field("rope_parameters", becomes=typed), *others, *further)
 
 
 def _rule(

@@ -1,0 +1,153 @@
+"""Gemma, Gemma 2 and Gemma 3: zero-centred norms, scaled embeddings, and later soft caps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, refusal
+from lightning_megatron.swap.families.llama import LLAMA_NAMES
+from lightning_megatron.swap.families.llama_fields import (
+    ATTENTION_BIAS,
+    FIXED,
+    GATED,
+    OUTDATED,
+    head_dim,
+    sizes,
+    windows_of,
+)
+from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_fields
+
+
+def _gemma_activation(values: Values) -> Mapping[str, Any]:
+    # The first releases say gelu and mean its approximation.
+    given = values["hidden_act"]
+    meant = "gelu_pytorch_tanh" if given == "gelu" else given
+    other = values["hidden_activation"]
+    if other is not None and other != meant:
+        why = (
+            f"hidden_act is {given}, and versions of transformers disagree about which of the two "
+            "counts"
+        )
+        raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
+    return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
+
+
+def _every_other(values: Values) -> Mapping[str, Any]:
+    return _windows(values, 2)
+
+
+def _pattern(values: Values) -> Mapping[str, Any]:
+    return _windows(values, values["sliding_window_pattern"] or 6)
+
+
+def _windows(values: Values, every: int) -> Mapping[str, Any]:
+    """Return the windows of all layers; without types of layers, each one of ``every`` has none."""
+    types = values["layer_types"]
+    if types is None:
+        types = [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(values["num_hidden_layers"])
+        ]
+    return windows_of(types, values["sliding_window"], values, "Gemma")
+
+
+_BOTH_WAYS = Field(
+    "use_bidirectional_attention",
+    None,
+    only=(None, False),
+    why="no position attends to a later one",
+)
+_SCALED = Field(
+    "hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}
+)
+_LATER = (
+    Field(
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        one_from("hidden_activation", "activation", GATED),
+        kind=str,
+    ),
+    Field("head_dim", 256, head_dim),
+    ATTENTION_BIAS,
+    _BOTH_WAYS,
+    replace(_SCALED, default=2304),
+    Field(
+        "query_pre_attn_scalar",
+        256,
+        lambda values: {"attention_scale": values["query_pre_attn_scalar"] ** -0.5},
+    ),
+    Field("sliding_window", 4096),
+)
+_NAMES = replace(
+    LLAMA_NAMES,
+    mlp_norm="model.layers.{}.pre_feedforward_layernorm",
+    attention_output_norm="model.layers.{}.post_attention_layernorm",
+    mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
+)
+#: The classes read hidden_activation; how keys and values are cached is a matter of generation.
+_OF_OTHERS = frozenset({"hidden_act", "cache_implementation"})
+
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    ConfigTable(
+        "Gemma",
+        (
+            *sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
+            *rotary_fields(),
+            Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
+            Field("hidden_activation", None),
+            Field("head_dim", 256, head_dim),
+            ATTENTION_BIAS,
+            _BOTH_WAYS,
+            _SCALED,
+        ),
+        {**FIXED, "norm_offset": 1.0},
+    ),
+    LLAMA_NAMES,
+    ignored=OUTDATED,
+)
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    ConfigTable(
+        "Gemma 2",
+        (
+            *sizes(256000, 2304, 9216, 26, 8, 8192, 4, tied=True, padding=0),
+            *rotary_fields(),
+            *_LATER,
+            Field("layer_types", None, _every_other),
+            Field("attn_logit_softcapping", 50.0, "attention_soft_cap"),
+            Field("final_logit_softcapping", 30.0, "logit_soft_cap"),
+        ),
+        {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich"},
+        _OF_OTHERS,
+    ),
+    _NAMES,
+    ignored=OUTDATED,
+)
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    ConfigTable(
+        "Gemma 3",
+        (
+            *sizes(262208, 2304, 9216, 26, 8, 131072, 4, tied=True, padding=0),
+            *typed_rotary_fields(1e6, _pattern, local="rope_local_base_freq"),
+            *_LATER,
+            Field("layer_types", None, _pattern),
+            Field("sliding_window_pattern", None),
+            Field("attn_logit_softcapping", None, "attention_soft_cap"),
+            Field("final_logit_softcapping", None, "logit_soft_cap"),
+        ),
+        {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich", "qk_norm": True},
+        _OF_OTHERS,
+    ),
+    _NAMES,
+    ignored=OUTDATED,
+)
