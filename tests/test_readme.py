@@ -123,7 +123,7 @@ def test_page_of_options_is_current() -> None:
 
 def test_family_in_the_docs_is_the_one_that_is_tested() -> None:
     (block,) = [block for block in BLOCKS if block.name == "family"]
-    assert block.code in (ROOT / "tests" / "swap" / "starcoder2.py").read_text()
+    assert block.code in (ROOT / "tests" / "swap" / "stablelm.py").read_text()
 
 
 def test_the_docs_list_all_decoders() -> None:

@@ -38,7 +38,8 @@ SIZES |= {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-KEYS = {"num_key_value_heads": 2}
+# No family computes this activation, so the model keeps its own code.
+KEYS = {"num_key_value_heads": 2, "hidden_act": "tanh"}
 T5: dict[str, Any] = {
     "vocab_size": V,
     "d_model": 16,

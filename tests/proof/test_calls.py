@@ -113,10 +113,10 @@ class Contrast(Train):
 
 
 class Answers(Train):
-    """Call a model without a table twice; Hugging Face's norms and loss are computed in float32."""
+    """Call a model that keeps its own code twice; Hugging Face's norms and loss are computed in float32."""
 
     tolerance = 1e-6
-    model_class, extra = "Olmo2ForCausalLM", {"intermediate_size": 24}
+    model_class, extra = "Olmo2ForCausalLM", {"intermediate_size": 24, "hidden_act": "tanh"}
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         first, second = (

@@ -27,6 +27,8 @@ SIZES |= {
     "num_key_value_heads": 2,
     "pad_token_id": None,
     "sliding_window": 5,
+    # No family computes this activation, so the models keep their own code.
+    "hidden_act": "tanh",
 }
 PLANS = {
     "pipeline_plan": {"model.body.blocks": "blocks"},

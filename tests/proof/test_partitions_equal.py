@@ -125,6 +125,8 @@ MODELS = {
             "num_key_value_heads": 2,
             "pad_token_id": None,
             "sliding_window": 5,
+            # No family computes this activation.
+            "hidden_act": "tanh",
             **NO_DROPOUT,
         },
     ),

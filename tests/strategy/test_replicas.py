@@ -136,9 +136,13 @@ MODULES: dict[str, Callable[[], Regress]] = {
         language_model("Lfm2ForCausalLM", layer_types=["conv", "full_attention"])
     ),
     "Gemma 2": lambda: Predict(
-        language_model("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8)
+        language_model(
+            "Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8, hidden_activation="tanh"
+        )
     ),
-    "one key head": lambda: Predict(language_model("GraniteForCausalLM", num_key_value_heads=1)),
+    "one key head": lambda: Predict(
+        language_model("GraniteForCausalLM", num_key_value_heads=1, hidden_act="tanh")
+    ),
     "DeepSeek-V2": lambda: Predict(language_model("DeepseekV2ForCausalLM", **_LATENT)),
     "DeepSeek-V3": lambda: Predict(language_model("DeepseekV3ForCausalLM", **_LATENT)),
 }

@@ -105,6 +105,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "embedding_multiplier": 3.0, "attention_multiplier": 0.25, "mlp_bias": True}
         | {"residual_multiplier": 0.5, "logits_scaling": 4.0, "tie_word_embeddings": True},
     ),
+    "glm": ("GlmForCausalLM", {**_LLAMA, "head_dim": 8, "rope_parameters": _PART}),
+    "glm4": (
+        "Glm4ForCausalLM",
+        {**_LLAMA, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False},
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {**_LLAMA, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},
+    ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {**_SIZES, "num_key_value_heads": 2, "sliding_window": 6, "pad_token_id": 0},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_SIZES, "rope_parameters": _PART}),
     "gpt_neox in sequence without biases": (
         "GPTNeoXForCausalLM",

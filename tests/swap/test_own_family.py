@@ -17,34 +17,34 @@ from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.parts import full_tensors
-from tests.swap.starcoder2 import STARCODER2
+from tests.swap.stablelm import STABLELM
 
 transformers = pytest.importorskip("transformers")
 
 PROGRAM = """
 from lightning_megatron import families
 from lightning_megatron.families import families, family_of
-print(family_of("Starcoder2ForCausalLM").model_type, families()[0].model_type)
+print(family_of("StableLmForCausalLM").model_type, families()[0].model_type)
 """
 
 
 def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) -> None:
-    assert find_family("starcoder2") is None
+    assert find_family("stablelm") is None
     torch.manual_seed(0)
     settings = {
         "vocab_size": 53,
         "hidden_size": 48,
         "intermediate_size": 72,
         "num_hidden_layers": 2,
-        "sliding_window": 6,
+        "use_qkv_bias": True,
     }
-    settings |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    twin = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**settings)).eval()
+    settings |= {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    twin = transformers.StableLmForCausalLM(transformers.StableLmConfig(**settings)).eval()
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3)
     twin.save_pretrained(tmp_path / "theirs")
-    folder, family = SafetensorsFolder(tmp_path / "theirs"), family_of("starcoder2", [STARCODER2])
+    folder, family = SafetensorsFolder(tmp_path / "theirs"), family_of("stablelm", [STABLELM])
     model = GPT(family.config(folder.config), seed=0).eval()
     load_from(model, folder, family)
     tokens = torch.randint(0, 53, (2, 20))
@@ -63,13 +63,13 @@ def test_families_have_public_names_and_keep_their_former_path() -> None:
 
 
 def package(folder: Path, value: str) -> str:
-    information = folder / "starcoder_for_us-1.0.dist-info"
+    information = folder / "stablelm_for_us-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: starcoder-for-us\nVersion: 1.0\n"
+        "Metadata-Version: 2.1\nName: stablelm-for-us\nVersion: 1.0\n"
     )
     (information / "entry_points.txt").write_text(
-        f"[lightning_megatron.families]\nstarcoder2 = {value}\n"
+        f"[lightning_megatron.families]\nstablelm = {value}\n"
     )
     root = Path(__file__).parents[2]
     program = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(root)!r}]\n{PROGRAM}"
@@ -80,8 +80,8 @@ def package(folder: Path, value: str) -> str:
 
 
 def test_a_family_of_an_installed_package_is_known(tmp_path: Path) -> None:
-    assert package(tmp_path, "tests.swap.starcoder2:STARCODER2") == "starcoder2 starcoder2"
+    assert package(tmp_path, "tests.swap.stablelm:STABLELM") == "stablelm stablelm"
 
 
 def test_an_entry_point_that_is_no_family_is_refused(tmp_path: Path) -> None:
-    assert "starcoder2 (json:dumps) is a function" in package(tmp_path, "json:dumps")
+    assert "stablelm (json:dumps) is a function" in package(tmp_path, "json:dumps")

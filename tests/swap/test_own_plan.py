@@ -34,6 +34,8 @@ SIZES |= {
     "num_key_value_heads": 2,
     "pad_token_id": None,
     "attn_implementation": "sdpa",
+    # No family computes this activation, so the model keeps its own code.
+    "hidden_act": "tanh",
 }
 # The norms of heads of the last one are whole on every rank, and their gradients are parts of a
 # sum.

@@ -43,7 +43,9 @@ KINDS: Mapping[str, Any] = {
         ("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size
     ),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "decoder_sparse_step"), Layers),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "decoder_sparse_step", "no_rope_layer_interval"), Layers
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), Count),
     **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), Count | None),
     **dict.fromkeys(
@@ -54,12 +56,15 @@ KINDS: Mapping[str, Any] = {
     ),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), Probability),
     **dict.fromkeys(("attention_dropout", "classifier_dropout"), Probability | None),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), Small),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), Small
+    ),
     **dict.fromkeys(
         ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool
     ),
     "scale_attn_weights": bool,
-    **dict.fromkeys(("query_pre_attn_scalar", "embedding_multiplier", "logits_scaling"), Factor),
+    "query_pre_attn_scalar": Size,
+    **dict.fromkeys(("embedding_multiplier", "logits_scaling"), Factor),
     **dict.fromkeys(("attention_multiplier", "residual_multiplier"), Factor),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Factor | None),
     "rope_local_base_freq": Factor | None,
@@ -75,7 +80,7 @@ KINDS: Mapping[str, Any] = {
     "routed_scaling_factor": Factor,
     "router_aux_loss_coef": NotNegative | None,
     "layer_types": list[str] | None,
-    "mlp_only_layers": list[Number] | None,
+    **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), list[Number] | None),
     "id2label": dict[Any, Any] | None,
 }
 

@@ -18,17 +18,20 @@ from lightning_megatron.swap.families.bert import (
 from lightning_megatron.swap.families.experts import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gemma import GEMMA, GEMMA2, GEMMA3
+from lightning_megatron.swap.families.glm import GLM, GLM4
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
 from lightning_megatron.swap.families.granite import GRANITE
 from lightning_megatron.swap.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from lightning_megatron.swap.families.olmo import OLMO2, OLMO3
+from lightning_megatron.swap.families.smollm import SMOLLM3
+from lightning_megatron.swap.families.starcoder import STARCODER2
 
 #: Entry points under which packages offer families of their own.
 ENTRY_POINTS = "lightning_megatron.families"
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
-    *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE),
+    *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
     *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V3),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )
