@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
 from lightning_megatron.layers.sharded_norm import ShardedRMSNorm
 from lightning_megatron.plan.context_transport import choose_context_transport
-from lightning_megatron.plan.shards import attention_ranges, even_range
+from lightning_megatron.plan.shards import ShardRange, attention_ranges, even_range
 from lightning_megatron.shapes import Float
 
 
@@ -122,20 +122,8 @@ class SelfAttention(nn.Module):
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if norm_eps is not None:
-            norm: dict[str, Any] = {"eps": norm_eps, "offset": norm_offset}
-            # Keys begin behind the queries in the fused projection.
-            first = 0
-            norms: list[nn.Module] = []
-            for number, part in zip((num_heads, num_kv_heads), ranges[:2], strict=True):
-                if norm_over_layer:
-                    own = replace(part, start=part.start - first, stop=part.stop - first)
-                    norms.append(ShardedRMSNorm(number * self.head_dim, own, mesh, **norm))
-                else:
-                    # Each rank normalises its own heads only. The gradients of these weights must
-                    # be summed over tp.
-                    norms.append(RMSNorm(self.head_dim, mesh, **norm, partial=mesh.tp.size > 1))
-                first += number * self.head_dim
-            self.query_norm, self.key_norm = norms
+            norm = {"eps": norm_eps, "offset": norm_offset}
+            self.query_norm, self.key_norm = self._norms((num_heads, num_kv_heads), ranges, norm)
         self.sinks: nn.Parameter | None = None
         if sinks:
             own = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
@@ -187,6 +175,32 @@ class SelfAttention(nn.Module):
         else:
             mixed = self._core(*values)
         return self.output(mixed)
+
+    def _norms(
+        self, numbers: tuple[int, int], ranges: Sequence[ShardRange], settings: Mapping[str, float]
+    ) -> list[nn.Module]:
+        """Build the norms of the queries and of the keys.
+
+        Args:
+            numbers: Heads of the queries and of the keys (heads).
+            ranges: Features of this rank in the fused projection (elements).
+            settings: Epsilon and offset of the norms.
+        """
+        found: list[nn.Module] = []
+        # Keys begin behind the queries in the fused projection.
+        first = 0
+        for number, part in zip(numbers, ranges[:2], strict=True):
+            size = number * self.head_dim
+            if self.norm_over_layer:
+                own = replace(part, start=part.start - first, stop=part.stop - first)
+                found.append(ShardedRMSNorm(size, own, self.mesh, **settings))
+            else:
+                # Each rank normalises its own heads only. The gradients of these weights must be
+                # summed over tp.
+                partial = self.mesh.tp.size > 1
+                found.append(RMSNorm(self.head_dim, self.mesh, **settings, partial=partial))
+            first += size
+        return found
 
     def _core(
         self,

@@ -226,6 +226,11 @@ class GPTConfig:
         return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
+    def norms_per_layer(self) -> int:
+        """Return the number of norms of the residual stream in a block."""
+        return 4 if self.norm_position == "sandwich" else 2
+
+    @property
     def has_qkv_bias(self) -> bool:
         """Return whether the query, key and value projections have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
@@ -298,7 +303,7 @@ class GPTConfig:
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,
             final_norm=self.norm_position != "post",
-            norms_per_layer=4 if self.norm_position == "sandwich" else 2,
+            norms_per_layer=self.norms_per_layer,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
             experts=self.experts,

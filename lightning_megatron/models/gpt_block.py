@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.block import NormPosition, TransformerBlock
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
@@ -36,7 +37,7 @@ def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
 
 def rotary_name(config: GPTConfig, index: int) -> str:
     """Return the name of the rotary tables of the block with index ``index``."""
-    if not config.rotates_in(index):
+    if config.position == "rotary" and not config.rotates_in(index):
         return "rotary.none"
     base, scaling = config.rotary_base_of(index)
     is_common = (base, scaling) == (config.rotary_base, config.rotary_scaling)
@@ -60,8 +61,13 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     drawn = Initializer.normal(config.init_std)
     residual = Initializer.residual(config.init_std, config.num_layers)
     kind = attention_kind(config, index)
-    has_norms = config.norm_position != "output"
-    norms_outputs = config.norm_position in ("sandwich", "output")
+    norms: Sequence[nn.Module | None] = (None, None)
+    if config.norm_position != "output":
+        norms = [build_norm(config, mesh) for _ in range(2)]
+    output_norms = None
+    if config.norm_position in ("sandwich", "output"):
+        output_norms = build_norm(config, mesh), build_norm(config, mesh)
+    position: NormPosition = "post" if config.norm_position == "post" else "pre"
     attention = SelfAttention(
         config.hidden_size,
         config.num_heads,
@@ -84,13 +90,11 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     return TransformerBlock(
         attention,
         _build_network(config, mesh, index),
-        *(build_norm(config, mesh) if has_norms else None for _ in range(2)),
-        output_norms=(build_norm(config, mesh), build_norm(config, mesh))
-        if norms_outputs
-        else None,
+        *norms,
+        output_norms=output_norms,
         mesh=mesh,
         layer=index + 1,
-        norm_position="post" if config.norm_position == "post" else "pre",
+        norm_position=position,
         scale=config.residual_scale,
         dropout=config.hidden_dropout,
         is_parallel=config.parallel_residual,

@@ -25,6 +25,8 @@ def compare_stages(case: str, mesh: ParallelMesh) -> None:
     # A token that is read and whose vector some families do not train.
     changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
     changes |= {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
+    types = CASES[case][1].get("layer_types")
+    changes |= {} if types is None else {"layer_types": [*types, types[0]]}
     twin, root = exact_twin(case, **changes), nn.ModuleDict({"model": exact_twin(case, **changes)})
     parallelize(root, mesh)
     model, call = root["model"], inputs()["padded left"]
