@@ -14,7 +14,7 @@ _SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 20, "num_att
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 
 #: The cases that are computed as a whole.
-WHOLE = ("mixtral", "qwen3_moe")
+WHOLE = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 
 #: Name of a case: class of the model, and the settings in which it differs from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +29,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 14,
         }
         | {"mlp_only_layers": [1], "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**_SIZES, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 14, "shared_expert_intermediate_size": 10}
+        | {"use_sliding_window": True, "sliding_window": 4},
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {**_SIZES, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
@@ -84,6 +94,9 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
         "attn_implementation": "sdpa",
     }
     sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
+    if case == "olmoe":
+        # The norms of its queries have as many features as the residual stream.
+        del sizes["head_dim"]
     config = config_of(case, **{**sizes, **changes})
     # Their fused form has no float64.
     config._experts_implementation = "eager"

@@ -35,20 +35,22 @@ OF_TRAINING = (
     "expert_bias_rate",
 )
 
-_MLP = "model.layers.{}.mlp"
+MLP = "model.layers.{}.mlp"
 _MOE = "model.layers.{}.block_sparse_moe"
-_GATE_UP = f"{_MLP}.experts.gate_up_proj"
-_DOWN = f"{_MLP}.experts.down_proj"
-_PARTS = ("gate_proj", "up_proj", "down_proj")
-_EXPERT = tuple(f"{_MLP}.experts.{{}}.{part}" for part in _PARTS)
-_NAMES = ExpertNames(router=f"{_MLP}.gate", up=_EXPERT[:2], down=_EXPERT[2])
-_PACKED = (
+_GATE_UP = f"{MLP}.experts.gate_up_proj"
+_DOWN = f"{MLP}.experts.down_proj"
+PARTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = tuple(f"{MLP}.experts.{{}}.{part}" for part in PARTS)
+#: Names of the tensors of most families with experts.
+EXPERT_NAMES = ExpertNames(router=f"{MLP}.gate", up=_EXPERT[:2], down=_EXPERT[2])
+PACKED_EXPERTS = (
     Packed(_GATE_UP, tuple(f"{name}.weight" for name in _EXPERT[:2])),
     Packed(_DOWN, (f"{_EXPERT[2]}.weight",)),
 )
 
 
-def _sparse_layers(values: Values) -> Mapping[str, Any]:
+def sparse_layers(values: Values) -> Mapping[str, Any]:
+    """Return the layers with experts of a Qwen model."""
     step = values["decoder_sparse_step"]
     dense = values["mlp_only_layers"]
     num_layers = values["num_hidden_layers"]
@@ -61,11 +63,12 @@ def _sparse_layers(values: Values) -> Mapping[str, Any]:
     }
 
 
-def _all_layers(values: Values) -> Mapping[str, Any]:
+def all_layers(values: Values) -> Mapping[str, Any]:
+    """Return that all layers have experts."""
     return {"layers": 1}
 
 
-def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]:
+def balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]:
     """Return the field rules for load balancing of experts.
 
     Args:
@@ -88,7 +91,11 @@ def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...
         )
 
     # The coefficient counts where output_router_logits is on.
-    return Field("output_router_logits", False, rule), Field("router_aux_loss_coef", 0.001), _OWN
+    return (
+        Field("output_router_logits", False, rule),
+        Field("router_aux_loss_coef", 0.001),
+        OWN_SETTINGS,
+    )
 
 
 def _own_settings(values: Values) -> Mapping[str, Any]:
@@ -102,7 +109,7 @@ def _own_settings(values: Values) -> Mapping[str, Any]:
     return given
 
 
-_OWN = Field(SETTINGS, None, _own_settings)
+OWN_SETTINGS = Field(SETTINGS, None, _own_settings)
 
 
 def _window_of_all(values: Values) -> Mapping[str, Any]:
@@ -156,7 +163,7 @@ MIXTRAL = Family(
                     Field("num_local_experts", 8, "num_experts", also=("num_experts",)),
                     Field("num_experts_per_tok", 2, "top_k"),
                     Field("intermediate_size", 14336, "ffn_hidden_size"),
-                    *_balanced(_all_layers),
+                    *balanced(all_layers),
                 ),
                 {"scoring": "softmax", "normalize_top_k": True},
                 builds=ExpertsConfig,
@@ -173,7 +180,7 @@ MIXTRAL = Family(
     ),
     ignored=OUTDATED,
     packed=(
-        Packed(f"{_MLP}.gate.weight", (f"{_MOE}.gate.weight",)),
+        Packed(f"{MLP}.gate.weight", (f"{_MOE}.gate.weight",)),
         Packed(_GATE_UP, (f"{_MOE}.experts.{{}}.w1.weight", f"{_MOE}.experts.{{}}.w3.weight")),
         Packed(_DOWN, (f"{_MOE}.experts.{{}}.w2.weight",)),
     ),
@@ -204,18 +211,18 @@ QWEN3_MOE = Family(
                     Field("num_experts_per_tok", 8, "top_k"),
                     Field("moe_intermediate_size", 768, "ffn_hidden_size"),
                     Field("norm_topk_prob", False, "normalize_top_k"),
-                    Field("decoder_sparse_step", 1, _sparse_layers),
+                    Field("decoder_sparse_step", 1, sparse_layers),
                     Field("mlp_only_layers", None),
-                    *_balanced(_sparse_layers),
+                    *balanced(sparse_layers),
                 ),
                 {"scoring": "softmax"},
                 builds=ExpertsConfig,
             )
         },
     ),
-    replace(LLAMA_NAMES, experts=_NAMES),
+    replace(LLAMA_NAMES, experts=EXPERT_NAMES),
     ignored=OUTDATED,
-    packed=_PACKED,
+    packed=PACKED_EXPERTS,
 )
 
 _NO_LATENTS = "latent attention is not implemented"
@@ -285,7 +292,7 @@ DEEPSEEK_V3 = Family(
                     Field("topk_group", 4, "top_k_groups"),
                     Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
                     Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
-                    _OWN,
+                    OWN_SETTINGS,
                 ),
                 {"scoring": "sigmoid", "expert_bias": True},
                 builds=ExpertsConfig,
@@ -293,11 +300,11 @@ DEEPSEEK_V3 = Family(
         },
     ),
     replace(
-        _NAMES,
-        bias=f"{_MLP}.gate.e_score_correction_bias",
-        shared_up=tuple(f"{_MLP}.shared_experts.{part}" for part in _PARTS[:2]),
-        shared_down=f"{_MLP}.shared_experts.{_PARTS[2]}",
+        EXPERT_NAMES,
+        bias=f"{MLP}.gate.e_score_correction_bias",
+        shared_up=tuple(f"{MLP}.shared_experts.{part}" for part in PARTS[:2]),
+        shared_down=f"{MLP}.shared_experts.{PARTS[2]}",
     ),
     ignored=(*OUTDATED, r"model\.layers\.61\..*"),
-    packed=_PACKED,
+    packed=PACKED_EXPERTS,
 )

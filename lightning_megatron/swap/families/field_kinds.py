@@ -37,7 +37,11 @@ KINDS: Mapping[str, Any] = {
         ("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size
     ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"), Size
+        (
+            *("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"),
+            "shared_expert_intermediate_size",
+        ),
+        Size,
     ),
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size
@@ -60,7 +64,8 @@ KINDS: Mapping[str, Any] = {
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), Small
     ),
     **dict.fromkeys(
-        ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool
+        ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual", "qkv_bias"),
+        bool,
     ),
     "scale_attn_weights": bool,
     "query_pre_attn_scalar": Size,

@@ -22,7 +22,8 @@ from lightning_megatron.swap.families.glm import GLM, GLM4
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
 from lightning_megatron.swap.families.granite import GRANITE
 from lightning_megatron.swap.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
-from lightning_megatron.swap.families.olmo import OLMO2, OLMO3
+from lightning_megatron.swap.families.olmo import OLMO2, OLMO3, OLMOE
+from lightning_megatron.swap.families.qwen_moe import QWEN2_MOE
 from lightning_megatron.swap.families.smollm import SMOLLM3
 from lightning_megatron.swap.families.starcoder import STARCODER2
 
@@ -32,7 +33,7 @@ ENTRY_POINTS = "lightning_megatron.families"
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
     *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
-    *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V3),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms of the sublayers' outputs, and of all heads of queries and keys."""
+"""OLMo 2 and 3 and OLMoE: norms of all heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.swap.families.experts import (
+    EXPERT_NAMES,
+    PACKED_EXPERTS,
+    all_layers,
+    balanced,
+)
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
@@ -20,7 +27,8 @@ from lightning_megatron.swap.families.llama_fields import (
 )
 from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_fields
 
-_FIXED = {**FIXED, "norm_position": "output", "qk_norm": True, "qk_norm_over": "layer"}
+_NORMED = {**FIXED, "qk_norm": True, "qk_norm_over": "layer"}
+_FIXED = {**_NORMED, "norm_position": "output"}
 _NAMES = replace(
     LLAMA_NAMES,
     attention_norm="",
@@ -76,4 +84,38 @@ OLMO3 = Family(
     ),
     _NAMES,
     ignored=OUTDATED,
+)
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    ConfigTable(
+        "OLMoE",
+        (
+            *sizes(50304, 2048, 2048, 16, 16, 4096, norm_eps=1e-5, padding=1),
+            *rotary_fields(),
+            ACTIVATION,
+            ATTENTION_BIAS,
+            Field("clip_qkv", None, only=(None,), why="queries, keys and values have no bounds"),
+        ),
+        _NORMED,
+        parts={
+            "experts": ConfigTable(
+                "OLMoE",
+                (
+                    Field("num_hidden_layers", 16),
+                    Field("num_experts", 64, "num_experts", also=("num_local_experts",)),
+                    Field("num_experts_per_tok", 8, "top_k"),
+                    Field("intermediate_size", 2048, "ffn_hidden_size"),
+                    Field("norm_topk_prob", False, "normalize_top_k"),
+                    *balanced(all_layers),
+                ),
+                {"scoring": "softmax"},
+                builds=ExpertsConfig,
+            )
+        },
+    ),
+    replace(LLAMA_NAMES, experts=EXPERT_NAMES),
+    ignored=OUTDATED,
+    packed=PACKED_EXPERTS,
 )
