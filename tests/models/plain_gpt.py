@@ -38,11 +38,9 @@ class PlainGPT:
 
     def logits(self, tokens: Tensor, embeddings: Tensor | None = None) -> Tensor:
         w, config = self.weights, self.config
-        x = (
-            w["embedding.word.weight"][tokens] * config.embedding_scale
-            if embeddings is None
-            else embeddings
-        )
+        x = w["embedding.word.weight"][tokens] if embeddings is None else embeddings
+        if embeddings is None or config.scales_vectors:
+            x = x * config.embedding_scale
         if config.position == "learned":
             x = x + w["embedding.position.weight"][self.positions(tokens)]
         for layer in range(config.num_layers):
@@ -54,9 +52,14 @@ class PlainGPT:
                     + self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
                 )
                 continue
-            x = x + self.attention(self.norm(x, f"{name}.attention_norm"), layer, tokens)
-            x = x + self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
-        return self.norm(x, "final_norm") @ w.get("head.weight", w["embedding.word.weight"]).t()
+            update = self.attention(self.norm(x, f"{name}.attention_norm"), layer, tokens)
+            x = x + self.norm(update, f"{name}.attention_output_norm") * config.residual_scale
+            update = self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+            x = x + self.norm(update, f"{name}.mlp_output_norm") * config.residual_scale
+        head = w.get("head.weight", w["embedding.word.weight"])
+        return bounded(
+            self.norm(x, "final_norm") @ head.t() * config.logit_scale, config.logit_soft_cap
+        )
 
     def losses(self, tokens: Tensor, labels: Tensor, embeddings: Tensor | None = None) -> Tensor:
         logits = self.logits(tokens, embeddings).transpose(1, 2)
@@ -87,6 +90,8 @@ class PlainGPT:
         return x @ self.weights[f"{name}.weight"].t() + (0.0 if bias is None else bias)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
+        if f"{name}.weight" not in self.weights:
+            return x
         weight, eps = self.weights[f"{name}.weight"], self.config.norm_eps
         if self.config.norm == "rmsnorm" or name.endswith(("query_norm", "key_norm")):
             return (
@@ -111,33 +116,45 @@ class PlainGPT:
         config, name = self.config, f"layers.{layer}.attention"
         size, queries, keys = config.head_size, config.num_heads, config.kv_heads
         parts = self.linear(x, f"{name}.qkv").split([queries * size, keys * size, keys * size], -1)
+        names = f"{name}.query_norm", f"{name}.key_norm", ""
+        if config.qk_norm_over == "layer":
+            parts = [self.norm(part, norm) for part, norm in zip(parts, names, strict=True)]
         q, k, v = (part.unflatten(-1, (-1, size)) for part in parts)
-        if config.qk_norm:
-            q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
-        if config.position == "rotary":
-            q, k = self.rotated(q, tokens), self.rotated(k, tokens)
+        if config.qk_norm_over == "head":
+            q, k = self.norm(q, names[0]), self.norm(k, names[1])
+        if config.rotates_in(layer):
+            q, k = self.rotated(q, layer, tokens), self.rotated(k, layer, tokens)
         k, v = (part.repeat_interleave(queries // keys, 2) for part in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
-        weights = scores.masked_fill(
-            ~self.seen(tokens, config.window_of(layer)), -torch.inf
-        ).softmax(-1)
+        scores = bounded(scores, config.attention_soft_cap)
+        scores = scores.masked_fill(~self.seen(tokens, config.window_of(layer)), -torch.inf)
+        exponents = scores.exp()
+        total = exponents.sum(-1, keepdim=True)
+        if config.attention_sinks:
+            total = total + self.weights[f"{name}.sinks"].exp()[:, None, None]
+        weights = exponents / total
         return self.linear(torch.einsum("bhst,bthk->bshk", weights, v).flatten(2), f"{name}.output")
 
-    def rotated(self, heads: Tensor, tokens: Tensor) -> Tensor:
+    def rotated(self, heads: Tensor, layer: int, tokens: Tensor) -> Tensor:
         """Turn pairs of elements as complex numbers."""
-        config, scaling, positions = self.config, self.config.rotary_scaling, self.positions(tokens)
+        config, positions = self.config, self.positions(tokens)
+        base, scaling = config.rotary_base, config.rotary_scaling
+        if config.window_rotary_base is not None and config.window_of(layer) is not None:
+            base, scaling = config.window_rotary_base, None
         size, amplitude = config.rotary_size, 1.0 if scaling is None else scaling.amplitude
         is_long = scaling is not None and int(positions.max()) + 1 > (
             scaling.original_length or 10**9
         )
-        speeds = rotary_frequencies(
-            size, config.rotary_base, scaling, is_long=is_long, device="cpu"
-        )
+        speeds = rotary_frequencies(size, base, scaling, is_long=is_long, device="cpu")
         angles = (positions[..., None].float() * speeds)[:, :, None]
         turns = torch.complex(
             (angles.cos() * amplitude).double(), (angles.sin() * amplitude).double()
         )
+        if config.rotary_interleaved:
+            pairs = heads[..., :size].unflatten(-1, (-1, 2))
+            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+            return torch.cat((turned.flatten(-2), heads[..., size:]), -1)
         turned = torch.complex(heads[..., : size // 2], heads[..., size // 2 : size]) * turns
         return torch.cat((turned.real, turned.imag, heads[..., size:]), -1)
 
@@ -155,3 +172,8 @@ class PlainGPT:
                     seen[row, 0, place, other] = near and here and holds
                 seen[row, 0, place, place] |= not seen[row, 0, place].any()
         return seen
+
+
+def bounded(values: Tensor, cap: float | None) -> Tensor:
+    """Bound values smoothly."""
+    return values if cap is None else cap * torch.tanh(values / cap)

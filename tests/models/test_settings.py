@@ -119,6 +119,51 @@ CASES = {
         ),
         AttentionSpan(positions=FAR),
     ),
+    "sinks, bounded scores, window, documents": Case(
+        GPTConfig.llama(
+            **LLAMA,
+            sliding_window=3,
+            window_layers=(True, False),
+            attention_sinks=True,
+            attention_soft_cap=0.7,
+        ),
+        AttentionSpan(PACKED),
+        recompute="selective",
+    ),
+    "norms before and after, bounded and scaled logits": Case(
+        GPTConfig.llama(
+            **LLAMA,
+            norm_position="sandwich",
+            norm_offset=1.0,
+            residual_scale=0.3,
+            logit_scale=0.5,
+            logit_soft_cap=0.9,
+        ),
+        recompute="full",
+    ),
+    "norms of outputs and of all heads": Case(
+        GPTConfig.llama(
+            **LLAMA, norm_position="output", qk_norm=True, qk_norm_over="layer", residual_scale=0.7
+        )
+    ),
+    "neighbours rotate, not in all layers": Case(
+        GPTConfig.llama(
+            **LLAMA, rotary_dim=2, rotary_interleaved=True, rotary_layers=(False, True)
+        ),
+        AttentionSpan(PADDED, positions=POSITIONS),
+    ),
+    "angles of layers with a window, vectors scaled": Case(
+        GPTConfig.llama(
+            **LLAMA,
+            sliding_window=4,
+            window_layers=(True, False),
+            window_rotary_base=30.0,
+            rotary_scaling={"kind": "linear", "factor": 2.0},
+            embedding_scale=1.5,
+            scales_vectors=True,
+        ),
+        embeds=True,
+    ),
     "embeddings": Case(
         GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
     ),

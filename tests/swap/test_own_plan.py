@@ -118,7 +118,7 @@ def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     model.tp_plan = dict.fromkeys(known, "packed_colwise")
     assert own_plan(model, 2).kinds == {}
     root = nn.ModuleDict({"model": model})
-    (record,) = parallelize(root, mesh_of(tp=2))
+    *_, record = parallelize(root, mesh_of(tp=2))
     assert root["model"] is model
     assert record.local_elements == record.full_elements
     assert "no known plan" in str(record)
