@@ -59,7 +59,7 @@ class _Norm(nn.Module):
         """
         kernels = fused_kernels(hidden)
         if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
-            scale = self._scale()
+            scale = self.scale()
             bias = self.bias
             sinks = (slot and slot.add_sum for slot in (slot_of(scale), slot_of(bias)))
             stream, normalised = kernels.add_norm(
@@ -76,7 +76,7 @@ class _Norm(nn.Module):
             normalised = self._normalise(stream)
         return (stream, normalised) if with_stream else normalised
 
-    def _scale(self) -> Tensor:
+    def scale(self) -> Tensor:
         """Return the factor of every feature."""
         return self.weight
 
@@ -152,7 +152,7 @@ class RMSNorm(_Norm):
         initializer = Initializer.constant(1.0 - offset) if offset else ONES
         self.weight = _replicated(hidden_size, mesh, initializer, partial)
 
-    def _scale(self) -> Tensor:
+    def scale(self) -> Tensor:
         if not self.offset:
             return self.weight
         # In a half type, a weight that is small compared with the offset would be rounded away.
@@ -161,7 +161,7 @@ class RMSNorm(_Norm):
     def _normalise(self, hidden: Tensor) -> Tensor:
         if not self.offset:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        scale = self._scale()
+        scale = self.scale()
         return F.rms_norm(hidden.to(scale.dtype), scale.shape, scale, self.eps).to(hidden.dtype)
 
 

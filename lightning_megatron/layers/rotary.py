@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -234,7 +234,7 @@ def split_heads(
         Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
     ]
     | None,
-    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    norms: tuple[Any, Any] | None = None,
     *,
     norms_layer: bool = False,
     interleaved: bool = False,
@@ -245,24 +245,30 @@ def split_heads(
 ]:
     """Split a fused projection into heads and rotate queries and keys.
 
-    The fused kernel overwrites ``qkv``, so the caller must not use it afterwards.
+    A fused kernel may overwrite ``qkv``, so the caller must not use it afterwards.
 
     Args:
         qkv: Output of the fused query/key/value projection.
         widths: Number of query, key and value features (elements).
         head_dim: Size of a head (elements).
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
-        norms: Norms of queries and keys, applied before the rotation; None means no norms.
+        norms: Modules that normalise queries and keys before the rotation; None means no norms.
         norms_layer: Whether the norms take the features of all heads; otherwise each head's.
         interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     kernels = fused_kernels(qkv)
     if kernels is not None and tables is not None:
-        obstacle = _reason_against_fusion(tables, head_dim, norms is not None, interleaved)
-        if obstacle is None:
+        if norms is None and _is_plain(tables, head_dim, interleaved):
             return kernels.rotate_qkv(qkv, tables, widths[0] // head_dim, widths[1] // head_dim)
+        if norms is None or not norms_layer:
+            sizes = widths[0] // head_dim, widths[1] // head_dim, head_dim
+            scales = None if norms is None else (norms[0].scale(), norms[1].scale())
+            eps = 0.0 if norms is None else norms[0].eps
+            return kernels.norm_and_rotate_qkv(qkv, tables, sizes, scales, eps, interleaved)
         warn_of_slow_path(
-            f"Rotary embeddings run on operators of torch, not on the fused kernel: {obstacle}."
+            "Rotary embeddings run on operators of torch, not on the fused kernel: the features of "
+            "all heads are normalised together before it. This is the model's architecture, which "
+            "no option changes."
         )
     parts = qkv.split(list(widths), dim=-1)
     if norms is not None and norms_layer:
@@ -277,20 +283,6 @@ def split_heads(
     return query, key, value
 
 
-def _reason_against_fusion(
-    tables: tuple[Tensor, Tensor], head_dim: int, has_norms: bool, interleaved: bool
-) -> str | None:
-    """Return why the fused kernel cannot rotate, with the remedy; None if it can."""
-    if tables[0].shape[1] > 1:
-        return (
-            "every row has its own positions. Leave out position_ids if all rows of a batch count "
-            "from 0"
-        )
-    model = "This is the model's architecture, which no option changes"
-    if has_norms:
-        return f"queries and keys are normalised before it. {model}"
-    if interleaved:
-        return f"it rotates pairs of neighbouring elements. {model}"
-    if tables[0].shape[-1] < head_dim:
-        return f"it rotates {tables[0].shape[-1]} of the {head_dim} elements of a head. {model}"
-    return None
+def _is_plain(tables: tuple[Tensor, Tensor], head_dim: int, interleaved: bool) -> bool:
+    """Return whether whole heads are rotated in halves, in all rows by the same angles."""
+    return tables[0].shape[1] == 1 and tables[0].shape[-1] == head_dim and not interleaved

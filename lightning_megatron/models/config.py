@@ -299,7 +299,7 @@ class GPTConfig:
             qk_norm=self.qk_norm,
             qk_norm_over=self.qk_norm_over,
             sinks=self.attention_sinks,
-            partly_rotated=self.position == "rotary" and self.rotary_size < self.head_size,
+            partly_rotated=self.position == "rotary" and not self._rotates_halves_of_heads,
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,
             final_norm=self.norm_position != "post",
@@ -342,6 +342,10 @@ class GPTConfig:
             ParallelPlanError: If the length is too large or not divisible.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards, cp)
+
+    @property
+    def _rotates_halves_of_heads(self) -> bool:
+        return self.rotary_size == self.head_size and not self.rotary_interleaved
 
     def _check_positions(self) -> None:
         if self.position == "rotary":

@@ -46,7 +46,7 @@ class ModelShape:
             those of all heads.
         sinks: Whether each query head has a learned score in the softmax.
         norms_per_layer: Norms of the residual stream in a block.
-        partly_rotated: Whether only a part of each head is rotated.
+        partly_rotated: Whether only a part of each head is rotated, or neighbouring elements are.
         parallel: Whether attention and MLP read the same residual stream.
         tied: Whether the output head shares its weight with the embedding.
         final_norm: Whether there is a norm before the head.

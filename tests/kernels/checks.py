@@ -15,7 +15,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
+from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
 
 # What one rounding to nearest may change, relative to the result.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -137,6 +137,56 @@ def check_rotary(draw: Draw, sizes: Sizes) -> None:
         for name, result, twin in zip("qkv", results, expected, strict=True):
             check_rounded(result, twin, f"{what}: {name}")
         check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+
+
+def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
+    """Norms of heads, parts of heads, neighbours as pairs, and rows with positions of their own."""
+    for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
+        for has_norm, interleaved, own_positions in (
+            (True, False, False),
+            (True, True, True),
+            (False, True, False),
+            (False, False, True),
+        ):
+            rotated = head_dim if has_norm != interleaved else max(head_dim // 4 * 2, 2)
+            shape = seq_length, batch, heads, kv_heads, head_dim, rotated
+            what = f"normed rotary {shape}, {has_norm, interleaved, own_positions}"
+            widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+            qkv = draw(seq_length, batch, sum(widths))
+            positions = torch.arange(seq_length, device=draw.device).expand(batch, -1)
+            if own_positions:
+                positions = positions + torch.arange(batch, device=draw.device)[:, None]
+            else:
+                positions = positions[:1]
+            tables = position_tables(positions, rotated, dtype=draw.dtype)
+            scales = tuple(draw(head_dim) for _ in range(2)) if has_norm else ()
+            fast, slow = leaf(qkv), wide(qkv)
+            factors, twins = [leaf(one) for one in scales], [wide(one) for one in scales]
+            results = kernels.norm_and_rotate_qkv(
+                fast * 1,
+                tables,
+                (heads, kv_heads, head_dim),
+                tuple(factors) if has_norm else None,
+                1e-3,
+                interleaved,
+            )
+            parts = [part.unflatten(-1, (-1, head_dim)) for part in slow.split(widths, -1)]
+            for number, twin in enumerate(twins):
+                parts[number] = F.rms_norm(parts[number], (head_dim,), twin, 1e-3)
+            wide_tables = (tables[0].double(), tables[1].double())
+            turned = [apply_rotary(part, wide_tables, interleaved) for part in parts[:2]]
+            expected = (*turned, parts[2])
+            grads = [draw(*result.shape) for result in results]
+            # Attention kernels return gradients of the layout that they like.
+            grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+            grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
+            torch.autograd.backward(results, grads)
+            torch.autograd.backward(expected, [grad.double() for grad in grads])
+            for name, result, twin in zip("qkv", results, expected, strict=True):
+                check_rounded(result, twin, f"{what}: {name}")
+            check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+            for factor, twin in zip(factors, twins, strict=True):
+                check_rounded(factor.grad, twin.grad, f"{what}: gradient of a weight", 2e-5)
 
 
 def check_swiglu(draw: Draw, sizes: Sizes) -> None:
@@ -307,6 +357,7 @@ def use_kernels_everywhere() -> None:
 
 CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "rotary": check_rotary,
+    "normed": check_normed_rotary,
     "swiglu": check_swiglu,
     "gelu": check_gelu,
     "cross entropy": check_cross_entropy,

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.kernels.triton import norm
+from lightning_megatron.kernels.triton import norm, normed_rotary
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
@@ -55,12 +55,14 @@ interpreter.InterpreterBuilder.create_splat = _splat_truth
 ROUNDOFF[torch.bfloat16] = 2.0**-7
 # Few programs, so that each has several rows.
 norm._PROGRAMS = 4
+normed_rotary._PROGRAMS = 3
 
 
 # Kind of model, what is recomputed, label smoothing.
 WHOLE = (
     ("llama", "none", 0.0), ("llama", "full", 0.1), ("gpt2", "selective", 0.0), ("post-norm", "full", 0.0),
     ("dropout", "full", 0.0), ("llama", "selective", 0.0), ("gemma", "none", 0.0), ("neox", "full", 0.0),
+    ("glm", "selective", 0.0),
 )  # fmt: skip
 CUT = (("llama", "full", 0.1), ("gpt2", "none", 0.0), ("gemma", "selective", 0.0))
 

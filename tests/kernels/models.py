@@ -33,6 +33,9 @@ KINDS: dict[str, GPTConfig] = {
     "neox": GPTConfig.gpt2(
         **TINY, vocab_multiple=8, position="rotary", rotary_dim=4, parallel_residual=True, activation="relu"
     ),
+    "glm": GPTConfig.llama(
+        **TINY, vocab_multiple=8, num_kv_heads=2, rotary_dim=4, rotary_interleaved=True, norm_position="sandwich"
+    ),
     "window": GPTConfig.llama(**TINY, vocab_multiple=8, num_kv_heads=2, ffn_hidden_size=48, sliding_window=3),
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, so
 from lightning_megatron.kernels.triton.gelu import apply_gelu
 from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.triton.norm import add_norm
+from lightning_megatron.kernels.triton.normed_rotary import norm_and_rotate_qkv
 from lightning_megatron.kernels.triton.peer_clones import (
     add_clone_gradients,
     put_counts,
@@ -49,6 +50,7 @@ __all__ = [
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",
+    "norm_and_rotate_qkv",
     "rotate_qkv",
     "apply_swiglu",
     "apply_weighted_swiglu",
