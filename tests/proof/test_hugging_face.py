@@ -43,12 +43,20 @@ _GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions"
 CONFIGS = {
     "llama": ("LlamaConfig", {**_SIZES, "num_key_value_heads": 2}),
     "gpt2": ("GPT2Config", {**_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
+        | {"sliding_window": 6, "sliding_window_pattern": 2, "pad_token_id": None},
+    ),
+    "olmo2": ("Olmo2Config", {**_SIZES, "num_key_value_heads": 2, "pad_token_id": None}),
     "bert": ("BertConfig", {**_ENCODER, "num_labels": LABELS}),
     "roberta": ("RobertaConfig", {**_ENCODER, "num_labels": LABELS}),
 }
 CASES = (
     ("llama", "tokens"),
     ("gpt2", "tokens"),
+    ("gemma3", "tokens"),
+    ("olmo2", "tokens"),
     ("bert", "masked"),
     ("roberta", "masked"),
     ("bert", "classes"),
@@ -66,6 +74,9 @@ WITH_ALL = {("llama", "tokens"), ("bert", "masked")}
 
 def layouts_of(kind: str, task: str) -> Iterable[str]:
     """Return the names of the layouts under which a case trains."""
+    if kind in ("gemma3", "olmo2"):
+        # Their cuts have proofs of their own; here the steps of the optimizer count.
+        return ("tp2+sp pp2",)
     return LAYOUTS if (kind, task) in WITH_ALL else CUTS.get(task, OTHERS)
 
 
