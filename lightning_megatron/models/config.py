@@ -86,6 +86,7 @@ class GPTConfig:
         padding_id: Token whose vector gets no gradient from lookups; None means no such token.
         embedding_scale: Factor of token vectors, rounded to the model's dtype.
         scales_vectors: Whether vectors that replace token vectors get this factor, too.
+        causal: Whether a position attends only to itself and to earlier positions.
         attention_scale: Factor of attention scores; None means head_dim to the power of -0.5.
         attention_soft_cap: Bound c of attention scores s, which become ``c tanh(s / c)``; None
             means no bound.
@@ -95,8 +96,8 @@ class GPTConfig:
         logit_scale: Factor of the logits.
         logit_soft_cap: Bound c of the scaled logits z, which become ``c tanh(z / c)``; None means
             no bound.
-        sliding_window: Number of positions that a query attends to, itself included; None means all
-            earlier ones (tokens).
+        sliding_window: Number of positions that a query attends to, itself and earlier ones, and
+            without ``causal`` as many later ones; None means no limit (tokens).
         window_layers: Flag for each layer that is true if it has the window; None means all have
             it.
         experts: Mixture of experts that replaces the MLP of all or some layers; None means none.
@@ -141,6 +142,7 @@ class GPTConfig:
     padding_id: Index | None = None
     embedding_scale: Positive = 1.0
     scales_vectors: bool = False
+    causal: bool = True
     attention_scale: Positive | None = None
     attention_soft_cap: Positive | None = None
     attention_sinks: bool = False

@@ -29,6 +29,7 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
 def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
     """Return the attention of the block with index ``index`` over whole rows."""
     return AttentionSpan(
+        causal=config.causal,
         window=config.window_of(index),
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,

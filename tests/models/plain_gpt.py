@@ -165,8 +165,8 @@ class PlainGPT:
         seen = torch.zeros(num, 1, length, length, dtype=torch.bool)
         for row in range(num):
             for place in range(length):
-                for other in range(place + 1):
-                    near = window is None or place - other < window
+                for other in range(place + 1 if self.config.causal else length):
+                    near = window is None or abs(place - other) < window
                     here = documents[row][place] == documents[row][other]
                     holds = mask is None or bool(mask[row, 0, 0, other])
                     seen[row, 0, place, other] = near and here and holds

@@ -164,6 +164,10 @@ CASES = {
         ),
         embeds=True,
     ),
+    "both directions, window of one layer, documents": Case(
+        GPTConfig.llama(**LLAMA, causal=False, sliding_window=2, window_layers=(True, False)),
+        AttentionSpan(PACKED),
+    ),
     "embeddings": Case(
         GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
     ),

@@ -110,6 +110,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4ForCausalLM",
         {**_LLAMA, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False},
     ),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {**_LLAMA, "head_dim": 8, "use_bias": True}),
+    "helium": (
+        "HeliumForCausalLM",
+        {**_LLAMA, "num_key_value_heads": 1, "head_dim": 4, "attention_bias": True},
+    ),
     "smollm3": (
         "SmolLM3ForCausalLM",
         {**_LLAMA, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4},

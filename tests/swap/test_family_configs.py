@@ -104,6 +104,14 @@ def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None
         ("gpt_neox", {"hidden_act": "relu", "tie_word_embeddings": True, "layer_norm_eps": 1e-3}),
         ("mistral", {"sliding_window": None, "head_dim": 6, "rms_norm_eps": 1e-3}),
         ("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+        ("gemma3", {"use_bidirectional_attention": True, "sliding_window": 6}),
+        ("gemma3", {"final_logit_softcapping": 1.5, "layer_types": ["full_attention"] * 3}),
+        ("glm4", {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 1.0}}),
+        ("olmo3", {"attention_bias": True, "sliding_window": 64}),
+        ("smollm3", {"use_sliding_window": False, "no_rope_layers": [0, 0, 1]}),
+        ("starcoder2", {"hidden_act": "relu", "head_dim": 6, "tie_word_embeddings": False}),
+        ("granite", {"attention_bias": True, "mlp_bias": False, "embedding_multiplier": 1.0}),
     ],
 )
 def test_changed_settings_are_computed(case: str, changes: dict[str, Any]) -> None:
@@ -172,6 +180,20 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
         ("gpt2", {"to_dict": 1}, "to_dict of a GPT-2 .*1"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
         ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention must be of rope_type default",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "a mapping for full_attention and for sliding_attention",
+        ),
+        ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),
+        ("olmo3", {"layer_types": ["chunked"] * 3}, r"layer_types\[0\] of a OLMo 3 .*'chunked'"),
+        ("starcoder2", {"use_bias": False}, "use_bias of a StarCoder2 .*False"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias .*True"),
         (

@@ -74,7 +74,13 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Factor | None),
     "rope_local_base_freq": Factor | None,
     "sliding_window_pattern": Layers | None,
-    **dict.fromkeys(("attention_bias", "use_sliding_window", "output_router_logits"), bool | None),
+    **dict.fromkeys(
+        (
+            *("attention_bias", "use_sliding_window", "output_router_logits"),
+            "use_bidirectional_attention",
+        ),
+        bool | None,
+    ),
     **dict.fromkeys(("hidden_act", "activation_function"), str),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), Share | None),

@@ -40,6 +40,10 @@ def _every_other(values: Values) -> Mapping[str, Any]:
 
 
 def _pattern(values: Values) -> Mapping[str, Any]:
+    width = values["sliding_window"]
+    if values["use_bidirectional_attention"] and width is not None:
+        # Half of the window lies before a token, and half behind it.
+        values = {**values, "sliding_window": width // 2 + 1}
     return _windows(values, values["sliding_window_pattern"] or 6)
 
 
@@ -51,7 +55,7 @@ def _windows(values: Values, every: int) -> Mapping[str, Any]:
             "sliding_attention" if (layer + 1) % every else "full_attention"
             for layer in range(values["num_hidden_layers"])
         ]
-    return windows_of(types, values["sliding_window"], values, "Gemma")
+    return windows_of(types, values["sliding_window"], values, "Gemma", keeps_all=True)
 
 
 _BOTH_WAYS = Field(
@@ -72,7 +76,6 @@ _LATER = (
     ),
     Field("head_dim", 256, head_dim),
     ATTENTION_BIAS,
-    _BOTH_WAYS,
     replace(_SCALED, default=2304),
     Field(
         "query_pre_attn_scalar",
@@ -120,6 +123,7 @@ GEMMA2 = Family(
             *sizes(256000, 2304, 9216, 26, 8, 8192, 4, tied=True, padding=0),
             *rotary_fields(),
             *_LATER,
+            _BOTH_WAYS,
             Field("layer_types", None, _every_other),
             Field("attn_logit_softcapping", 50.0, "attention_soft_cap"),
             Field("final_logit_softcapping", 30.0, "logit_soft_cap"),
@@ -140,9 +144,19 @@ GEMMA3 = Family(
             *sizes(262208, 2304, 9216, 26, 8, 131072, 4, tied=True, padding=0),
             *typed_rotary_fields(1e6, _pattern, local="rope_local_base_freq"),
             *_LATER,
+            Field(
+                "use_bidirectional_attention",
+                False,
+                lambda values: {"causal": not values["use_bidirectional_attention"]},
+            ),
             Field("layer_types", None, _pattern),
             Field("sliding_window_pattern", None),
-            Field("attn_logit_softcapping", None, "attention_soft_cap"),
+            Field(
+                "attn_logit_softcapping",
+                None,
+                only=(None,),
+                why="scores have no bound, as in Hugging Face's class, which ignores the field",
+            ),
             Field("final_logit_softcapping", None, "logit_soft_cap"),
         ),
         {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich", "qk_norm": True},

@@ -99,7 +99,12 @@ def window(values: Values) -> Mapping[str, Any]:
 
 
 def windows_of(
-    types: Sequence[str], width: int | None, values: Values, family: str
+    types: Sequence[str],
+    width: int | None,
+    values: Values,
+    family: str,
+    *,
+    keeps_all: bool = False,
 ) -> Mapping[str, Any]:
     """Return the attention window and the layers that have it.
 
@@ -108,6 +113,8 @@ def windows_of(
         width: Attention window of the sliding layers; None means none (tokens).
         values: Fields of the configuration.
         family: Name of the family, for errors.
+        keeps_all: Whether windows count that are longer than all sequences, because layers with a
+            window have other positions.
 
     Raises:
         UnsupportedError: If a kind is another, or kinds and layers do not match.
@@ -128,7 +135,9 @@ def windows_of(
         )
     if not any(windowed):
         return {}
-    found = window({**values, "sliding_window": width})
+    found = {"sliding_window": width}
+    if not keeps_all:
+        found = dict(window({**values, "sliding_window": width}))
     if found["sliding_window"] is None or all(windowed):
         return found
     return {**found, "window_layers": windowed}

@@ -45,7 +45,7 @@ def _three_of_four(values: Values) -> Mapping[str, Any]:
             "sliding_attention" if (layer + 1) % 4 else "full_attention"
             for layer in range(values["num_hidden_layers"])
         ]
-    return windows_of(types, values["sliding_window"], values, "OLMo 3")
+    return windows_of(types, values["sliding_window"], values, "OLMo 3", keeps_all=True)
 
 
 OLMO2 = Family(
