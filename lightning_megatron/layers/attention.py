@@ -169,7 +169,7 @@ class SelfAttention(nn.Module):
             norms_layer=self.norm_over_layer,
             interleaved=self.interleaved,
         )
-        values = query, key, value, self.sinks, rows
+        values = query, key, value, rows, self.sinks
         if recompute_core:
             mixed = replayed(self._core, self.mesh.random, self.layer, *values)
         else:
@@ -207,8 +207,8 @@ class SelfAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sinks: Tensor | None,
-        rows: AttentionSpan | None,
+        rows: AttentionSpan | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):

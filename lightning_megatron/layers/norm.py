@@ -76,7 +76,7 @@ class _Norm(nn.Module):
             normalised = self._normalise(stream)
         return (stream, normalised) if with_stream else normalised
 
-    def scale(self) -> Tensor:
+    def scale(self) -> Float[Tensor, "hidden"]:
         """Return the factor of every feature."""
         return self.weight
 
@@ -152,7 +152,8 @@ class RMSNorm(_Norm):
         initializer = Initializer.constant(1.0 - offset) if offset else ONES
         self.weight = _replicated(hidden_size, mesh, initializer, partial)
 
-    def scale(self) -> Tensor:
+    def scale(self) -> Float[Tensor, "hidden"]:
+        """Return the factor of every feature, the offset included."""
         if not self.offset:
             return self.weight
         # In a half type, a weight that is small compared with the offset would be rounded away.

@@ -293,6 +293,21 @@ def test_every_setting_is_its_formula_under_every_cut() -> None:
     run_world(check_cuts, 4)
 
 
+def test_chunks_of_tokens_have_the_scale_and_bound_of_logits() -> None:
+    config = CASES["norms before and after, bounded and scaled logits"].config
+    tokens, labels, _ = batch()
+    model = GPT(config, seed=1).double()
+    results = []
+    for chunk in (None, 5):
+        model.loss_chunk = chunk
+        model.zero_grad()
+        losses = model(tokens, labels, 0.1)
+        losses.sum().backward()
+        results.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
+    for stored, chunked in zip(*results, strict=True):
+        assert_equal(chunked, stored, "chunks")
+
+
 def test_norms_with_an_offset_start_as_the_identity() -> None:
     config = CASES["offset, scale, geglu"].config
     weights = dict(GPT(config, seed=1).named_parameters())
