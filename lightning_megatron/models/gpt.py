@@ -47,8 +47,8 @@ from lightning_megatron.shapes import Float, Int
 class GPT(LayeredModule):
     """Decoder that predicts the next token. Each rank has only its shards of its stages' layers.
 
-    Equal to Hugging Face's models of the supported families (GPT-2, Llama, Mistral, Qwen, Gemma,
-    Phi-3, GPT-NeoX, Mixtral, Qwen3-MoE) with the same weights, under every layout.
+    Equal to Hugging Face's models of the supported families with the same weights, under every
+    layout; ``docs/hugging_face.md`` lists them.
 
     The model is built on the meta device and then initialised one tensor at a time on the mesh's
     device, so that no rank ever holds the full model. Under an ambient meta device it stays on meta
