@@ -104,8 +104,9 @@ class TransformerBlock(nn.Module):
             UnsupportedError: If the block does not have norms before its sublayers, or only one of
                 its sublayers has.
         """
-        if "norms" in parts and (self.norm_position != "pre" or self.is_parallel):
-            where = "in parallel sublayers" if self.is_parallel else self.norm_position
+        is_before = self.norm_position == "pre" and self.attention_norm is not None
+        if "norms" in parts and (not is_before or self.is_parallel):
+            where = "in parallel sublayers" if self.is_parallel else "behind the sublayers"
             raise UnsupportedError(
                 "recompute of norms needs a norm before each sublayer, whose output only that "
                 f"sublayer reads: the norms of layer {self.layer} are {where!r}. Leave norms out."

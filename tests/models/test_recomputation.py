@@ -143,7 +143,11 @@ def test_illegal_settings_are_refused(value: Any, words: str) -> None:
 
 
 def test_norms_that_others_read_are_not_computed_again() -> None:
-    for settings in ({"norm_position": "post"}, {"parallel_residual": True}):
+    for settings in (
+        {"norm_position": "post"},
+        {"norm_position": "output"},
+        {"parallel_residual": True},
+    ):
         model = GPT(GPTConfig.gpt2(**SIZES, **settings), seed=1)
         with pytest.raises(UnsupportedError, match="recompute of norms needs a norm before each"):
             model.recompute = "norms"
