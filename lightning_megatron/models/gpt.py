@@ -24,13 +24,13 @@ from lightning_megatron.layers.embedding import (
     vocab_logits,
 )
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import (
     attention_kind,
     build_block,
     build_norm,
+    build_rotary,
     context_choice,
     rotary_name,
 )
@@ -70,14 +70,7 @@ class GPT(LayeredModule):
         self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         super().__init__(config, mesh, seed)
-        bases = {rotary_name(config, layer): layer for layer in range(config.num_layers)}
-        self._rotary = {
-            name: RotaryTables(
-                config.rotary_size, *config.rotary_base_of(layer), context=self.mesh.cp
-            )
-            for name, layer in bases.items()
-            if config.rotates_in(layer)
-        }
+        self._rotary = build_rotary(config, self.mesh)
         #: Transport of attention over cp in all layers.
         self.context = context_choice(config, self.mesh)
         #: List to which a call appends the input of each layer and the output of the last norm, or

@@ -15,6 +15,7 @@ from lightning_megatron.layers.block import NormPosition, TransformerBlock
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.context_transport import ContextChoice, choose_context_transport
 
@@ -55,6 +56,16 @@ def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
     heads, kv_heads = (one // mesh.tp.size for one in (config.num_heads, config.kv_heads))
     sizes = mesh.cp.size, heads, max(1, kv_heads)
     return choose_context_transport(mesh.context, *sizes, config.attention_dropout)
+
+
+def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTables]:
+    """Build the rotary tables of all layers, by :func:`rotary_name`."""
+    layers = {rotary_name(config, layer): layer for layer in range(config.num_layers)}
+    return {
+        name: RotaryTables(config.rotary_size, *config.rotary_base_of(layer), context=mesh.cp)
+        for name, layer in layers.items()
+        if config.rotates_in(layer)
+    }
 
 
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
