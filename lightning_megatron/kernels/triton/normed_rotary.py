@@ -222,41 +222,20 @@ def _read_gradients(
     return tl.load(row + lanes, mask=mask, other=0.0).to(tl.float32)
 
 
+# fmt: off
 @triton.jit
 def _backward(
-    result: tl.tensor,
-    qkv: tl.tensor,
-    grad_query: tl.tensor,
-    grad_key: tl.tensor,
-    grad_value: tl.tensor,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    query_scale: tl.tensor,
-    key_scale: tl.tensor,
-    sums: tl.tensor,
-    query_position: tl.tensor,
-    query_sequence: tl.tensor,
-    query_head: tl.tensor,
-    key_position: tl.tensor,
-    key_sequence: tl.tensor,
-    key_head: tl.tensor,
-    value_position: tl.tensor,
-    value_sequence: tl.tensor,
-    value_head: tl.tensor,
-    num_rows: tl.tensor,
-    num_sequences: tl.tensor,
-    table_sequences: tl.tensor,
-    num_heads: tl.tensor,
-    num_kv_heads: tl.tensor,
-    head_dim: tl.tensor,
-    rotated: tl.tensor,
-    eps: tl.tensor,
-    num_programs: tl.tensor,
-    HAS_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    result: tl.tensor, qkv: tl.tensor, grad_query: tl.tensor, grad_key: tl.tensor,
+    grad_value: tl.tensor, cosines: tl.tensor, sines: tl.tensor, query_scale: tl.tensor,
+    key_scale: tl.tensor, sums: tl.tensor, query_position: tl.tensor, query_sequence: tl.tensor,
+    query_head: tl.tensor, key_position: tl.tensor, key_sequence: tl.tensor, key_head: tl.tensor,
+    value_position: tl.tensor, value_sequence: tl.tensor, value_head: tl.tensor,
+    num_rows: tl.tensor, num_sequences: tl.tensor, table_sequences: tl.tensor,
+    num_heads: tl.tensor, num_kv_heads: tl.tensor, head_dim: tl.tensor, rotated: tl.tensor,
+    eps: tl.tensor, num_programs: tl.tensor, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ) -> None:
+    # fmt: on
     program = tl.program_id(0)
     lanes = tl.arange(0, LANES)[None, :]
     other = _partner(lanes, rotated, INTERLEAVED)
