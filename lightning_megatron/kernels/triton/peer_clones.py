@@ -137,17 +137,26 @@ def _add_clone_gradients(
     num_places: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     first = tl.program_id(0) * BLOCK
-    # The same program adds all gradients of an element, one place after the other.
     for place in range(num_places):
-        local = tl.load(owners + place) - rank * homes
+        owner = tl.load(owners + place)
+        local = owner - rank * homes
         if (local >= 0) & (local < homes):
-            base = tl.load(pointers + place // places) + start
-            stack = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16)
-            source = stack + (place % places).to(tl.int64) * size
-            target = sums + local * stride
-            for at in range(first, size, tl.num_programs(0) * BLOCK):
-                element = at + tl.arange(0, BLOCK)
-                inside = element < size
-                more = tl.load(source + element, mask=inside) * scale
-                before = tl.load(target + element, mask=inside)
-                tl.store(target + element, (before + more).to(before.dtype), mask=inside)
+            num_before = 0
+            for earlier in range(place):
+                num_before += (tl.load(owners + earlier) == owner).to(tl.int32)
+            if num_before == 0:
+                target = sums + local * stride
+                for at in range(first, size, tl.num_programs(0) * BLOCK):
+                    element = at + tl.arange(0, BLOCK)
+                    inside = element < size
+                    # The sum stays in registers until all gradients are added: another thread of
+                    # the program may read an element than the one that has written it.
+                    total = tl.load(target + element, mask=inside)
+                    for later in range(place, num_places):
+                        if tl.load(owners + later) == owner:
+                            base = tl.load(pointers + later // places) + start
+                            stack = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16)
+                            source = stack + (later % places).to(tl.int64) * size
+                            more = tl.load(source + element, mask=inside) * scale
+                            total = (total + more).to(total.dtype)
+                    tl.store(target + element, total, mask=inside)
