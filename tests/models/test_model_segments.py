@@ -275,6 +275,6 @@ def _check_stages(rank: int, size: int) -> list[list[str]]:
 
 def test_a_stage_begins_with_what_it_receives() -> None:
     first, second = run_world(_check_stages, 2)
-    assert first[0] == ["tokens", "positions", "vectors", "rotary", "rows"]
+    assert first[0] == ["tokens", "positions", "vectors", "cut", "rotary", "rows"]
     assert second[0][:3] == ["hidden", "rotary", "rows"]
     assert [*first[1], *second[1]] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
