@@ -165,7 +165,7 @@ def test_masks_and_rotary_tables_come_from_outside() -> None:
     config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
     model = GPT(config, seed=1)
     assert model.segments().inputs == (
-        "tokens", "positions", "vectors", "rotary", "rows", "rows.4",
+        "tokens", "positions", "vectors", "cut", "rotary", "rows", "rows.4",
         "labels", "label_smoothing", "ignore_index",
     )  # fmt: skip
     mesh = model.mesh
