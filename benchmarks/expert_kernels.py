@@ -145,7 +145,7 @@ def cases_of(shape: Shape) -> list[Case]:
         ),
         Case(
             "SwiGLU x probability",
-            lambda x, p: weighted_activation(x, p, row_map.ends, "swiglu"),
+            lambda x, p: weighted_activation(x, p, row_map.ends, "swiglu")[0],
             (gate_up, scales),
             (3 * rows * inner * SIZE + scores, 5 * rows * inner * SIZE + 2 * scores),
         ),

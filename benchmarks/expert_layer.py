@@ -1,8 +1,10 @@
 """Profile of a mixture-of-experts layer on one GPU: time by kernel, and host time.
 
     python -m benchmarks.expert_layer --out expert_layer.md
+    python -m benchmarks.expert_layer --inputs kept again
 
-The benchmark runs one layer in bfloat16, forward and backward. Weights and float32 gradient sums
+The benchmark runs one layer in bfloat16, forward and backward. Inputs of experts are kept for the
+backward pass, or sorted again by it. Weights and float32 gradient sums
 lie contiguously as in training. The device time is the median of single passes that the host has
 queued before they start, each with a cold cache. The time by kernel is the mean under
 torch.profiler. The host time is the time to queue the passes."""
@@ -13,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -87,7 +90,17 @@ def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float,
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
-def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    """Return what a forward pass keeps for its backward pass, the output included (bytes)."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    output = forward()
+    kept = torch.cuda.memory_allocated() - before
+    assert output.requires_grad, "the backward pass needs what is kept"
+    return kept
+
+
+def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list[str]:
     """Measure one layer and return the lines of its report."""
     config = ExpertsConfig(
         num_experts=num_experts, top_k=TOP_K, ffn_hidden_size=FFN_SIZE, aux_loss=0.001
@@ -96,6 +109,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
     layer = MixtureOfExperts(HIDDEN_SIZE, config, mesh)
     initialize_(layer, torch.device("cuda"), 0)
     layer = laid_out(layer.to("cuda", DTYPE))
+    layer.sends_inputs_again = inputs == "again"
     hidden = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE).requires_grad_()
     outer = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE)
 
@@ -105,6 +119,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
 
     for _ in range(3):
         backward(layer(hidden))
+    kept = kept_bytes(lambda: layer(hidden))
     outputs: list[Tensor] = []
     device = [timed(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)]
     device_back = [timed(lambda output=output: backward(output), HEAD_START) for output in outputs]
@@ -116,7 +131,8 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
         "gradients are in slots"
     )
     lines = [
-        f"\n{num_experts} experts, {num_tokens} tokens: device {statistics.median(device):.0f} "
+        f"\n{num_experts} experts, {num_tokens} tokens, inputs {inputs}: "
+        f"{kept / num_tokens:,.0f} bytes a token kept; device {statistics.median(device):.0f} "
         "us forward, "
         f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; "
         f"{launches:.0f} "
@@ -145,13 +161,20 @@ def main() -> None:
         "--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer"
     )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer")
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        default=["kept"],
+        choices=["kept", "again"],
+        help="inputs of experts: kept, or sorted again by the backward pass",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="timed passes")
     parser.add_argument("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
     print(lines[0], flush=True)
-    for num_experts in options.experts:
-        found = measure(num_experts, options.tokens, options.rounds)
+    for num_experts, inputs in product(options.experts, options.inputs):
+        found = measure(num_experts, options.tokens, options.rounds, inputs)
         print("\n".join(found), flush=True)
         lines += found
         torch.cuda.empty_cache()

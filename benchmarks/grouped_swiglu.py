@@ -69,7 +69,7 @@ def calls(
         PRODUCT: lambda: Bundled.output(rows, parts, ends),
         BOTH: lambda: weighted_activation(
             Bundled.output(rows, parts, ends), probabilities, ends, "swiglu"
-        ),
+        )[0],
         KEPT: lambda: Bundled.swiglu(*operands, keep=True)[0],
         ALONE: lambda: Bundled.swiglu(*operands, keep=False)[0],
     }

@@ -4,7 +4,8 @@
     python -m benchmarks.headline --peer path/to/mcore_peer.py --peer-path PATHS --out runs/headline
 
 All 48 layers are trained with ep over all GPUs, eight sequences of 4,096 tokens a GPU and step, and
-gradient sums and moments in bfloat16. Experts have buffers with a limit and places for clones.
+gradient sums and moments in bfloat16. Experts have buffers with a limit and places for clones. No
+product is computed again; the inputs of experts are sent again.
 Nothing runs if the estimate exceeds ``--most``.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.data_parallel import TABLE, run_ours, run_peer
 from benchmarks.train_shapes import LAYOUTS, SHAPES, parser
@@ -21,6 +22,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recompute
 
 SHAPE = "qwen3_48"
 #: Sequences of a GPU and step.
@@ -100,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--devices", type=int, default=4, choices=devices)
     options.add_argument("--routing", nargs="*", default=["balanced", "natural"])
     options.add_argument("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
-    options.add_argument("--recompute", default="none", choices=["none", "selective", "experts"])
+    options.add_argument("--recompute", default="expert_inputs", choices=get_args(Recompute))
     options.add_argument("--expert-rows", type=float, default=1.25, help="0 is the worst routing")
     options.add_argument("--clones", type=int, default=1, help="places of a rank for clones")
     options.add_argument("--most", type=float, default=135.0, help="GiB of a GPU")

@@ -24,8 +24,8 @@ PARTS = (
     ),
     (
         "products",
-        "gate and up values, and their activation times the probability",
-        "backward pass of the activation; weight gradients of the second product",
+        "gate and up values",
+        "backward pass of the activation, and the activation again for the second product",
     ),
     ("probabilities", "probability of each row", "backward pass of the activation"),
     ("maps", "maps between choices and rows", "way of gradients back to tokens"),
@@ -33,11 +33,11 @@ PARTS = (
 )
 
 
-def kept(expert_rows: float | None) -> KeptByMixture:
+def kept(expert_rows: float | None, sends_again: bool = False) -> KeptByMixture:
     """Return what a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
     shape = SHAPES["qwen3_48"].memory_shape()
     batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
-    return kept_by_mixture(shape, fused_activations(shape), batch)
+    return kept_by_mixture(shape, fused_activations(shape), batch, sends_again)
 
 
 def table() -> str:
@@ -46,12 +46,14 @@ def table() -> str:
         "| kept by a layer | worst routing | `expert_rows=1.25` | even routing | for |",
         "|---|---|---|---|---|",
     ]
-    costs = [kept(rows) for rows in (None, 1.25, 1.0)]
+    limits = (None, 1.25, 1.0)
+    costs = [kept(rows) for rows in limits]
     for part, name, why in PARTS:
         cells = [f"{getattr(one, part) // 4096:,}" for one in costs]
         lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
-    totals = [f"{one.total // 4096:,}" for one in costs]
-    lines.append(f"| together | {' | '.join(totals)} | |")
+    for name, sends_again in (("together", False), ('with `recompute="expert_inputs"`', True)):
+        totals = [f"{kept(rows, sends_again).total // 4096:,}" for rows in limits]
+        lines.append(f"| {name} | {' | '.join(totals)} | |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,6 +106,8 @@ class MixtureOfExperts(nn.Module):
         self.row_limit: LayerRows | None = None
         #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
+        #: Whether the backward pass sends and sorts the inputs of the experts again.
+        self.sends_inputs_again = False
         # The mesh and the settings for which the transport and the segments were built.
         self._built: tuple[ParallelMesh, object, TransportChoice, SegmentList] | None = None
 
@@ -241,6 +244,8 @@ class MixtureOfExperts(nn.Module):
 
     def _receive(self, sent: Sent) -> Dispatched:
         dispatched = self.transport_choice.dispatcher.receive(sent)
+        if not (self.sends_inputs_again and torch.is_grad_enabled()):
+            dispatched = replace(dispatched, tokens=None)
         if self.training and not self.mesh.random.position.is_replay:
             here = dispatched.row_map.needed, dispatched.clones, self.mesh.ep.rank
             self.rank_rows.add_(*here)
@@ -252,7 +257,8 @@ class MixtureOfExperts(nn.Module):
             sources = self.transport_choice.clone_sources
             assert sources is not None, "clones need places"
             clones = sources(dispatched.clones)
-        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones
+        again = self.transport_choice.dispatcher.rows_again(dispatched)
+        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again
         return (
             recomputed(self.experts, *arguments)
             if self.recomputes_experts

@@ -22,7 +22,7 @@ _REMEMBERED_VIEWS = 1024
 
 #: What a region of shared memory holds. Each lives as long as its readers need it, so that one does
 #: not take the place of another.
-PeerUse = Literal["tokens", "clone counts", "clone weights", "clone gradients"]
+PeerUse = Literal["tokens", "tokens again", "clone counts", "clone weights", "clone gradients"]
 
 
 @dataclass(frozen=True)

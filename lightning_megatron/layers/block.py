@@ -121,6 +121,7 @@ class TransformerBlock(nn.Module):
         network: Any = self.mlp
         if hasattr(network, "recomputes_experts"):
             network.recomputes_experts = "experts" in parts
+            network.sends_inputs_again = "expert_inputs" in parts
         if isinstance(network, MLP):
             network.recomputes_activation = "activations" in parts
         if "full" in parts:

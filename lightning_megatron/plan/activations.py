@@ -180,7 +180,7 @@ def _network_costs(
     if not has_experts:
         return dense_costs(model, model.ffn_hidden_size, table, batch)
     replays = not {"experts", "full"}.isdisjoint(recompute)
-    return mixture_costs(model, table, batch, recomputes=replays)
+    return mixture_costs(model, table, batch, replays, sends_again="expert_inputs" in recompute)
 
 
 def offloaded(costs: ActivationCosts) -> ActivationCosts:

@@ -126,7 +126,11 @@ def dense_costs(
 
 
 def mixture_costs(
-    model: ModelShape, table: KeptActivations, batch: MicrobatchShape, recomputes: bool = False
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    recomputes: bool = False,
+    sends_again: bool = False,
 ) -> NetworkCosts:
     """Compute the bytes of a mixture of experts.
 
@@ -140,6 +144,7 @@ def mixture_costs(
         table: Activations that layers keep.
         batch: Shape of the microbatch.
         recomputes: Whether backward computes the activations inside experts again.
+        sends_again: Whether backward sends and sorts the inputs of experts again.
     """
     experts = model.experts
     hidden = model.hidden_size
@@ -149,61 +154,73 @@ def mixture_costs(
     inner = experts.ffn_hidden_size // batch.etp
     features = element * rows.buffer * inner
     selections = element * rows.selections * hidden
-    parts = kept_by_mixture(model, table, batch)
-    vectors = parts.inputs
+    parts = kept_by_mixture(model, table, batch, sends_again)
+    vectors = element * rows.buffer * hidden
+    # Rows that exist in both passes and are not kept between them.
+    passing = vectors if sends_again and not rows.are_exchanged else 0
     recomputed = parts.products
-    shared = _shared_costs(model, table, batch)
-    # Outputs of experts, sorted by expert and by selection; an all-to-all needs send and receive
-    # buffers for both.
-    forward = vectors + table.selection_copies * selections
-    if rows.are_exchanged:
-        forward += vectors + selections
-    if experts.shared_ffn_hidden_size:
-        forward += element * batch.stream_tokens * hidden
+    forward = passing + _output_bytes(model, table, batch, rows)
     gathered = element * rows.gathered * hidden if rows.gathered > batch.own_tokens else 0
     # Gradients of all experts' matrices, if they are computed before they are added to those of
     # earlier microbatches.
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
     firsts = 2 if model.gated else 1
     wide = features // element * batch.wide_bytes
+    # Input of the second matrix product, which is made again for the gradients of its weights.
+    again = features
     scaling = 0
     if table.expert_copies:
         forward = max(forward, wide)
-        # Product with the probabilities, in float32 or wider. The kept input of the second matrix
-        # product has been freed. In half types a gradient of the same size replaces it, unless
-        # recomputation also frees the input of the product with the probabilities.
-        scaling = 3 * wide - (features if wide == features or recomputes else 0)
+        again += wide if wide > features else 0
+        # Product with the probabilities, in float32 or wider. In half types the gradient of its
+        # result exists beside it, unless recomputation frees as much.
+        scaling = 3 * wide + (0 if wide == features or recomputes else features)
     kept_moments = (
         # Second matrix product.
-        vectors + features + matrix,
+        vectors + max(again, features + matrix),
         scaling,
         # Activation as one kernel.
-        firsts * features,
+        (firsts + 1) * features,
     )
     # First matrix product after all inner features have been freed; then the sum over every
     # token's selections.
     freed_moments = (
-        vectors + firsts * (features + matrix),
+        firsts * features + max(vectors, passing + firsts * matrix),
         table.selection_copies * selections,
     )
     last = max(freed_moments)
-    freed = recomputed if recomputes else 0
     start = gathered + min(1, table.selection_copies) * selections + vectors
     return NetworkCosts(
         kept=parts.total,
         recomputed=recomputed,
         forward=forward,
         backward=max(*kept_moments, last - recomputed),
-        captured_backward=max(*kept_moments, last - freed),
+        captured_backward=max(*kept_moments, last - recomputes * recomputed),
         backward_start=start,
         # Outputs and their copies exist in place of the gradient of rows.
         recomputed_start=start + table.selection_copies * selections,
-        slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
-        waiting=2 * vectors + (firsts + 1) * features + shared.waiting,
+        slots=_slot_bytes(experts, hidden, batch, sends_again) if rows.are_put else 0,
+        waiting=2 * vectors + (firsts + 1) * features + _shared_costs(model, table, batch).waiting,
         inside=recomputed,
         returned=selections,
         has_static_transport=not rows.are_exchanged,
     )
+
+
+def _output_bytes(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape, rows: _RowCounts
+) -> int:
+    """Return the bytes of the outputs of experts, sorted by expert and by selection."""
+    experts = model.experts
+    assert experts is not None, "the block has experts"
+    vector = batch.activation_bytes * model.hidden_size
+    size = rows.buffer + table.selection_copies * rows.selections
+    if rows.are_exchanged:
+        # Send and receive buffers for both.
+        size += rows.buffer + rows.selections
+    if experts.shared_ffn_hidden_size:
+        size += batch.stream_tokens
+    return vector * size
 
 
 @dataclass(frozen=True)
@@ -214,8 +231,10 @@ class KeptByMixture:
     gradients need no output.
 
     Args:
-        inputs: Tokens sorted by expert, which the weight gradients of the first product read.
-        products: Outputs of the first product, and the inputs of the second one.
+        inputs: Tokens sorted by expert, which the weight gradients of the first product read, or
+            the tokens of which backward makes them again.
+        products: Outputs of the first product, and what the activation makes of them on the way to
+            the input of the second one, which is made again.
         probabilities: Probability of every row.
         maps: Maps from selections to rows and back.
         router: Scores and selections of tokens.
@@ -237,7 +256,10 @@ class KeptByMixture:
 
 
 def kept_by_mixture(
-    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    sends_again: bool = False,
 ) -> KeptByMixture:
     """Return what a mixture of experts keeps for the backward pass, by part.
 
@@ -245,16 +267,24 @@ def kept_by_mixture(
         model: Shape of the model, which has experts.
         table: Activations that layers keep.
         batch: Shape of the microbatch.
+        sends_again: Whether backward sends and sorts the inputs of experts again.
     """
     experts = model.experts
     assert experts is not None, "the block has experts"
     rows = _RowCounts.of(experts, batch)
     element = batch.activation_bytes
     features = element * rows.buffer * (experts.ffn_hidden_size // batch.etp)
+    inputs = rows.buffer
+    if sends_again and not rows.are_exchanged:
+        # The input of the layer is kept for the router, unless that keeps a product with it.
+        has_own = rows.gathered == batch.own_tokens and not (
+            experts.jitter and not experts.shared_ffn_hidden_size
+        )
+        inputs = 0 if has_own else rows.gathered
     routing = _routing_bytes(experts, model.hidden_size, table, batch)
     return KeptByMixture(
-        inputs=element * rows.buffer * model.hidden_size,
-        products=(table.ffn_copies + table.expert_copies) * features,
+        inputs=element * inputs * model.hidden_size,
+        products=(table.ffn_copies + table.expert_copies - 1) * features,
         probabilities=rows.buffer * batch.wide_bytes,
         maps=rows.map_bytes,
         router=batch.stream_tokens * routing,
@@ -303,16 +333,19 @@ class _RowCounts:
         return 2 * _INDEX * (self.selections + (self.buffer if self.are_exchanged else 0))
 
 
-def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
-    """Return the size of the symmetric buffer for tokens and their selections (bytes)."""
-    return TokenBuffer(
+def _slot_bytes(
+    experts: ExpertsConfig, hidden: int, batch: MicrobatchShape, sends_again: bool
+) -> int:
+    """Return the size of the symmetric buffers for tokens and their selections (bytes)."""
+    tokens = TokenBuffer(
         num_ranks=batch.ep,
         num_tokens=batch.own_tokens * batch.etp,
         width=hidden,
         top_k=experts.top_k,
         element=batch.activation_bytes,
         scale=batch.wide_bytes,
-    ).num_bytes
+    )
+    return tokens.num_bytes + (replace(tokens, scale=0).num_bytes if sends_again else 0)
 
 
 def _routing_bytes(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import Count, coerce_fields, coerced
 
-Recompute = Literal["none", "selective", "norms", "activations", "experts", "full"]
+Recompute = Literal["none", "selective", "norms", "activations", "experts", "expert_inputs", "full"]
 """Part of a block that the backward pass computes again, as :class:`Recomputation` describes it."""
 
 #: Parts of a block, each once, in the order of their names; empty if all activations are kept.
@@ -22,8 +22,9 @@ class Recomputation:
     Args:
         parts: Parts of a block: ``selective`` (the attention core), ``norms`` (outputs of the norms
             before attention and MLP), ``activations`` (outputs of the MLP's activation),
-            ``experts`` (activations inside of experts), or ``full`` alone (everything but the input
-            of the block). ``none`` alone keeps all.
+            ``experts`` (activations inside of experts), ``expert_inputs`` (inputs of experts, which
+            are sent and sorted again), or ``full`` alone (everything but the input of the block).
+            ``none`` alone keeps all.
         layers: Layers of each chunk of a stage that do so; the others keep all. None means all
             layers.
         at: Whether these are the first or the last layers of the chunk.
@@ -53,6 +54,11 @@ class Recomputation:
             raise ParallelPlanError(
                 f"recompute.parts must be {alone[0]} alone, or parts without it: it is {given}. "
                 "full includes the others, and none excludes them. Name one of them alone."
+            )
+        if {"experts", "expert_inputs"} <= set(self.parts):
+            raise ParallelPlanError(
+                f"recompute.parts must name experts or expert_inputs: it is {given}. What is "
+                "recomputed inside of experts starts from their inputs. Leave one of them out."
             )
         if self.offload and self.parts != ("full",):
             raise ParallelPlanError(

@@ -116,7 +116,8 @@ def start_mixtures(
     Raises:
         ParallelPlanError: If ep or etp is set and no model has experts, or if there are more places
             for clones than experts of other ranks.
-        UnsupportedError: If ``recompute`` names ``experts`` and no model has experts.
+        UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs`` and no model
+            has experts.
     """
     check_experts(models, mesh.layout, options.recompute)
     for model in models:

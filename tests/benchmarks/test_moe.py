@@ -20,19 +20,22 @@ from lightning_megatron.plan.clone_cost import CloneCost
 def test_the_headline_estimates_before_it_trains(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    peaks = []
-    for rows in ("0", "1.25"):
-        headline.main(["--estimate-only", "--expert-rows", rows])
+    def peak(*options: str) -> float:
+        headline.main(["--estimate-only", *options])
         found = re.search(r"estimate: (\d+\.\d) GiB a GPU", capsys.readouterr().out)
         assert found is not None
-        peaks.append(float(found.group(1)))
-    # 131,072 and 40,960 rows of 48 layers, each of 2,048 + 3 * 768 numbers in bfloat16.
-    saved = 48 * (131_072 - 40_960) * (2 * (2_048 + 3 * 768) + 4) / 2**30
-    assert peaks[0] - peaks[1] == pytest.approx(saved, rel=0.02)
-    headline.main(["--estimate-only", "--layers", "2"])
-    found = re.search(r"estimate: (\d+\.\d) GiB a GPU", capsys.readouterr().out)
-    assert found is not None
-    assert float(found.group(1)) < peaks[1] / 4
+        return float(found.group(1))
+
+    # 131,072 and 40,960 rows of 48 layers, each of 2 * 768 numbers in bfloat16 and a probability;
+    # rows that are kept have 2,048 numbers more.
+    rows, row = 48 * (131_072 - 40_960), 2 * 2 * 768 + 4
+    limited = peak()
+    assert peak("--expert-rows", "0") - limited == pytest.approx(rows * row / 2**30, rel=0.02)
+    assert limited < headline.MOST_GIB
+    kept = ("--recompute", "none")
+    saved = peak("--expert-rows", "0", *kept) - peak(*kept)
+    assert saved == pytest.approx(rows * (row + 2 * 2_048) / 2**30, rel=0.02)
+    assert peak("--layers", "2") < limited / 4
     with pytest.raises(SystemExit, match="nothing was run"):
         headline.main(["--most", "100", "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()

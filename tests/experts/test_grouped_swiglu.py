@@ -125,7 +125,7 @@ def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Lau
         torch.nn.init.constant_(probabilities, 0.7)
         weights = [draw(2 * FEATURES, IN, seed=3 + e).requires_grad_() for e in range(4)]
         if fused:
-            output = grouped_swiglu(rows, weights, probabilities, ENDS)
+            output, _ = grouped_swiglu(rows, weights, probabilities, ENDS)
         else:
             inner = grouped_linear(rows, weights, ENDS, "loop").nan_to_num()
             output = swiglu(inner, probabilities)
@@ -141,11 +141,16 @@ def test_without_gradients_the_product_is_not_kept(launches: Launches) -> None:
         draw(NUM_ROWS, IN),
         [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)],
     )
-    kept = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+    kept, recipe = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     with torch.no_grad():
-        alone = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+        alone, none = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == [True, False]
     assert torch.equal(kept, alone)
+    assert none is None
+    assert recipe is not None
+    # The product is kept for the gradients of SwiGLU in any case.
+    last = int(ENDS[-1])
+    assert torch.equal(recipe.make(*recipe.tensors)[:last], kept[:last])
     assert kept.requires_grad
     assert not alone.requires_grad
 

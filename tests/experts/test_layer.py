@@ -106,13 +106,12 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs).view(hidden.shape), routed.balance_loss + routed.z_loss
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("again", ["nothing", "experts", "their inputs"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
-    name: str, recomputes: bool
-) -> None:
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(name: str, again: str) -> None:
     layer, twin = layer_of(**SETTINGS[name]), layer_of(**SETTINGS[name])
-    layer.recomputes_experts = recomputes
+    layer.recomputes_experts = again == "experts"
+    layer.sends_inputs_again = again == "their inputs"
     hidden, outer = hidden_of(name), draw("outer", name, shape=(S, B, SIZE))
     output, gradient = run(layer, hidden, outer)
     hidden.requires_grad_()
@@ -246,6 +245,23 @@ def cases_without_clones(layout: ParallelLayout) -> list[tuple[str, bool, str, i
     return found
 
 
+def check_inputs_sent_again(
+    kept: MixtureOfExperts,
+    layer: MixtureOfExperts,
+    given: list[Tensor],
+    output: Tensor,
+    gradient: Tensor,
+) -> None:
+    """Compare a layer that does not keep the inputs of its experts with one that does, bitwise."""
+    layer.sends_inputs_again = True
+    found = run(layer, *given)
+    assert torch.equal(found[0], output)
+    assert torch.equal(found[1], gradient)
+    for one, other in zip(layer.parameters(), kept.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
 def _grids(rank: int, size: int) -> dict[str, dict[str, float]]:
     errors: dict[str, dict[str, float]] = {}
     for grid, options in GRIDS.items():
@@ -284,6 +300,9 @@ def errors_of(
         here = [one.chunk(mesh.tp.size)[mesh.tp.rank] for one in here]
         expected = tuple(one.chunk(mesh.tp.size)[mesh.tp.rank] for one in expected)
     output, gradient = run(layer, *here)
+    check_inputs_sent_again(
+        layer, layer_of(mesh, options, **SETTINGS[name]), here, output, gradient
+    )
     found = {
         "output": float((output - expected[0]).abs().max()),
         "input": float((gradient - expected[1]).abs().max()),

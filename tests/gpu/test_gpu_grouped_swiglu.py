@@ -159,10 +159,9 @@ def both(
     rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool
 ) -> Tensor:
     if fused:
-        return grouped_swiglu(rows, weights, probabilities, ends)
-    return weighted_activation(
-        grouped_linear(rows, weights, ends, "bundled"), probabilities, ends, "swiglu"
-    )
+        return grouped_swiglu(rows, weights, probabilities, ends)[0]
+    inner = grouped_linear(rows, weights, ends, "bundled")
+    return weighted_activation(inner, probabilities, ends, "swiglu")[0]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -212,13 +211,13 @@ def test_without_gradients_the_product_is_not_stored() -> None:
     sizes, num_rows = [400, 0, 1332, 4, 508, 556], 2800
     rows, weights, ends = draw(num_rows, K), draw(E, N, K).unbind(), ends_of(sizes)
     probabilities = torch.rand(num_rows, device="cuda")
-    kept = grouped_swiglu(
+    kept, _ = grouped_swiglu(
         rows, [weight.requires_grad_() for weight in weights], probabilities, ends
     )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        found = grouped_swiglu(rows, weights, probabilities, ends)
+        found, _ = grouped_swiglu(rows, weights, probabilities, ends)
     peak = torch.cuda.max_memory_allocated() - before
     assert torch.equal(found, kept.detach())
     assert peak < num_rows * N * rows.itemsize, "the product was allocated"

@@ -53,11 +53,17 @@ class Tokens:
         return torch.full_like(experts, -1) if routing == "all nowhere" else experts
 
 
-def passed(tokens: Tokens, dispatcher: Dispatcher, experts: GroupedMLP) -> list[Tensor]:
-    """Return the output and all gradients."""
+def passed(
+    tokens: Tokens, dispatcher: Dispatcher, experts: GroupedMLP, keeps_rows: bool = False
+) -> list[Tensor]:
+    """Return the output and all gradients; the backward pass sends rows again or keeps them."""
     prepared = dispatcher.prepare(tokens.hidden, tokens.probabilities, tokens.experts)
     sent = dispatcher.receive(dispatcher.send(prepared))
-    outputs = experts(sent.rows, sent.probabilities, sent.ends)
+    if keeps_rows:
+        sent = replace(sent, tokens=None)
+    again = dispatcher.rows_again(sent)
+    assert (again is None) == keeps_rows
+    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_again=again)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     leaves = tokens.hidden, tokens.probabilities, *experts.parameters()
     return [output.detach(), *torch.autograd.grad(output, leaves, tokens.outer)]
@@ -91,10 +97,9 @@ def _compare(rank: int, size: int) -> None:
                 )
                 what = f"{dtype}, {length} tokens, {routing}, rank {rank}"
                 _assert_alike(found, wanted, what, is_exact=size == 2 and dtype != torch.float32)
-                again = passed(tokens, one_sided, experts)
-                assert all(
-                    torch.equal(one, other) for one, other in zip(found, again, strict=True)
-                ), what
+                for keeps_rows in (False, True):
+                    again = passed(tokens, one_sided, experts, keeps_rows)
+                    assert all(map(torch.equal, found, again)), f"{what}, {keeps_rows}"
     mesh.destroy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,8 +61,13 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
     return found.runner
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "experts", "shared"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [
+        *product(["gpt2", "llama", "experts", "shared"], ["none", "selective", "full"]),
+        ("experts", "expert_inputs"),
+    ],
+)
 def test_graphs_in_one_process(kind: str, recompute: str) -> None:
     configs = {
         "gpt2": GPT2,

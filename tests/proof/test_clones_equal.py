@@ -32,6 +32,10 @@ GRIDS: dict[str, dict[str, Any]] = {
     # Only experts have replicas.
     "tp4 +sp, ep2 edp2, 2": {"tp": 4, "ep": 2, "etp": 1, "expert_clones": 2},
     "pp2, ep2, 1, all recomputed": {"pp": 2, "ep": 2, "expert_clones": 1, "recompute": "full"},
+    "ep4, 2, inputs of experts again": {
+        **{"ep": 4, "expert_clones": 2},
+        "recompute": "expert_inputs",
+    },
     "pp2, ep2, 2, zb-h1": {"pp": 2, "ep": 2, "expert_clones": 2, "schedule": "zb-h1"},
 }
 #: Two batches of half the size are one step.

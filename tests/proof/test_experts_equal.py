@@ -59,6 +59,8 @@ def jobs() -> dict[str, Job]:
         ("ep2 edp2", {"zero": 0}),
         ("ep4, one-sided", {"recompute": "experts"}),
         ("pp2, ep2, one-sided", {"recompute": "full"}),
+        ("pp2, ep2, one-sided", {"recompute": "expert_inputs", "schedule": "zb-h1"}),
+        ("tp2, etp2 ep2", {"recompute": "expert_inputs"}),
     ]
     for name, option in special:
         found[f"experts, {name}, {option}"] = Job(

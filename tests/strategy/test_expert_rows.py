@@ -56,6 +56,11 @@ CASES: dict[str, tuple[Excess, dict[str, Any], list[str]]] = {
         {"recompute": "experts", "zero": 0},
         ["layer 0 needed 129 rows"],
     ),
+    "inputs of experts again": (
+        ONE_ROW,
+        {"recompute": "expert_inputs", "expert_transport": "one_sided"},
+        ["layer 0 needed 129 rows"],
+    ),
 }
 STAGES: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2, "microbatch_size": 8},

@@ -127,7 +127,8 @@ def fit(
 @pytest.mark.parametrize("mode", ["segments", "full"])
 def test_one_process(kind: str, mode: Any) -> None:
     graphs = CudaGraphs(mode, warmup_steps=1)
-    for recompute in ("none", "selective", "full", *(("experts",) if kind == "experts" else ())):
+    of_experts = ("experts", "expert_inputs") if kind == "experts" else ()
+    for recompute in ("none", "selective", "full", *of_experts):
         measured = fit(graphs, CONFIGS[kind], 8, recompute=recompute)
         assert measured.num_pools == 1
         (report,) = measured.reports

@@ -110,7 +110,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"recompute": "some"},
             ParallelPlanError,
-            "must be none, selective, norms, activations, experts, full",
+            "must be none, selective, norms, activations, experts, expert_inputs, full",
         ),
         ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
         ({"loss_chunk": "never"}, ParallelPlanError, "auto or None: it is 'never'"),

@@ -16,6 +16,7 @@ from lightning_megatron.experts.compute.grouped_linear import require_kernels
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
 from lightning_megatron.layers.gradient_slot import GradientSlot, remembered_stack, slots_of
 from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.shapes import Float, Int
 
 #: Function from rows, weights of homes, weights of clones and ends to the output.
@@ -77,6 +78,7 @@ def cloned_linear(
     ends: Int[Tensor, "groups"],
     clones: CloneSource,
     backend: BackendName | None = None,
+    recipe: Recipe | None = None,
 ) -> Float[Tensor, "rows out_local"]:
     """Multiply each group of rows by the transpose of its own weight, or of a clone's weight.
 
@@ -94,6 +96,7 @@ def cloned_linear(
         ends: Index one past the last row of each group.
         clones: Way of weights and gradients between homes and clones.
         backend: Backend of the product; None asks :func:`choose_backend`.
+        recipe: How the backward pass makes the rows again; None keeps them.
 
     Communication: that of ``clones``: one fetch in the forward pass, a fetch and a return of
         gradients in the backward pass.
@@ -110,7 +113,8 @@ def cloned_linear(
         )
     implementation = grouped_operator.implementation_of(backend)
     output = implementation.output_of_both
-    return _ClonedLinear.apply(rows.contiguous(), ends, implementation, output, clones, *weights)
+    how = implementation, output, clones, recipe
+    return _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
 
 
 @torch.compiler.disable
@@ -120,7 +124,8 @@ def cloned_swiglu(
     probabilities: Float[Tensor, "rows"],
     ends: Int[Tensor, "groups"],
     clones: CloneSource,
-) -> Float[Tensor, "rows gate_up//2"]:
+    recipe: Recipe | None = None,
+) -> tuple[Float[Tensor, "rows gate_up//2"], Recipe | None]:
     """Multiply rows as :func:`cloned_linear` does, apply SwiGLU, and scale by probabilities.
 
     Equal to :func:`~lightning_megatron.experts.compute.grouped_linear.grouped_swiglu` with the
@@ -132,6 +137,10 @@ def cloned_swiglu(
         probabilities: Factor of each row, in float32.
         ends: Index one past the last row of each group.
         clones: Way of weights and gradients between homes and clones.
+        recipe: How the backward pass makes the rows again; None keeps them.
+
+    Returns:
+        The result, and how to make it again from the product that is kept; None without gradients.
 
     Raises:
         UnsupportedError: If the Triton kernels of the backward pass are not available.
@@ -142,7 +151,7 @@ def cloned_swiglu(
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
         given = rows.contiguous(), weights, clones.fetch(weights), factors, ends
-        return Bundled.swiglu_of_both(*given, keep=False)[0]
+        return Bundled.swiglu_of_both(*given, keep=False)[0], None
     activated: list[Tensor] = []
 
     def output(
@@ -153,8 +162,10 @@ def cloned_swiglu(
         activated.append(result)
         return kept
 
-    inner = _ClonedLinear.apply(rows.contiguous(), ends, Bundled, output, clones, *weights)
-    return kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+    how = Bundled, output, clones, recipe
+    inner = _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
+    result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+    return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 
 
 class _ClonedLinear(torch.autograd.Function):
@@ -166,9 +177,13 @@ class _ClonedLinear(torch.autograd.Function):
         backend: type[Loop],
         output: Output,
         clones: CloneSource,
+        recipe: Recipe | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(rows, ends, *clones.plan, *weights)
+        recipe = recipe or Recipe.keeping(rows)
+        ctx.save_for_backward(ends, *clones.plan, *weights, *recipe.tensors)
+        ctx.num_plan = len(clones.plan)
+        ctx.make_rows = recipe.make
         ctx.backend = backend
         ctx.clones = clones
         # Slots at the time of the forward pass, as in a product without clones.
@@ -178,38 +193,55 @@ class _ClonedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *rest = ctx.saved_tensors
-        num_plan = len(rest) - len(ctx.slots)
-        clones: CloneSource = ctx.clones.following(*rest[:num_plan])
-        weights = rest[num_plan:]
+        ends, *tensors = ctx.saved_tensors
+        first = ctx.num_plan
+        last = first + len(ctx.slots)
+        clones: CloneSource = ctx.clones.following(*tensors[:first])
+        weights = tensors[first:last]
         grad = grads[0].contiguous()
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[6:]) or all(slot is not None for slot in ctx.slots):
+            # First: rows that were made again need no memory beside the next gradient.
+            rows = ctx.make_rows(*tensors[last:])
+            grad_weights = _weight_gradients(ctx, clones, grad, rows, ends, weights)
+            del rows
         grad_rows = None
         if ctx.needs_input_grad[0]:
             homes = _stack_or_all(weights, ctx.slots)
             grad_rows = ctx.backend.input_gradient_of_both(grad, homes, clones.fetch(weights), ends)
-        needed = ctx.needs_input_grad[5:]
-        slots = [slot for slot in ctx.slots if slot is not None]
-        grad_weights: list[Tensor | None] = [None] * len(weights)
-        if len(slots) == len(weights):
-            places = clones.gradients(slots[0].gradient)
-            parts = [slot.first_part() for slot in slots]
-            ctx.backend.add_weight_gradients_of_both(grad, rows, ends, parts, places)
-        elif not any(needed):
-            return grad_rows, None, None, None, None, *grad_weights
-        else:
-            found = ctx.backend.weight_gradients(grad, rows, ends)
-            places = clones.gradients(weights[0])
-            places.copy_(found[len(weights) :])
-            parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
-            grad_weights = hand_over(found[: len(weights)], weights, parts_or_none, needed)
-        returned = clones.give_back(places)
-        if returned is not None:
-            more_each = hand_over(returned, weights, ctx.slots, needed)
-            grad_weights = [
-                None if one is None or more is None else one + more
-                for one, more in zip(grad_weights, more_each, strict=True)
-            ]
-        return grad_rows, None, None, None, None, *grad_weights
+        return grad_rows, None, None, None, None, None, *grad_weights
+
+
+def _weight_gradients(
+    ctx: Any,
+    clones: CloneSource,
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Compute the gradients of homes and clones; return those of homes that autograd hands on."""
+    needed = ctx.needs_input_grad[6:]
+    slots = [slot for slot in ctx.slots if slot is not None]
+    grad_weights: list[Tensor | None] = [None] * len(weights)
+    if len(slots) == len(weights):
+        places = clones.gradients(slots[0].gradient)
+        parts = [slot.first_part() for slot in slots]
+        ctx.backend.add_weight_gradients_of_both(grad, rows, ends, parts, places)
+    else:
+        found = ctx.backend.weight_gradients(grad, rows, ends)
+        places = clones.gradients(weights[0])
+        places.copy_(found[len(weights) :])
+        parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
+        grad_weights = hand_over(found[: len(weights)], weights, parts_or_none, needed)
+    returned = clones.give_back(places)
+    if returned is None:
+        return grad_weights
+    rest = hand_over(returned, weights, ctx.slots, needed)
+    return [
+        None if one is None or more is None else one + more
+        for one, more in zip(grad_weights, rest, strict=True)
+    ]
 
 
 def _stack_or_all(

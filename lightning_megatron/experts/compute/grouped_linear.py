@@ -19,6 +19,7 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
 from lightning_megatron.layers.handed_gradients import hand_over
 from lightning_megatron.layers.mlp import Activation, activate
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.shapes import Float, Int
 
 #: Function from rows, weights (or their stack) and ends to the output.
@@ -30,6 +31,7 @@ def grouped_linear(
     weights: Sequence[Float[Tensor, "out_local in_local"]],
     ends: Int[Tensor, "experts"],
     backend: BackendName | None = None,
+    recipe: Recipe | None = None,
 ) -> Float[Tensor, "rows out_local"]:
     """Multiply each group of rows by the transpose of its own weight.
 
@@ -53,6 +55,8 @@ def grouped_linear(
         weights: One weight for each group.
         ends: Index one past the last row of each group.
         backend: Backend of the product; None asks :func:`choose_backend` at each call.
+        recipe: How the backward pass makes the rows again; None keeps them. ``torch.compile``
+            decides itself what to keep.
     """
     weights = tuple(weights)
     if torch.compiler.is_compiling():
@@ -63,7 +67,8 @@ def grouped_linear(
             rows.device, rows.dtype, len(weights), in_features, out_features
         ).backend
     implementation = grouped_operator.implementation_of(backend)
-    return _differentiable_product(rows, weights, ends, implementation, implementation.output)
+    output = implementation.output
+    return _differentiable_product(rows, weights, ends, implementation, output, recipe)
 
 
 def grouped_swiglu(
@@ -71,7 +76,8 @@ def grouped_swiglu(
     weights: Sequence[Float[Tensor, "gate_up hidden"]],
     probabilities: Float[Tensor, "rows"],
     ends: Int[Tensor, "experts"],
-) -> Float[Tensor, "rows gate_up//2"]:
+    recipe: Recipe | None = None,
+) -> tuple[Float[Tensor, "rows gate_up//2"], Recipe | None]:
     """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
 
     Equal to ``silu(gate) * up * probability`` with
@@ -90,6 +96,10 @@ def grouped_swiglu(
         weights: One weight for each group.
         probabilities: Factor of each row, in float32.
         ends: Index one past the last row of each group.
+        recipe: How the backward pass makes the rows again; None keeps them.
+
+    Returns:
+        The result, and how to make it again from the product that is kept; None without gradients.
 
     Raises:
         UnsupportedError: If the Triton kernels of the backward pass are not available.
@@ -100,7 +110,7 @@ def grouped_swiglu(
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
-        return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0]
+        return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0], None
     activated: list[Tensor] = []
 
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
@@ -109,8 +119,9 @@ def grouped_swiglu(
         activated.append(result)
         return kept
 
-    inner = _differentiable_product(rows, weights, ends, Bundled, output)
-    return kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+    inner = _differentiable_product(rows, weights, ends, Bundled, output, recipe)
+    result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
+    return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 
 
 def require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
@@ -134,7 +145,7 @@ def weighted_activation(
     probabilities: Float[Tensor, "rows"],
     ends: Int[Tensor, "experts"],
     activation: Activation,
-) -> Float[Tensor, "rows ffn"]:
+) -> tuple[Float[Tensor, "rows ffn"], Recipe | None]:
     """Apply an activation to rows, and multiply each row by its probability.
 
     Gated activations halve the features. Rows past the last end are undefined.
@@ -144,15 +155,34 @@ def weighted_activation(
         probabilities: Factor of each row, in float32 or wider.
         ends: Index one past the last row of each local expert.
         activation: Activation, one of those of ``layers.mlp``.
+
+    Returns:
+        The result, and how to make it again from what its gradients need; None inside
+        ``torch.compile``.
     """
     kernels = fused_kernels(inner) if activation == "swiglu" else None
     if kernels is not None:
-        return kernels.apply_weighted_swiglu(inner, probabilities, ends)
-    return (activate(inner, activation) * probabilities.unsqueeze(-1)).to(inner.dtype)
+        run = kernels.apply_weighted_swiglu
+        given = inner, probabilities, ends
+        return run(*given), Recipe.of(run, *given)
+    activated = activate(inner, activation)
+    result = _weighted(activated, probabilities)
+    if torch.compiler.is_compiling():
+        return result, None
+    return result, Recipe.of(_weighted, activated, probabilities)
+
+
+def _weighted(activated: Tensor, probabilities: Tensor) -> Tensor:
+    return (activated * probabilities.unsqueeze(-1)).to(activated.dtype)
 
 
 def _differentiable_product(
-    rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, backend: type[Loop], output: Output
+    rows: Tensor,
+    weights: tuple[Tensor, ...],
+    ends: Tensor,
+    backend: type[Loop],
+    output: Output,
+    recipe: Recipe | None,
 ) -> Tensor:
     """Compute a grouped product with gradients, as documented in :func:`grouped_linear`.
 
@@ -162,14 +192,15 @@ def _differentiable_product(
         ends: Index one past the last row of each group.
         backend: Backend that computes the gradients.
         output: Function that computes the output.
+        recipe: How the backward pass makes the rows again; None keeps them.
     """
     rows = rows.contiguous()
     slots: list[GradientSlot] = []
     if torch.is_grad_enabled():
         slots = [slot for slot in slots_of(weights) if slot is not None]
     if len(slots) == len(weights):
-        return _IntoSlots.apply(rows, ends, backend, output, weights[0], weights, slots)
-    return _GroupedLinear.apply(rows, ends, backend, output, *weights)
+        return _IntoSlots.apply(rows, ends, backend, output, recipe, weights[0], weights, slots)
+    return _GroupedLinear.apply(rows, ends, backend, output, recipe, *weights)
 
 
 class _IntoSlots(torch.autograd.Function):
@@ -187,11 +218,14 @@ class _IntoSlots(torch.autograd.Function):
         ends: Tensor,
         backend: type[Loop],
         output: Output,
+        recipe: Recipe | None,
         first: Tensor,
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
     ) -> Tensor:
-        ctx.save_for_backward(rows, ends)
+        recipe = recipe or Recipe.keeping(rows)
+        ctx.save_for_backward(ends, *recipe.tensors)
+        ctx.make_rows = recipe.make
         ctx.backend = backend
         ctx.weights = weights
         ctx.slots = slots
@@ -204,7 +238,7 @@ class _IntoSlots(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends = ctx.saved_tensors
+        ends, *kept = ctx.saved_tensors
         if _versions(ctx.weights) != ctx.versions:
             raise RuntimeError(
                 "weights must not change between a forward and its backward pass: one of a grouped "
@@ -212,21 +246,28 @@ class _IntoSlots(torch.autograd.Function):
                 "the optimizer after the backward pass."
             )
         grad = grads[0].contiguous()
+        # Weight gradients first: rows that were made again need no memory beside the next gradient.
+        _add_or_queue(ctx.backend, grad, ctx.make_rows(*kept), ends, ctx.slots)
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.backend.input_gradient(
                 grad, ctx.weights if ctx.view is None else ctx.view, ends
             )
-        add = ctx.backend.add_weight_gradients
-        queue = ctx.slots[0].open_queue
-        if queue is None:
-            add(grad, rows, ends, ctx.slots)
-        else:
-            # Detached, because the rows would keep the graph that computed them. The product needs
-            # no communication, so that its start does nothing but return it.
-            left = partial(add, grad.detach(), rows.detach(), ends, ctx.slots)
-            queue.put(lambda: left, ctx.slots)
-        return grad_rows, None, None, None, None, None, None
+        return grad_rows, None, None, None, None, None, None, None
+
+
+def _add_or_queue(
+    backend: type[Loop], grad: Tensor, rows: Tensor, ends: Tensor, slots: list[GradientSlot]
+) -> None:
+    """Add weight gradients to slots, or leave that to the weight half of the backward pass."""
+    queue = slots[0].open_queue
+    if queue is None:
+        backend.add_weight_gradients(grad, rows, ends, slots)
+        return
+    # Detached, because the rows would keep the graph that computed them. The product needs no
+    # communication, so that its start does nothing but return it.
+    left = partial(backend.add_weight_gradients, grad.detach(), rows.detach(), ends, slots)
+    queue.put(lambda: left, slots)
 
 
 def _versions(weights: tuple[Tensor, ...]) -> list[int]:
@@ -236,10 +277,18 @@ def _versions(weights: tuple[Tensor, ...]) -> list[int]:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, ends: Tensor, backend: type[Loop], output: Output, *weights: Tensor
+        ctx: Any,
+        rows: Tensor,
+        ends: Tensor,
+        backend: type[Loop],
+        output: Output,
+        recipe: Recipe | None,
+        *weights: Tensor,
     ) -> Tensor:
-        needs_weights = any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
+        recipe = recipe or Recipe.keeping(rows)
+        needs_weights = any(ctx.needs_input_grad[5:])
+        ctx.save_for_backward(ends, *weights, *(recipe.tensors if needs_weights else ()))
+        ctx.make_rows = recipe.make if needs_weights else None
         ctx.backend = backend
         # Slots at the time of the forward pass: a weight that is frozen now gets no gradient, even
         # if it is unfrozen before the backward pass.
@@ -249,13 +298,15 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
+        ends, *tensors = ctx.saved_tensors
+        weights = tensors[: len(ctx.slots)]
+        kept = tensors[len(ctx.slots) :]
         grad = grads[0].contiguous()
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        if ctx.make_rows is not None:
+            found = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
+            grad_weights = hand_over(found, weights, ctx.slots, ctx.needs_input_grad[5:])
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.backend.input_gradient(grad, weights, ends)
-        grad_weights: list[Tensor | None] = [None] * len(weights)
-        if rows is not None:
-            found = ctx.backend.weight_gradients(grad, rows, ends)
-            grad_weights = hand_over(found, weights, ctx.slots, ctx.needs_input_grad[4:])
-        return grad_rows, None, None, None, *grad_weights
+        return grad_rows, None, None, None, None, *grad_weights

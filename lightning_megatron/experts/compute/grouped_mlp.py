@@ -28,6 +28,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.mlp import Activation, is_gated
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
 from lightning_megatron.shapes import Float, Int
@@ -143,6 +144,7 @@ class GroupedMLP(nn.ModuleDict):
         probabilities: Float[Tensor, "rows"],
         ends: Int[Tensor, "experts"],
         clones: Sequence[CloneSource] | None = None,
+        rows_again: Recipe | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
 
@@ -153,6 +155,7 @@ class GroupedMLP(nn.ModuleDict):
                 the device).
             clones: Ways of the first and of the second matrix between homes and clones; None means
                 that this rank has no places for clones.
+            rows_again: How the backward pass makes the rows again; None keeps them.
 
         Communication: that of ``clones``, for each of the two matrices.
         """
@@ -160,20 +163,22 @@ class GroupedMLP(nn.ModuleDict):
         autocast_dtype = _autocast_dtype(rows)
         if autocast_dtype is not None:
             rows = rows.to(autocast_dtype)
+            rows_again = None if rows_again is None else rows_again.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
+        given = rows, first, probabilities, ends
         if clones is not None:
             if backends.fuses_swiglu:
-                weighted = cloned_swiglu(rows, first, probabilities, ends, clones[0])
+                weighted, again = cloned_swiglu(*given, clones[0], rows_again)
             else:
-                inner = cloned_linear(rows, first, ends, clones[0], backends.first)
-                weighted = weighted_activation(inner, probabilities, ends, self.activation)
-            return cloned_linear(weighted, down, ends, clones[1], backends.down)
+                inner = cloned_linear(rows, first, ends, clones[0], backends.first, rows_again)
+                weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
+            return cloned_linear(weighted, down, ends, clones[1], backends.down, again)
         if backends.fuses_swiglu:
-            weighted = grouped_swiglu(rows, first, probabilities, ends)
+            weighted, again = grouped_swiglu(*given, rows_again)
         else:
-            inner = grouped_linear(rows, first, ends, backends.first)
-            weighted = weighted_activation(inner, probabilities, ends, self.activation)
-        return grouped_linear(weighted, down, ends, backends.down)
+            inner = grouped_linear(rows, first, ends, backends.first, rows_again)
+            weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
+        return grouped_linear(weighted, down, ends, backends.down, again)
 
     def _backends(
         self, rows: Tensor, first: Sequence[Tensor], down: Sequence[Tensor], is_autocast: bool

@@ -13,6 +13,7 @@ from lightning_megatron.experts.transport.permute import map_rows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.shapes import Float, Int
 
@@ -70,6 +71,10 @@ class CloningDispatcher:
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the tokens of this rank's homes and clones, and sort them."""
         return replace(self.inner.receive(sent), clones=sent.clones)
+
+    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+        """Return how the inner dispatcher makes the rows again."""
+        return self.inner.rows_again(dispatched)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Give the outputs to the inner dispatcher."""

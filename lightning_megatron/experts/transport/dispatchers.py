@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
+from lightning_megatron.experts.transport.permute import (
+    RowMap,
+    map_rows,
+    permute,
+    permute_both,
+    unpermute,
+)
 from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.experts.transport.transit import (
     AllToAllSizes,
@@ -32,6 +38,7 @@ from lightning_megatron.groups.in_flight import (
     start_all_to_all_rows,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
 
@@ -73,6 +80,13 @@ class Dispatcher(Protocol):
 
     def receive(self, sent: Sent) -> Dispatched:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
+
+    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+        """Return how the backward pass makes the rows of the experts again; None if it keeps them.
+
+        The tokens of ``dispatched`` are then kept, and :meth:`combine` may send them again in its
+        backward pass.
+        """
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Return outputs to the ranks of their tokens, as far as sizes depend on the routing.
@@ -127,9 +141,15 @@ class LocalDispatcher:
         """Sort the tokens of this rank's experts."""
         experts = sent.experts.wait()
         row_map = map_within(self.limit, experts, self.here.start, self.here.size)
-        return Dispatched(
-            *permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map
-        )
+        hidden = sent.hidden.wait()
+        rows = permute_both(hidden, sent.probabilities.wait(), row_map)
+        return Dispatched(*rows, row_map, tokens=hidden.detach())
+
+    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+        """Return how to sort the same tokens again."""
+        if dispatched.tokens is None:
+            return None
+        return Recipe.of(_sort_again, dispatched.tokens, *dispatched.row_map.tensors)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Return the outputs as they are."""
@@ -192,6 +212,10 @@ class GatherDispatcher:
         """Wait for the gathered tokens, and give them to the inner dispatcher."""
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
         return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
+
+    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+        """Return how the inner dispatcher makes the rows again, from the gathered tokens."""
+        return self.inner.rows_again(dispatched)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Give the outputs to the inner dispatcher."""
@@ -274,6 +298,9 @@ class AllToAllDispatcher:
         scales = sent.probabilities.wait()
         return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
+    def rows_again(self, dispatched: Dispatched) -> None:
+        """Return ``None``: the rows that have arrived are as many as the sorted ones."""
+
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Send outputs back to the ranks of their tokens."""
         sizes = dispatched.sizes
@@ -287,6 +314,10 @@ class AllToAllDispatcher:
     def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token."""
         return unpermute(returned.rows, returned.row_map)
+
+
+def _sort_again(tokens: Tensor, *map_tensors: Tensor) -> Tensor:
+    return permute(tokens, RowMap(*map_tensors))
 
 
 def _first_rows(rows: Tensor, number: int) -> Tensor:

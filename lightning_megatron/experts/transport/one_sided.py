@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from lightning_megatron.experts.transport.peer_passes import from_experts, to_experts
+from lightning_megatron.experts.transport.peer_passes import from_experts, sort_again, to_experts
 from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
 from lightning_megatron.groups.in_flight import InFlight
+from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
 
@@ -30,8 +32,8 @@ class OneSidedDispatcher:
         limit: Limit on the rows of this rank's experts; None without one.
 
     Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
-        of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients. A barrier
-        precedes and follows each transfer.
+        of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients, and tokens
+        again if the rows of experts were not kept. A barrier precedes and follows each transfer.
     """
 
     here: ShardRange
@@ -69,13 +71,26 @@ class OneSidedDispatcher:
         tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
         self.transfer.begin()
         arrived = to_experts(*tokens, self.here, self.transfer, self.limit)
-        return Dispatched(*arrived, sent_experts=experts)
+        return Dispatched(*arrived, sent_experts=experts, tokens=tokens[0].detach())
+
+    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+        """Return how to sort the tokens that the backward pass of :meth:`combine` puts again."""
+        if dispatched.tokens is None:
+            return None
+        assert dispatched.sent_experts is not None, "these rows were put here"
+        own = dispatched.tokens, dispatched.sent_experts
+        # Allocated here, so that a layer that has run forward once can be captured.
+        self.transfer.buffer_again(*own)
+        sort = partial(sort_again, self.transfer)
+        return Recipe.of(sort, *own, *dispatched.row_map.tensors)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
         """Return the outputs as they are; :meth:`combine` transfers their sums."""
-        return Returned(outputs, dispatched.row_map, dispatched.sent_experts)
+        sent = dispatched.sent_experts
+        return Returned(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
 
     def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert returned.sent_experts is not None, "these rows were put here"
-        return from_experts(returned.rows, returned.row_map, returned.sent_experts, self.transfer)
+        rows = returned.rows, returned.row_map, returned.sent_experts
+        return from_experts(*rows, self.transfer, tokens=returned.tokens)

@@ -53,7 +53,8 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         moved.put_weights(clones.owners)
         tokens = sent.hidden.wait(), sent.probabilities.wait(), physical
         arrived = to_experts(*tokens, self.here, self.transfer, self.limit, moved)
-        return Dispatched(*arrived, sent_experts=physical, clones=clones)
+        kept = tokens[0].detach()
+        return Dispatched(*arrived, sent_experts=physical, clones=clones, tokens=kept)
 
     @override
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
@@ -67,4 +68,4 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         assert returned.clones is not None, "clones were planned"
         moved = PeerRound(self.peers, returned.clones)
         rows = returned.rows, returned.row_map, returned.sent_experts
-        return from_experts(*rows, self.transfer, moved)
+        return from_experts(*rows, self.transfer, moved, returned.tokens)

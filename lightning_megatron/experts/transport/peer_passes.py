@@ -13,7 +13,7 @@ from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.permute import RowMap, permute, permute_both
 from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float, Int, Shaped
 
 
 class CloneRound(Protocol):
@@ -77,6 +77,7 @@ def from_experts(
     experts: Int[Tensor, "tokens top_k"],
     transfer: PeerTransfer,
     clones: CloneRound | None = None,
+    tokens: Float[Tensor, "tokens hidden"] | None = None,
 ) -> Float[Tensor, "tokens hidden"]:
     """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
 
@@ -86,8 +87,26 @@ def from_experts(
         experts: Experts selected for this rank's tokens.
         transfer: Transfer between the ranks.
         clones: What moves for clones in the backward pass; None without clones.
+        tokens: This rank's tokens, which the backward pass sends again; None if rows were kept.
     """
-    return _FromExperts.apply(outputs, row_map, experts, transfer, clones)
+    return _FromExperts.apply(outputs, row_map, experts, transfer, clones, tokens)
+
+
+def sort_again(
+    transfer: PeerTransfer,
+    tokens: Float[Tensor, "tokens hidden"],
+    experts: Int[Tensor, "tokens top_k"],
+    *map_tensors: Shaped[Tensor, "..."],
+) -> Float[Tensor, "rows hidden"]:
+    """Sort the tokens that the backward pass of :func:`from_experts` has sent again.
+
+    Args:
+        transfer: Transfer between the ranks.
+        tokens: This rank's tokens.
+        experts: Experts selected for them.
+        map_tensors: Arguments of the map from selections to rows.
+    """
+    return permute(transfer.buffer_again(tokens, experts).rows, RowMap(*map_tensors))
 
 
 class _ToExperts(torch.autograd.Function):
@@ -119,7 +138,7 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        experts, row_map, owners = _kept(ctx)
+        experts, row_map, owners, _ = _kept(ctx)
         ctx.transfer.begin()
         grad_weights = [] if ctx.clones is None else ctx.clones.add_gradients(owners)
         gradients = ctx.transfer.collect(grads[0], grads[1], row_map, experts)
@@ -137,8 +156,9 @@ class _FromExperts(torch.autograd.Function):
         experts: Tensor,
         transfer: PeerTransfer,
         clones: CloneRound | None,
+        tokens: Tensor | None,
     ) -> Tensor:
-        _keep(ctx, experts, row_map, clones)
+        _keep(ctx, experts, row_map, clones, tokens)
         ctx.transfer = transfer
         transfer.begin()
         return transfer.collect(outputs, None, row_map, experts)[0]
@@ -146,23 +166,32 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        experts, row_map, owners = _kept(ctx)
+        experts, row_map, owners, tokens = _kept(ctx)
         ctx.transfer.begin()
+        if tokens is not None:
+            # Behind the first barrier, which every rank reaches after it has sorted the last ones.
+            ctx.transfer.spread_again(tokens, experts)
         if ctx.clones is not None:
             # Again, because another layer or microbatch has used the places since.
             ctx.clones.put_weights(owners)
         rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, row_map)
-        return rows, None, None, None, None
+        return rows, None, None, None, None, None
 
 
-def _keep(ctx: Any, experts: Tensor, row_map: RowMap, clones: CloneRound | None) -> None:
+def _keep(
+    ctx: Any,
+    experts: Tensor,
+    row_map: RowMap,
+    clones: CloneRound | None,
+    tokens: Tensor | None = None,
+) -> None:
     """Keep what the backward pass needs; a recomputation replaces all tensors."""
     ctx.clones = clones
     owners = () if clones is None else (clones.owners,)
-    ctx.save_for_backward(experts, *row_map.tensors, *owners)
+    ctx.save_for_backward(experts, tokens, *row_map.tensors, *owners)
 
 
-def _kept(ctx: Any) -> tuple[Tensor, RowMap, Any]:
-    """Return what :func:`_keep` has kept; None in place of owners if there are no clones."""
-    experts, pairs, rows, ends, needed, *owners = ctx.saved_tensors
-    return experts, RowMap(pairs, rows, ends, needed), owners[0] if owners else None
+def _kept(ctx: Any) -> tuple[Tensor, RowMap, Any, Tensor | None]:
+    """Return what :func:`_keep` has kept, tokens last; owners are None if there are no clones."""
+    experts, tokens, pairs, rows, ends, needed, *owners = ctx.saved_tensors
+    return experts, RowMap(pairs, rows, ends, needed), owners[0] if owners else None, tokens

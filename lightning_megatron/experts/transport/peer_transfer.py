@@ -20,7 +20,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.transport.permute import RowMap, read_selections, unpermute
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
-from lightning_megatron.groups.peer_memory import PeerRegion
+from lightning_megatron.groups.peer_memory import PeerRegion, PeerUse
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.plan.token_buffer import TokenBuffer
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -53,11 +53,12 @@ class TokenBufferViews:
         rows: Float[Tensor, "_ hidden"],
         scales: Shaped[Tensor, "..."] | None,
         experts: Int[Tensor, "tokens top_k"],
+        use: PeerUse = "tokens",
     ) -> TokenBufferViews:
         """Return the buffer of an axis for tensors of the given shapes and dtypes."""
         scale = 0 if scales is None else scales.element_size()
         layout = _lay_out(axis.size, *experts.shape, rows.shape[1], rows.element_size(), scale)
-        region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device)
+        region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device, use)
         features = region.view(0, (layout.count, layout.width), rows.dtype)
         if scales is None:
             return cls(region, layout, features, None, None)
@@ -106,6 +107,19 @@ class PeerTransfer(Protocol):
 
         The buffer is valid until the next transfer. Rows of tokens without an expert on this rank
         are undefined.
+        """
+
+    def buffer_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> TokenBufferViews:
+        """Return the buffer of :meth:`spread_again`, which exists from the first call on."""
+
+    def spread_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> None:
+        """Transfer tokens a second time, into a buffer of their own.
+
+        They have arrived when the next :meth:`spread` returns, and are valid until the next call.
         """
 
     def collect(
@@ -165,6 +179,22 @@ class Puts:
             buffer.region.wait()
         return buffer
 
+    def buffer_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> TokenBufferViews:
+        """Return the memory of tokens that are put a second time."""
+        return TokenBufferViews.over(self.axis, hidden, None, experts, "tokens again")
+
+    def spread_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> None:
+        """Put each token into a row of its experts' ranks, without a barrier."""
+        buffer = self.buffer_again(hidden, experts)
+        if buffer.layout.count:
+            self.axis.note("put_tokens_again")
+            where = buffer.region.pointers, self.axis.rank, self.experts_each, buffer.layout
+            self.kernels.put_tokens(hidden, None, experts, *where)
+
     def collect(
         self,
         values: Float[Tensor, "rows hidden"],
@@ -211,14 +241,31 @@ class Collectives:
     ) -> TokenBufferViews:
         """All-gather the tokens and their selected experts."""
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
-        selected = all_gather_sequence(experts, self.axis)
-        local = selected - self.axis.rank * self.experts_each
-        is_here = ((local >= 0) & (local < self.experts_each)).any(1, keepdim=True)
-        buffer.rows.copy_(torch.where(is_here, all_gather_sequence(hidden, self.axis), torch.nan))
+        selected = self._gather(hidden, experts, buffer)
         if probabilities is not None and buffer.scales is not None and buffer.experts is not None:
             buffer.scales.copy_(all_gather_sequence(probabilities, self.axis))
             buffer.experts.copy_(selected)
         return buffer
+
+    def buffer_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> TokenBufferViews:
+        """Return the buffer of tokens that are gathered a second time."""
+        return TokenBufferViews.over(self.axis, hidden, None, experts, "tokens again")
+
+    def spread_again(
+        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
+    ) -> None:
+        """All-gather the tokens a second time."""
+        self._gather(hidden, experts, self.buffer_again(hidden, experts))
+
+    def _gather(self, hidden: Tensor, experts: Tensor, buffer: TokenBufferViews) -> Tensor:
+        """Gather tokens into a buffer, and return the selected experts of all ranks' tokens."""
+        selected = all_gather_sequence(experts, self.axis)
+        local = selected - self.axis.rank * self.experts_each
+        is_here = ((local >= 0) & (local < self.experts_each)).any(1, keepdim=True)
+        buffer.rows.copy_(torch.where(is_here, all_gather_sequence(hidden, self.axis), torch.nan))
+        return selected
 
     def collect(
         self,

@@ -102,6 +102,8 @@ class Dispatched:
             tokens.
         clones: Clones of busy experts, whose rows follow those of the homes; None if there are no
             places for clones.
+        tokens: Tokens that the backward pass can send or sort again to get the rows, without
+            gradients; None if it keeps the rows.
     """
 
     rows: Float[Tensor, "rows hidden"]
@@ -110,6 +112,7 @@ class Dispatched:
     sizes: AllToAllSizes | None = None
     sent_experts: Int[Tensor, "tokens top_k"] | None = None
     clones: PlacedClones | None = None
+    tokens: Float[Tensor, "tokens hidden"] | None = None
 
     @property
     def ends(self) -> Int[Tensor, "experts"]:
@@ -129,9 +132,11 @@ class Returned:
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
             outputs.
         clones: Clones of busy experts, if one-sided puts move their weights.
+        tokens: This rank's own tokens, if the backward pass puts them again.
     """
 
     rows: Float[Tensor, "rows hidden"]
     row_map: RowMap
     sent_experts: Int[Tensor, "tokens top_k"] | None = None
     clones: PlacedClones | None = None
+    tokens: Float[Tensor, "tokens hidden"] | None = None

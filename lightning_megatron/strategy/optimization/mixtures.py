@@ -215,13 +215,14 @@ def check_experts(
 
     Raises:
         ParallelPlanError: If ep or etp is set.
-        UnsupportedError: If ``recompute`` names ``experts``.
+        UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs``.
     """
     if any(model.config.experts is not None for model in models):
         return
     check_expert_axes(layout, None)
-    if "experts" in Recomputation.of(recompute).parts:
+    named = {"experts", "expert_inputs"}.intersection(Recomputation.of(recompute).parts)
+    if named:
         raise UnsupportedError(
-            "recompute ('experts') needs a model with experts: this one has none. It recomputes "
-            "activations of experts only. Use 'selective', 'full' or 'none'."
+            f"recompute ({named.pop()!r}) needs a model with experts: this one has none. It "
+            "concerns activations of experts only. Use 'selective', 'full' or 'none'."
         )
