@@ -27,7 +27,9 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
     width = config.hidden_size
     head = config.head_size
     projections = 2 * width * head * (2 * config.num_heads + 2 * config.kv_heads)
-    attention = 2 * 2 * seq_length * config.num_heads * head / 2
+    if config.latent_attention is not None:
+        projections = 2 * config.latent_attention.num_weights(width, config.num_heads)
+    attention = 2 * seq_length * config.num_heads * (head + config.value_size) / 2
     products = 2 * width * (3 if config.is_gated else 2)
     mlp = products * config.ffn_size
     mixture = 0

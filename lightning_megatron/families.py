@@ -16,6 +16,7 @@ from lightning_megatron.swap.families.fields import one_from as one_from
 from lightning_megatron.swap.families.known import families as families
 from lightning_megatron.swap.families.known import family_of as family_of
 from lightning_megatron.swap.families.known import find_family as find_family
+from lightning_megatron.swap.families.latent_names import LatentNames as LatentNames
 from lightning_megatron.swap.families.rotary import rotary_fields as rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed as Packed
 
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertNames",
     "Family",
     "Field",
+    "LatentNames",
     "ModelConfig",
     "Names",
     "Packed",

@@ -14,6 +14,7 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``heads``: query heads of this rank (heads).
 - ``kv_heads``: key/value heads of this rank; ``heads`` is a multiple of it (heads).
 - ``head_dim``: size of a head (elements).
+- ``value_dim``: size of a value head, where it may differ from that of queries and keys (elements).
 - ``rotary_dim``: elements of a head that the rotary embedding rotates, at most ``head_dim``
   (elements).
 - ``documents``: lengths of the documents of a row, some of which may be 0 (documents).

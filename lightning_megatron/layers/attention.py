@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_core import attend, with_wide_values
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import attend_across
 from lightning_megatron.layers.dropout import tensor_region_stream
@@ -23,7 +23,94 @@ from lightning_megatron.plan.shards import ShardRange, attention_ranges, even_ra
 from lightning_megatron.shapes import Float
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Attention of this rank's heads; subclasses project to queries, keys and values.
+
+    Args:
+        mesh: Process groups of this rank.
+        heads: Query heads of this rank (heads).
+        kv_heads: Key/value heads of this rank (heads).
+        head_dim: Size of a query or key head (elements).
+        value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
+        kind: Attention of the layer over whole rows; None means causal attention.
+        dropout: Probability that an attention weight is dropped.
+        layer: Number of the layer in the random streams; 1 is the first block.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        kind: AttentionSpan | None = None,
+        dropout: float = 0.0,
+        layer: int = 1,
+    ) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.head_dim = head_dim
+        self.value_dim = value_dim or head_dim
+        self.dropout = dropout
+        #: Attention of the layer over whole rows.
+        self.kind = kind or AttentionSpan()
+        self.layer = layer
+        #: Transport of attention over cp; without context parallelism nothing is exchanged.
+        self.context = choose_context_transport(
+            mesh.context, mesh.cp.size, heads, kv_heads, dropout
+        )
+
+    def mixed(
+        self,
+        query: Float[Tensor, "seq_part batch heads head_dim"],
+        key: Float[Tensor, "seq_part batch kv_heads head_dim"],
+        value: Float[Tensor, "seq_part batch kv_heads value_dim"],
+        rows: AttentionSpan | None = None,
+        recompute: bool = False,
+        sinks: Float[Tensor, " heads"] | None = None,
+    ) -> Float[Tensor, "seq_part batch heads*value_dim"]:
+        """Return the values of every query, weighted by its attention.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
+            recompute: Whether the backward pass recomputes this instead of keeping activations.
+            sinks: Score of each head's sink; None means no sinks.
+        """
+        values = query, key, value, rows, sinks
+        if recompute:
+            found: Tensor = replayed(self._core, self.mesh.random, self.layer, *values)
+            return found
+        return self._core(*values)
+
+    def _core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: AttentionSpan | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        with tensor_region_stream(self.dropout, self.training, self.mesh):
+            span = self.kind.over(rows)
+            if sinks is not None:
+                span = replace(span, sinks=sinks)
+            if self.mesh.cp.size == 1:
+                return attend(query, key, value, span, dropout=dropout)
+
+            def across(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                own = self.mesh, self.context
+                return attend_across(query, key, value, span, *own, dropout=dropout)
+
+            return with_wide_values(across, query, key, value)
+
+
+class SelfAttention(Attention):
     """Self-attention over the sequence, with the heads sharded over tp.
 
     There may be fewer key/value heads than query heads (grouped-query attention). If tp exceeds
@@ -85,27 +172,20 @@ class SelfAttention(nn.Module):
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
     ) -> None:
-        super().__init__()
         num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
-        self.mesh = mesh
-        self.dropout = dropout
-        #: Attention of the layer over whole rows.
-        self.kind = kind or AttentionSpan(causal=causal)
-        self.layer = layer
-        ranges = attention_ranges(
-            num_heads,
-            num_kv_heads,
-            self.head_dim,
-            mesh.tp.size,
-            mesh.tp.rank,
+        head_dim = head_dim or hidden_size // num_heads
+        ranges = attention_ranges(num_heads, num_kv_heads, head_dim, mesh.tp.size, mesh.tp.rank)
+        widths = [piece.size for piece in ranges]
+        super().__init__(
+            mesh,
+            heads=widths[0] // head_dim,
+            kv_heads=widths[1] // head_dim,
+            head_dim=head_dim,
+            kind=kind or AttentionSpan(causal=causal),
+            dropout=dropout,
+            layer=layer,
         )
-        self.widths = [piece.size for piece in ranges]
-        #: Transport of attention over cp; without context parallelism nothing is exchanged.
-        heads, kv_heads = (width // self.head_dim for width in self.widths[:2])
-        self.context = choose_context_transport(
-            mesh.context, mesh.cp.size, heads, kv_heads, dropout
-        )
+        self.widths = widths
         self.qkv = ColumnParallelLinear(
             hidden_size,
             (num_heads + 2 * num_kv_heads) * self.head_dim,
@@ -169,12 +249,7 @@ class SelfAttention(nn.Module):
             norms_layer=self.norm_over_layer,
             interleaved=self.interleaved,
         )
-        values = query, key, value, rows, self.sinks
-        if recompute_core:
-            mixed = replayed(self._core, self.mesh.random, self.layer, *values)
-        else:
-            mixed = self._core(*values)
-        return self.output(mixed)
+        return self.output(self.mixed(query, key, value, rows, recompute_core, sinks=self.sinks))
 
     def _norms(
         self, numbers: tuple[int, int], ranges: Sequence[ShardRange], settings: Mapping[str, float]
@@ -201,21 +276,3 @@ class SelfAttention(nn.Module):
                 found.append(RMSNorm(self.head_dim, self.mesh, **settings, partial=partial))
             first += size
         return found
-
-    def _core(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: AttentionSpan | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        with tensor_region_stream(self.dropout, self.training, self.mesh):
-            span = self.kind.over(rows)
-            if sinks is not None:
-                span = replace(span, sinks=sinks)
-            if self.mesh.cp.size > 1:
-                own = self.mesh, self.context
-                return attend_across(query, key, value, span, *own, dropout=dropout)
-            return attend(query, key, value, span, dropout=dropout)

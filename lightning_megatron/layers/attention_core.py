@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -25,11 +26,11 @@ from lightning_megatron.shapes import Float
 def attend(
     query: Float[Tensor, "seq batch heads head_dim"],
     key: Float[Tensor, "seq batch kv_heads head_dim"],
-    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
     span: AttentionSpan,
     *,
     dropout: float = 0.0,
-) -> Float[Tensor, "seq batch heads*head_dim"]:
+) -> Float[Tensor, "seq batch heads*value_dim"]:
     """Compute scaled dot-product attention over a span.
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated for
@@ -38,24 +39,62 @@ def attend(
     Args:
         query: Queries.
         key: Keys.
-        value: Values.
+        value: Values, whose heads may be smaller than those of queries and keys.
         span: Description of who attends to whom.
         dropout: Probability that an attention weight is dropped; 0 outside training.
     """
     length, num_sequences, _, head_dim = query.shape
     span = span.laid_out(num_sequences, length, query.device)
     choice = choose_core(
-        query.device, query.dtype, span, length, dropout=dropout, head_dim=head_dim
+        query.device,
+        query.dtype,
+        span,
+        length,
+        dropout=dropout,
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
     )
-    if choice.core == "flash":
-        mixed = attend_by_parts(query, key, value, span)
-    elif choice.core == "flex":
-        mixed = attend_by_flex(query, key, value, span)
-    elif choice.core == "operators":
-        mixed = attend_by_operators(query, key, value, span, dropout)
-    else:
-        mixed = _attend_by_torch(query, key, value, span, dropout, choice)
-    return mixed.flatten(2)
+
+    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if choice.core == "flash":
+            mixed = attend_by_parts(query, key, value, span)
+        elif choice.core == "flex":
+            mixed = attend_by_flex(query, key, value, span)
+        elif choice.core == "operators":
+            mixed = attend_by_operators(query, key, value, span, dropout)
+        else:
+            mixed = _attend_by_torch(query, key, value, span, dropout, choice)
+        return mixed.flatten(2)
+
+    if choice.pads_values:
+        return with_wide_values(core, query, key, value)
+    return core(query, key, value)
+
+
+def with_wide_values(
+    core: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
+) -> Float[Tensor, "seq batch heads*value_dim"]:
+    """Compute attention by a core with one size for all heads.
+
+    Equal to ``core(query, key, value)`` of one that takes smaller values: they are padded with
+    zeros, whose weighted sums are cut off.
+
+    Args:
+        core: Attention of queries, keys and values with ``head_dim`` elements; its result has the
+            heads flattened.
+        query: Queries.
+        key: Keys.
+        value: Values, of at most ``head_dim`` elements.
+    """
+    head_dim = query.shape[-1]
+    value_dim = value.shape[-1]
+    if value_dim == head_dim:
+        return core(query, key, value)
+    wide = core(query, key, F.pad(value, (0, head_dim - value_dim)))
+    return wide.unflatten(-1, (-1, head_dim))[..., :value_dim].flatten(2)
 
 
 def prepared(

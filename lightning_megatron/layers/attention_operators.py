@@ -14,10 +14,10 @@ from lightning_megatron.shapes import Float
 def attend_by_operators(
     query: Float[Tensor, "seq batch heads head_dim"],
     key: Float[Tensor, "seq batch kv_heads head_dim"],
-    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
     span: AttentionSpan,
     dropout: float = 0.0,
-) -> Float[Tensor, "seq batch heads head_dim"]:
+) -> Float[Tensor, "seq batch heads value_dim"]:
     """Compute attention, with the scores of all pairs of tokens in memory.
 
     Args:
@@ -79,9 +79,9 @@ def raw_scores(
 
 
 def repeated(
-    shared: Float[Tensor, "_ batch kv_heads head_dim"],
+    shared: Float[Tensor, "_ batch kv_heads value_dim"],
     query: Float[Tensor, "seq batch heads head_dim"],
-) -> Float[Tensor, "_ batch heads head_dim"]:
+) -> Float[Tensor, "_ batch heads value_dim"]:
     """Return key or value heads, repeated for every query head.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,6 +22,8 @@ _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend
 _FLASH_HEAD_DIM = 256
 #: Smallest size of a head for FlexAttention (elements).
 _FLEX_HEAD_DIM = 16
+#: Sizes of query and value heads that cuDNN takes although they differ (elements).
+_CUDNN_DIMS = (192, 128)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class CoreChoice:
             kernels do not support grouped-query attention.
         reason: Reason for the choice, for the log.
         remedy: Way to a faster kernel, as whole sentences; None if this one costs no speed.
+        pads_values: Whether smaller values must be padded to the size of keys.
     """
 
     core: Core
@@ -45,6 +48,7 @@ class CoreChoice:
     expand_kv: bool
     reason: str
     remedy: str | None = None
+    pads_values: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +71,7 @@ def choose_core(
     *,
     dropout: float = 0.0,
     head_dim: int = 128,
+    value_dim: int | None = None,
 ) -> CoreChoice:
     """Choose the attention kernel for a device, a dtype and a span.
 
@@ -76,9 +81,34 @@ def choose_core(
         span: Description of the attention; None means causal attention over whole rows.
         seq_length: Length of the rows; None means longer than every window (tokens).
         dropout: Probability that an attention weight is dropped.
-        head_dim: Size of a head (elements).
+        head_dim: Size of a query or key head (elements).
+        value_dim: Size of a value head; None means ``head_dim`` (elements).
     """
-    span = span or AttentionSpan()
+    choice = _choose_kernel(device, dtype, span or AttentionSpan(), seq_length, dropout, head_dim)
+    if value_dim is None or _takes_values(choice, head_dim, value_dim):
+        return choice
+    why = f"{choice.reason}; values of {value_dim} elements are padded to {head_dim}"
+    return replace(choice, pads_values=True, reason=why)
+
+
+def _takes_values(choice: CoreChoice, head_dim: int, value_dim: int) -> bool:
+    """Return whether the chosen kernel takes values of another size than keys."""
+    if head_dim == value_dim or choice.core == "operators":
+        return True
+    first = choice.backends[0] if choice.backends else None
+    if first == SDPBackend.CUDNN_ATTENTION:
+        return (head_dim, value_dim) == _CUDNN_DIMS
+    return choice.core == "sdpa" and first == SDPBackend.EFFICIENT_ATTENTION
+
+
+def _choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan,
+    seq_length: int | None,
+    dropout: float,
+    head_dim: int,
+) -> CoreChoice:
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
     if plain and span.soft_cap is None and span.sinks is None:
         return _plain(device, dtype, dropout)

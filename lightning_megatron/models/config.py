@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_megatron.models.config_checks import (
     check_expert_axes,
     check_heads,
+    check_latent_attention,
     check_length,
     check_padding,
     check_rotary,
@@ -17,6 +18,7 @@ from lightning_megatron.models.config_checks import (
     require,
 )
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.partition import LayerPartition, partition_of
@@ -100,6 +102,9 @@ class GPTConfig:
             without ``causal`` as many later ones; None means no limit (tokens).
         window_layers: Flag for each layer that is true if it has the window; None means all have
             it.
+        latent_attention: Latent vectors of which queries, keys and values are computed; None means
+            that they are projected from the residual stream directly. The biases of ``qkv_bias``
+            are then those of the projections to latent vectors.
         experts: Mixture of experts that replaces the MLP of all or some layers; None means none.
         parallel_residual: Whether attention and MLP of a block read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
@@ -151,6 +156,7 @@ class GPTConfig:
     logit_soft_cap: Positive | None = None
     sliding_window: Count | None = None
     window_layers: tuple[bool, ...] | None = None
+    latent_attention: LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
     parallel_residual: bool = False
     tie_embeddings: bool = True
@@ -162,7 +168,10 @@ class GPTConfig:
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_padding(self.padding_id, self.vocab_size)
-        check_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_dim)
+        if self.latent_attention is None:
+            check_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_dim)
+        else:
+            check_latent_attention(self.latent_attention, vars(self))
         self._check_positions()
         check_windows(self.window_layers, self.sliding_window, self.num_layers)
         self._check_experts()
@@ -209,8 +218,15 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Return the size of a head (elements)."""
+        """Return the size of a query or key head (elements)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.head_dim
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def value_size(self) -> int:
+        """Return the size of a value head (elements)."""
+        return self.latent_attention.value_dim if self.latent_attention else self.head_size
 
     @property
     def ffn_size(self) -> int:
@@ -220,6 +236,8 @@ class GPTConfig:
     @property
     def rotary_size(self) -> int:
         """Return the number of rotated elements of a head, 0 for learned positions (elements)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rotary_dim
         return (self.rotary_dim or self.head_size) if self.position == "rotary" else 0
 
     @property
@@ -308,6 +326,7 @@ class GPTConfig:
             norms_per_layer=self.norms_per_layer,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
+            latent=self.latent_attention,
             experts=self.experts,
         )
 
@@ -351,7 +370,8 @@ class GPTConfig:
 
     def _check_positions(self) -> None:
         if self.position == "rotary":
-            check_rotary(self.head_size, self.rotary_dim, self.rotary_scaling)
+            size = self.rotary_size if self.latent_attention else self.head_size
+            check_rotary(size, self.rotary_dim, self.rotary_scaling)
             check_rotary_layers(
                 self.rotary_layers, self.window_rotary_base, self.sliding_window, self.num_layers
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context import check_context_length
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
@@ -124,6 +125,33 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
             f"{-(-hidden_size // num_heads) * num_heads}, or give head_dim."
         )
     attention_ranges(num_heads, kv_heads, head_dim or hidden_size // num_heads, 1, 0)
+
+
+def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, object]) -> None:
+    """Raise if other fields contradict latent attention, which has sizes of its own.
+
+    Args:
+        latent: Sizes of latent vectors and heads.
+        fields: Fields of the model's configuration by name.
+
+    Raises:
+        ParallelPlanError: Naming the field.
+    """
+    heads = fields["num_heads"]
+    rules: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+        ("position", ("rotary",), "be rotary", "a part of each head has rotary positions"),
+        ("head_dim", (None, latent.head_dim), "be None", "latent_attention has the sizes of heads"),
+        ("rotary_dim", (None, latent.rotary_dim), "be None", "latent_attention has its own"),
+        (
+            "num_kv_heads",
+            (None, heads),
+            f"be None or num_heads ({heads})",
+            "each head has keys and values of its own",
+        ),
+        ("qk_norm", (False,), "be False", "latent vectors are normed instead of heads"),
+    )
+    for name, legal, rule, why in rules:
+        require(fields[name] in legal, name, fields[name], f"{rule} with latent_attention", why)
 
 
 def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:

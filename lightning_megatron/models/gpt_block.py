@@ -9,10 +9,11 @@ from torch import nn
 
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention import Attention, SelfAttention
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.block import NormPosition, TransformerBlock
 from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RotaryTables
@@ -70,9 +71,6 @@ def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTable
 
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
     """Build this rank's part of the block with index ``index`` in the whole model."""
-    drawn = Initializer.normal(config.init_std)
-    residual = Initializer.residual(config.init_std, config.num_layers)
-    kind = attention_kind(config, index)
     norms: Sequence[nn.Module | None] = (None, None)
     if config.norm_position != "output":
         norms = [build_norm(config, mesh) for _ in range(2)]
@@ -80,27 +78,8 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     if config.norm_position in ("sandwich", "output"):
         output_norms = build_norm(config, mesh), build_norm(config, mesh)
     position: NormPosition = "post" if config.norm_position == "post" else "pre"
-    attention = SelfAttention(
-        config.hidden_size,
-        config.num_heads,
-        mesh,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_size,
-        bias=config.has_qkv_bias,
-        output_bias=config.has_output_bias,
-        kind=kind,
-        dropout=config.attention_dropout,
-        norm_eps=config.norm_eps if config.qk_norm else None,
-        norm_offset=config.norm_offset,
-        norm_over_layer=config.qk_norm_over == "layer",
-        interleaved=config.rotary_interleaved,
-        sinks=config.attention_sinks,
-        layer=index + 1,
-        initializer=drawn,
-        output_initializer=residual,
-    )
     return TransformerBlock(
-        attention,
+        _build_attention(config, mesh, index),
         _build_network(config, mesh, index),
         *norms,
         output_norms=output_norms,
@@ -110,6 +89,34 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
         scale=config.residual_scale,
         dropout=config.hidden_dropout,
         is_parallel=config.parallel_residual,
+    )
+
+
+def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Attention:
+    shared: dict[str, Any] = {
+        "bias": config.has_qkv_bias,
+        "output_bias": config.has_output_bias,
+        "kind": attention_kind(config, index),
+        "dropout": config.attention_dropout,
+        "layer": index + 1,
+        "initializer": Initializer.normal(config.init_std),
+        "output_initializer": Initializer.residual(config.init_std, config.num_layers),
+    }
+    if config.latent_attention is not None:
+        sizes = config.latent_attention
+        return LatentAttention(config.hidden_size, config.num_heads, sizes, mesh, **shared)
+    return SelfAttention(
+        config.hidden_size,
+        config.num_heads,
+        mesh,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        norm_eps=config.norm_eps if config.qk_norm else None,
+        norm_offset=config.norm_offset,
+        norm_over_layer=config.qk_norm_over == "layer",
+        interleaved=config.rotary_interleaved,
+        sinks=config.attention_sinks,
+        **shared,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_megatron.plan.attention_activations import attention_costs
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.model_shape import ModelShape
@@ -104,25 +105,23 @@ def activation_costs(
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
     """
     network = _network_costs(model, table, batch, recompute, has_experts)
-    query, key = model.widths(batch.tp)
+    heads = attention_costs(model, table, batch)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
     shards = batch.tp if batch.sequence_parallel else 1
     boundary = whole // shards
     statistics = num_tokens * table.norm_bytes // shards
-    features = _attention_features(table, query, key)
-    row_sums = num_tokens * 4 * (query // model.head_dim)
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
     norms = table.hidden_copies * boundary + 2 * statistics
-    layer = norms + element * features + row_sums + network.kept + masks
+    layer = norms + heads.kept + heads.row_sums + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
     is_full = "full" in recompute
     inside = _recomputed_inside(model, table, batch, network, recompute)
     # A mixture keeps the output of the norm before it, which its router reads, too.
     num_norms = ("norms" in recompute) * (1 if has_experts else 2)
     again = layer - boundary if is_full else inside + num_norms * boundary
-    alone = _attention_gradients(query, key, num_tokens, element)
+    alone = heads.backward
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
     attention = alone - network.kept - norms // 2
     # Recomputed activations are not kept, but they exist while the block runs.
@@ -137,7 +136,7 @@ def activation_costs(
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - again - ("selective" in recompute) * row_sums,
+        kept=layer - again - ("selective" in recompute) * heads.row_sums,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
@@ -147,7 +146,7 @@ def activation_costs(
         loss_forward=loss.forward,
         loss_backward=loss.backward,
         slots=network.slots,
-        waiting=boundary + element * 2 * (query + key) + whole + network.waiting,
+        waiting=heads.waiting + network.waiting,
         head_waiting=loss.waiting and boundary + loss.waiting,
         weight_half=2 * gathered,
         returned=network.returned,
@@ -162,12 +161,6 @@ def activation_costs(
     outside = max(0, network.inside - inside)
     network = replace(network, kept=network.kept - inside, inside=outside)
     return _with_parts(costs, network, norm, alone, captured)
-
-
-def _attention_gradients(query: int, key: int, num_tokens: int, element: int) -> int:
-    """Return the bytes of the gradients of Q, K and V in attention's backward pass."""
-    # In half precision, fused, and as float32 sums for Q.
-    return element * (3 * query + 4 * key) + 4 * num_tokens * query
 
 
 def _network_costs(
@@ -266,14 +259,6 @@ def _with_parts(
         network=network.kept + norm,
         experts=network.inside,
     )
-
-
-def _attention_features(table: KeptActivations, query: int, key: int) -> int:
-    """Count the features that attention keeps for a token."""
-    # The output of the QKV projection (values are a view of it), rotated or repeated copies of
-    # queries and keys, and the output of the attention core.
-    rotated = table.rotated_copies * (query + key)
-    return 2 * query + 2 * key + rotated + table.expanded_copies * 2 * query
 
 
 def _mask_bytes(model: ModelShape, batch: MicrobatchShape, seq_length: int) -> int:

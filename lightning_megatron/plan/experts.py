@@ -21,9 +21,6 @@ BalanceScope = Literal["microbatch", "sequence", "global"]
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
 
-#: The score of a group of experts is the sum of this many of its best scores.
-BEST_OF_GROUP = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -47,8 +44,9 @@ class ExpertsConfig:
             normalization.
         num_groups: Number of equal groups of neighbouring experts; a token is sent only to experts
             of its best groups (groups).
-        top_k_groups: Number of groups that are selected for a token. The score of a group is the
-            sum of its two best experts (groups).
+        top_k_groups: Number of groups that are selected for a token (groups).
+        best_of_group: Number of its best experts whose scores are summed as the score of a group
+            (experts).
         expert_bias: Whether every expert has a bias that is added to its score only for the
             selection of experts.
         expert_bias_rate: Step by which biases change after every optimizer step: up for experts
@@ -85,6 +83,7 @@ class ExpertsConfig:
     score_scale: Positive = 1.0
     num_groups: Count = 1
     top_k_groups: Count = 1
+    best_of_group: Count = 2
     expert_bias: bool = False
     expert_bias_rate: NotNegative = 0.0
     aux_loss: NotNegative = 0.0
@@ -147,7 +146,7 @@ class ExpertsConfig:
         legal = [
             n
             for n in divisors(self.num_experts)
-            if n == 1 or self.num_experts // n >= BEST_OF_GROUP
+            if n == 1 or self.num_experts // n >= self.best_of_group
         ]
         holds = self.num_groups in legal
         self._require(

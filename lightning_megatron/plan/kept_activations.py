@@ -23,6 +23,7 @@ class KeptActivations:
             projection's output: rotated ones, unless the rotation is in place.
         expanded_copies: 1 if the attention kernel needs keys and values repeated for every query
             head.
+        padded_values: Whether the attention kernel needs values padded to the size of keys.
         ffn_copies: Number of tensors of F features that the MLP keeps: those for the activation's
             backward pass, and the input of the second projection.
         expert_copies: Number of tensors of inner features that experts keep in addition: the
@@ -44,6 +45,7 @@ class KeptActivations:
     norm_bytes: int = 8
     rotated_copies: int = 0
     expanded_copies: int = 0
+    padded_values: bool = False
     ffn_copies: int = 2
     expert_copies: int = 1
     expert_gradients: int = 0
@@ -80,6 +82,7 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         hidden_copies=_hidden_copies(model),
         norm_bytes=8 if model.norm == "layernorm" else 4,
         rotated_copies=int(model.qk_norm or not model.num_positions),
+        padded_values=_pads_values(model),
         ffn_copies=ffn_copies,
         ffn_backward=ffn_backward,
         loss_kept=wide,
@@ -109,6 +112,7 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     return KeptActivations(
         hidden_copies=eager.hidden_copies,
         rotated_copies=int(model.qk_norm or model.partly_rotated),
+        padded_values=_pads_values(model),
         ffn_copies=ffn_copies,
         expert_copies=expert_copies,
         router_keeps_logits=True,
@@ -124,3 +128,8 @@ def _hidden_copies(model: ModelShape) -> int:
     # If attention and MLP run in parallel, both norms read the same tensor. Norms of the sublayers'
     # outputs keep their inputs.
     return 3 if model.parallel else model.norms_per_layer + 2
+
+
+def _pads_values(model: ModelShape) -> bool:
+    # Most kernels have one size for all heads.
+    return model.latent is not None and model.latent.value_dim < model.latent.head_dim

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
@@ -27,7 +28,7 @@ class ModelShape:
         ffn_hidden_size: Inner features F of the MLP in a block.
         num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads.
-        head_dim: Size of a head.
+        head_dim: Size of a query or key head.
         vocab_size: Size of the vocabulary, without padding.
         vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
         num_positions: Rows of a learned position table; 0 for rotary positions.
@@ -53,6 +54,7 @@ class ModelShape:
         dropout: Whether dropout is applied to the residual stream.
         window: Attention window of the layers that have one; they share a mask. None if no layer
             has one (tokens).
+        latent: Latent vectors of which queries, keys and values are computed; None means none.
         experts: Mixture of experts that replaces the MLP of all or some blocks; None means no
             experts.
     """
@@ -84,12 +86,13 @@ class ModelShape:
     final_norm: bool = True
     dropout: bool = False
     window: int | None = None
+    latent: LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
 
     def widths(self, tp: int) -> tuple[int, int]:
         """Return the number of query features and of key features on one tensor-parallel rank.
 
-        There are as many value features as key features.
+        There are as many value features as key features, without latent attention.
         """
         query, key, _ = attention_ranges(self.num_heads, self.num_kv_heads, self.head_dim, tp, 0)
         return query.size, key.size
@@ -114,6 +117,10 @@ class ModelShape:
         # Scores and weighted values have this many keys in the mean, because attention is causal.
         keys = min(self.max_seq_length, COUNTED_LENGTH) / 2
         attention = 2 * self.hidden_size * (query + key) + 2 * keys * query
+        if self.latent is not None:
+            both = self.latent.head_dim + self.latent.value_dim
+            attention = keys * self.num_heads * both
+            attention += self.latent.num_weights(self.hidden_size, self.num_heads)
         dense = self._num_matrices * self.hidden_size * self.ffn_hidden_size
         layers = tuple(
             attention + (self._mixture_cost() if self.has_experts_in(layer) else dense)
@@ -134,6 +141,10 @@ class ModelShape:
         hidden = self.hidden_size
         heads = query + 2 * key
         weights = hidden * (heads + query)
+        if self.latent is not None:
+            heads = self.latent.down_features
+            weights = self.latent.num_weights(hidden, self.num_heads // tp)
+            weights += self.latent.norm_features
         biases = [(self.qkv_bias, heads), (self.output_bias, hidden)]
         weights += sum(
             size for has_bias, size in biases if (self.bias if has_bias is None else has_bias)

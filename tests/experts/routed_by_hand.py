@@ -28,6 +28,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "groups": {"num_groups": 4, "top_k_groups": 2, "aux_loss_scope": "sequence"},
     "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True},
+    "DeepSeek-V2": {
+        "normalize_top_k": False,
+        "num_groups": 4,
+        "top_k_groups": 2,
+        "best_of_group": 1,
+        "score_scale": 16.0,
+    },
     "biases": {"expert_bias": True, "normalize_top_k": False},
     "one choice": {"top_k": 1},
     "all experts": {"top_k": E},
@@ -76,8 +83,9 @@ class ByHand:
 def choose_by_hand(scores: list[float], config: ExpertsConfig) -> list[int]:
     size = config.num_experts // config.num_groups
     groups = [range(first, first + size) for first in range(0, config.num_experts, size)]
+    best = config.best_of_group
     if config.num_groups > 1:
-        groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-2:]))
+        groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-best:]))
     eligible = [e for group in groups[: config.top_k_groups] for e in group]
     return sorted(eligible, key=lambda e: -scores[e])[: config.top_k]
 

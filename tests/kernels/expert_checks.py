@@ -18,7 +18,7 @@ from lightning_megatron.experts.routing.scores import Scored, score_tokens, weig
 from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.transport.permute import RowMap, sort_by_expert
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
 from tests.kernels.clone_checks import CloneSizes, check_clones
@@ -67,6 +67,7 @@ ROUTERS: tuple[dict[str, object], ...] = (
         "num_experts": 32, "top_k": 4, "num_groups": 8, "top_k_groups": 3, "scoring": "sigmoid", "expert_bias": True,
         "score_scale": 2.5,
     },
+    {"num_experts": 16, "top_k": 3, "num_groups": 8, "top_k_groups": 3, "best_of_group": 1, "normalize_top_k": False},
     {"num_experts": 11, "top_k": 1, "expert_bias": True},
     {"num_experts": 4, "top_k": 4},
     {"num_experts": 1, "top_k": 1},
@@ -377,7 +378,7 @@ def check_choices(
     size, eligible = by_group.shape[-1], config.top_k_groups
     is_left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, found.experts, False)
     if eligible < config.num_groups:
-        worth = by_group.topk(BEST_OF_GROUP, -1).values.sum(-1)
+        worth = by_group.topk(config.best_of_group, -1).values.sum(-1)
         best = worth.topk(eligible + 1).values
         chosen = worth.gather(-1, found.experts // size)
         assert (chosen >= best[:, -2:-1] - slack).all(), f"{what}: choices in other groups"

@@ -44,10 +44,24 @@ CONFIGS = {
         output_bias=False,
     ),
     "window": GPTConfig.gpt2(**SIZES, sliding_window=9, window_layers=(True, False, True)),
+    # Small latent vectors: their RMSNorms keep more, as above.
+    "latent": GPTConfig.llama(
+        **SIZES,
+        ffn_hidden_size=96,
+        norm="layernorm",
+        latent_attention={
+            "key_value_rank": 4,
+            "query_rank": 4,
+            "plain_dim": 24,
+            "rotary_dim": 8,
+            "value_dim": 16,
+        },
+    ),
     "geglu": GPTConfig.gpt2(
         **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False
     ),
 }
+_LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}
 BATCH = 2
 
 
@@ -99,15 +113,18 @@ def test_the_parameters_of_every_setting_are_counted():
         {"output_bias": True},
         {"mlp_bias": True},
         {"qk_norm": True},
+        {"latent_attention": _LATENT, "num_kv_heads": 4, "qkv_bias": True, "output_bias": True},
+        {"latent_attention": {**_LATENT, "query_rank": 20}, "num_kv_heads": 4},
     ):
-        config = GPTConfig.llama(**SIZES, num_kv_heads=1, activation="geglu_tanh", **settings)
+        sizes = {**SIZES, "num_kv_heads": 1, "activation": "geglu_tanh"}
+        config = GPTConfig.llama(**{**sizes, **settings})
         count = sum(parameter.numel() for parameter in GPT(config, seed=1).parameters())
         assert config.memory_shape().stage_parameters(ParallelLayout(1), 0, 3) == count, settings
 
 
 PEAKS = [
     (kind, vocab_size, recompute, None)
-    for kind in ("gpt2", "llama", "window")
+    for kind in ("gpt2", "llama", "window", "latent")
     for vocab_size in (256, 8192)
     for recompute in ("none", "selective", "full")
 ] + [(kind, 8192, recompute, 96) for kind in ("gpt2", "llama") for recompute in ("none", "full")]
@@ -138,7 +155,7 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(
 
 @pytest.mark.parametrize("loss_chunk", [None, 50])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "post"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "post", "latent"])
 def test_an_input_half_leaves_what_the_estimate_says(
     kind: str, recompute: Any, loss_chunk: int | None
 ):
@@ -171,7 +188,7 @@ def test_an_input_half_leaves_what_the_estimate_says(
 
 def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:
     found = []
-    for config in (CONFIGS["gpt2"], CONFIGS["llama"]):
+    for config in (CONFIGS["gpt2"], CONFIGS["llama"], CONFIGS["latent"]):
         for sequence_parallel in (False, True):
             layout = ParallelLayout(2, tp=2)
             mesh = ParallelMesh.create(

@@ -52,6 +52,16 @@ KINDS = {
         **_LLAMA, tie_embeddings=True, experts={**_EXPERTS, "aux_loss_scope": "global", "scoring": "sigmoid",
         "num_groups": 2, "top_k_groups": 1, "expert_bias": True, "expert_bias_rate": 0.01},
     ),
+    "latent attention": GPTConfig.llama(
+        **_SIZES, ffn_hidden_size=48, latent_attention={
+            "key_value_rank": 12, "query_rank": 20, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8,
+        },
+        experts={
+            **_EXPERTS, "aux_loss_scope": "sequence", "layers": [False, True, True, True], "scoring": "sigmoid",
+            "num_groups": 4, "top_k_groups": 2, "score_scale": 2.5, "expert_bias": True, "expert_bias_rate": 0.01,
+            "shared_ffn_hidden_size": 16,
+        },
+    ),
     "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
 }  # fmt: skip
 

@@ -71,7 +71,11 @@ class Predict(Regress):
 
 
 def run(
-    module: Regress, devices: int = 1, layout: dict[str, Any] | None = None, **options: Any
+    module: Regress,
+    devices: int = 1,
+    layout: dict[str, Any] | None = None,
+    steps: int = STEPS,
+    **options: Any,
 ) -> Outcome:
     """Train a few steps; without a layout as ordinary Lightning does on one device."""
     seed_everything(1, verbose=False)
@@ -88,11 +92,11 @@ def run(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        max_steps=STEPS,
+        max_steps=steps,
         **options,
     )
     try:
-        trainer.fit(module, Batches(module, share))
+        trainer.fit(module, Batches(module, share, steps))
     except (ValueError, RuntimeError, AssertionError) as error:
         notes = getattr(error, "__notes__", [])
         return Outcome(error=" ".join([f"{type(error).__name__}: {error}", *notes]))
@@ -102,19 +106,19 @@ def run(
 class Batches(DataLoader):
     """Give every data-parallel rank its part of the same batches."""
 
-    def __init__(self, module: Regress, share: int) -> None:
+    def __init__(self, module: Regress, share: int, steps: int = STEPS) -> None:
         generator = torch.Generator().manual_seed(3)
         if isinstance(module, Predict):
             data: Any = TensorDataset(
-                torch.randint(2, V, (STEPS * BATCH, LENGTH), generator=generator)
+                torch.randint(2, V, (steps * BATCH, LENGTH), generator=generator)
             )
         else:
-            inputs = torch.randn(STEPS * BATCH, 6, 8, generator=generator, dtype=torch.float64)
+            inputs = torch.randn(steps * BATCH, 6, 8, generator=generator, dtype=torch.float64)
             data = TensorDataset(inputs, inputs.flip(-1).tanh())
         rank = torch.distributed.get_rank() if share > 1 else 0
         size = BATCH // share
         parts: Iterable[list[int]] = [
             list(range(step * BATCH + rank * size, step * BATCH + (rank + 1) * size))
-            for step in range(STEPS)
+            for step in range(steps)
         ]
         super().__init__(data, batch_sampler=parts)

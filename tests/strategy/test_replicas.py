@@ -117,6 +117,8 @@ _LATENT |= {
     "moe_intermediate_size": 24,
 }
 _LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+# Tables of families do not have these positions, so that the models stay Hugging Face's own.
+_LATENT |= {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 # Other kernels of experts do not take float64.
 _LATENT |= {"experts_implementation": "eager"}
 

@@ -13,8 +13,32 @@ from tests.swap.test_language_models import normalise_exactly
 _SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6}
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 
-#: The cases that are computed as a whole.
-WHOLE = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
+_DEEPSEEK = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 14,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    # Scores grow with the factor, and so do cosines and sines.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.9,
+        "mscale_all_dim": 0.7,
+    },
+}
 
 #: Name of a case: class of the model, and the settings in which it differs from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,30 +64,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "OlmoeForCausalLM",
         {**_SIZES, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
         {
-            **_SIZES,
-            "num_hidden_layers": 3,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 14,
-        }
-        | {
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 2,
-            "n_group": 3,
-            "topk_group": 2,
-            "num_key_value_heads": 6,
-        }
-        | {
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.5,
+            "topk_method": "group_limited_greedy",
         },
     ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "attention_bias": True}),
 }
 
 
@@ -87,12 +97,11 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
     """Return a float64 model whose experts can be shared out among four ranks, and their features
     between two.
     """
-    sizes = {
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-        "attn_implementation": "sdpa",
-    }
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "attn_implementation": "sdpa"}
+    if case.startswith("deepseek"):
+        sizes |= {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4}
+    else:
+        sizes |= {"head_dim": 8}
     sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
     if case == "olmoe":
         # The norms of its queries have as many features as the residual stream.
@@ -105,6 +114,10 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
     ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+        for tensor in (*twin.parameters(), *_biases(twin)):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator).mul_(0.1))
     return normalise_exactly(twin)
+
+
+def _biases(twin: nn.Module) -> list[torch.Tensor]:
+    return [one for name, one in twin.named_buffers() if name.endswith("e_score_correction_bias")]

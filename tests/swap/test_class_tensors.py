@@ -25,7 +25,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 from tests.swap import encoders, expert_models, families
 
 TWINS: dict[str, Any] = dict.fromkeys(families.CASES, families.twin_of)
-TWINS |= dict.fromkeys(expert_models.WHOLE, expert_models.twin_of) | dict.fromkeys(
+TWINS |= dict.fromkeys(expert_models.CASES, expert_models.twin_of) | dict.fromkeys(
     encoders.CASES, encoders.encoder_of
 )
 

@@ -351,7 +351,9 @@ def test_a_loaded_model_that_keeps_its_own_code_has_all_its_buffers(tmp_path: Pa
 def test_a_model_that_its_table_refuses_can_be_changed_as_always(tmp_path: Path) -> None:
     from tests.swap import expert_models
 
-    expert_models.exact_twin_of("deepseek_v3").float().save_pretrained(tmp_path)
+    positions = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    twin = expert_models.exact_twin_of("deepseek_v3", rope_parameters=positions)
+    twin.float().save_pretrained(tmp_path)
 
     def load_all(model: Any) -> None:
         torch.manual_seed(8)

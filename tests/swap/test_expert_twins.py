@@ -28,7 +28,7 @@ from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.weights.load import full_tensors, load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.oracles import assert_equal, float32_as_float64
-from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
+from tests.swap.expert_models import CASES, config_of, exact_twin_of
 from tests.swap.families import V
 from tests.swap.parts import check_call, expected_gradients, expert_mesh_of, name_of_values
 from tests.swap.test_language_models import Truth, expected_of, inputs
@@ -59,7 +59,7 @@ def inputs_of(rank: int) -> dict[str, dict[str, Tensor]]:
 def truths() -> dict[str, dict[str, Truth]]:
     """Return what Hugging Face's models compute."""
     with float32_as_float64():
-        twins = {case: exact_twin_of(case) for case in WHOLE}
+        twins = {case: exact_twin_of(case) for case in CASES}
         return {
             case: {kind: expected_of(twin, call) for kind, call in inputs().items()}
             for case, twin in twins.items()

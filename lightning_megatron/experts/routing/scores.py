@@ -70,6 +70,7 @@ def score_tokens(
             top_k=config.top_k,
             num_groups=config.num_groups,
             top_k_groups=config.top_k_groups,
+            best_of_group=config.best_of_group,
             is_softmax=config.scoring == "softmax",
             is_normalized=config.normalize_top_k,
             scale=config.score_scale,

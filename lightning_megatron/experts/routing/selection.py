@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -40,7 +40,7 @@ def select_experts(
         scores = scores + bias
     if config.top_k_groups < config.num_groups:
         by_group = scores.unflatten(-1, (config.num_groups, -1))
-        worth = by_group.topk(BEST_OF_GROUP, -1).values.sum(-1)
+        worth = by_group.topk(config.best_of_group, -1).values.sum(-1)
         best = _highest(worth, config.top_k_groups)
         is_out = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
         scores = by_group.masked_fill(is_out[..., None], -torch.inf).flatten(-2)

@@ -94,7 +94,8 @@ class _Route(torch.autograd.Function):
                     settings.round_robin_start or 0, settings.scale,
                     HAS_BIAS=bias is not None and not is_forced,
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
-                    GROUPS=num_groups, TOP_GROUPS=settings.top_k_groups, **constants,
+                    GROUPS=num_groups, TOP_GROUPS=settings.top_k_groups,
+                    BEST=settings.best_of_group, **constants,
                 )  # fmt: skip
                 _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
                     loads, sums, load, total, programs,
@@ -160,7 +161,7 @@ def _first_of_highest(
 @triton.jit
 def _best(
     scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the rank of every expert among the selections of a token, or -1."""
     taken = -0x80000000
@@ -168,11 +169,12 @@ def _best(
     if GROUPS > 1:
         SIZE: tl.constexpr = BLOCK // GROUPS
         by_group = tl.reshape(keys, (TOKENS, GROUPS, SIZE))
-        members = tl.arange(0, SIZE)[None, None, :]
-        is_first = members == _first_of_highest(by_group, members, 2, SIZE)
-        second = tl.max(tl.where(is_first, taken, by_group), axis=2)
-        # The value of a group is the sum of its two best scores.
-        worth = _ordered(_value(tl.max(by_group, axis=2)) + _value(second))
+        worth = tl.max(by_group, axis=2)
+        if BEST == 2:
+            members = tl.arange(0, SIZE)[None, None, :]
+            is_first = members == _first_of_highest(by_group, members, 2, SIZE)
+            second = tl.max(tl.where(is_first, taken, by_group), axis=2)
+            worth = _ordered(_value(worth) + _value(second))
         numbers = tl.arange(0, GROUPS)[None, :]
         is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
@@ -196,9 +198,9 @@ def _route_forward(
     logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
     loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, round_robin_start: tl.tensor,
     scale: tl.tensor, HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr,
-    IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence = tl.program_id(1)
     num_sequences = tl.num_programs(1)
@@ -239,9 +241,9 @@ def _route_forward(
             if HAS_BIAS:
                 biased += tl.load(bias + columns, mask=is_expert, other=0.0)
             if COUNTS_UNBIASED:
-                unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+                unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
                 unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
-            position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+            position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
         is_selected = position >= 0
         load += tl.where(inside & is_selected, 1, 0)
         weights = scores

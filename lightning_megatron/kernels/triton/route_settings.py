@@ -15,6 +15,8 @@ _WARPS = 1
 # Limits of the registers of a program.
 _MAX_EXPERTS = 512
 _MAX_SELECTED = 16
+# Largest number of scores in the score of a group.
+_MAX_BEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,7 @@ class RouteSettings:
         num_groups: Number of groups of experts; only experts of the best groups are eligible. 1
             makes all eligible.
         top_k_groups: Number of eligible groups.
+        best_of_group: Number of a group's best scores that are summed as its own score.
         is_softmax: Whether scores are a softmax of the logits; otherwise they are sigmoids.
         is_normalized: Whether the scores of the selected experts are divided by their sum.
         scale: Factor of the probabilities of the selected experts.
@@ -41,6 +44,7 @@ class RouteSettings:
     top_k: int
     num_groups: int
     top_k_groups: int
+    best_of_group: int
     is_softmax: bool
     is_normalized: bool
     scale: float
@@ -55,8 +59,11 @@ class RouteSettings:
         """
         if self.num_experts > _MAX_EXPERTS or self.top_k > _MAX_SELECTED:
             return False
+        if self.num_groups == 1:
+            return True
         # Groups are a dimension of a tile, whose sizes are powers of two.
-        return self.num_groups == 1 or power_of_two(self.num_experts) == self.num_experts
+        is_tile = power_of_two(self.num_experts) == self.num_experts
+        return is_tile and self.best_of_group <= _MAX_BEST
 
     def constants(self) -> dict[str, Any]:
         """Return the compile-time constants of the forward and backward kernels."""

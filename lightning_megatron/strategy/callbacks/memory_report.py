@@ -299,13 +299,13 @@ def kept_by(model: GPT) -> KeptActivations:
     parameter = next(model.parameters())
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
     table = make(model.config.memory_shape(), parameter.element_size())
-    shares = model.config.kv_heads < model.config.num_heads
-    dropout = model.config.attention_dropout
-    choice = choose_core(parameter.device, parameter.dtype, dropout=dropout)
-    repeats = shares and choice.expand_kv
-    return replace(
-        table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model))
-    )
+    config = model.config
+    sizes: Any = {"head_dim": config.head_size, "value_dim": config.value_size}
+    dropout = config.attention_dropout
+    choice = choose_core(parameter.device, parameter.dtype, dropout=dropout, **sizes)
+    repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
+    found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
+    return replace(found, expert_gradients=int(_makes_expert_gradients(model)))
 
 
 def _makes_expert_gradients(model: GPT) -> bool:

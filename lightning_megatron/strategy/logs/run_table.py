@@ -17,7 +17,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention import Attention
 from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -196,7 +196,7 @@ def _module_choices(
 ) -> list[Choice]:
     found = [_kernel_choice(device, dtype)]
     for part in module.modules():
-        if isinstance(part, SelfAttention):
+        if isinstance(part, Attention):
             found.append(_attention_choice(part, device, dtype))
             if part.mesh.cp.size > 1:
                 context = part.context
@@ -228,8 +228,9 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
     return Choice(subject, torchs, choice.reason, remedy)
 
 
-def _attention_choice(layer: SelfAttention, device: torch.device, dtype: torch.dtype) -> Choice:
-    choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, head_dim=layer.head_dim)
+def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> Choice:
+    sizes = {"head_dim": layer.head_dim, "value_dim": layer.value_dim}
+    choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, **sizes)
     window = layer.kind.window
     subject = "attention" if window is None else f"attention in a window of {window}"
     return Choice(subject, choice.name, choice.reason, choice.remedy)

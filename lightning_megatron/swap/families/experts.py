@@ -1,4 +1,4 @@
-"""Families with mixtures of experts: Mixtral, Qwen3-MoE and, without its attention, DeepSeek-V3."""
+"""Families with mixtures of experts and attention as in Llama: Mixtral and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -122,17 +122,6 @@ def _window_of_all(values: Values) -> Mapping[str, Any]:
     return window(values)
 
 
-def _later_layers(values: Values) -> Mapping[str, Any]:
-    num_layers = values["num_hidden_layers"]
-    num_dense = values["first_k_dense_replace"] or 0
-    return {"layers": tuple(layer >= num_dense for layer in range(num_layers)) if num_dense else 1}
-
-
-def _shared(values: Values) -> Mapping[str, Any]:
-    count = values["n_shared_experts"]
-    return {"shared_ffn_hidden_size": count * values["moe_intermediate_size"] if count else None}
-
-
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -222,89 +211,5 @@ QWEN3_MOE = Family(
     ),
     replace(LLAMA_NAMES, experts=EXPERT_NAMES),
     ignored=OUTDATED,
-    packed=PACKED_EXPERTS,
-)
-
-_NO_LATENTS = "latent attention is not implemented"
-_NO_CODE = "only this router is implemented"
-
-#: Its attention is refused whatever the sizes are, so that the tensors are those of routers and
-#: experts.
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    ConfigTable(
-        "DeepSeek-V3",
-        (
-            Field("kv_lora_rank", 512, only=(None,), why=_NO_LATENTS),
-            Field("q_lora_rank", 1536, only=(None,), why=_NO_LATENTS),
-            *(
-                Field(name, size, only=(None,), why=_NO_LATENTS)
-                for name, size in (
-                    ("qk_rope_head_dim", 64),
-                    ("qk_nope_head_dim", 128),
-                    ("v_head_dim", 128),
-                )
-            ),
-            Field("qk_head_dim", None, only=(None,), why=_NO_LATENTS),
-            *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
-            *rotary_fields(),
-            ACTIVATION,
-            HEAD_DIM,
-            ATTENTION_BIAS,
-            Field(
-                "rope_interleave",
-                True,
-                only=(False, None),
-                why="rotary positions pair the two halves of a head, not neighbouring elements",
-            ),
-            Field(
-                "output_router_logits",
-                False,
-                only=(False, None),
-                why="the model returns only loss and logits",
-            ),
-        ),
-        FIXED,
-        # Layers that predict later tokens are left out of training; the others are of other code.
-        frozenset(
-            {"num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"}
-        ),
-        parts={
-            "experts": ConfigTable(
-                "DeepSeek-V3",
-                (
-                    Field("num_hidden_layers", 61),
-                    Field("n_routed_experts", 256, "num_experts", also=("num_local_experts",)),
-                    Field("num_experts_per_tok", 8, "top_k"),
-                    Field("moe_intermediate_size", 2048, "ffn_hidden_size"),
-                    Field("n_shared_experts", 1, _shared),
-                    Field("first_k_dense_replace", 3, _later_layers),
-                    Field(
-                        "moe_layer_freq",
-                        1,
-                        only=(1, None),
-                        why="all layers after the dense ones have experts",
-                    ),
-                    Field("norm_topk_prob", True, "normalize_top_k"),
-                    Field("routed_scaling_factor", 2.5, "score_scale"),
-                    Field("n_group", 8, "num_groups"),
-                    Field("topk_group", 4, "top_k_groups"),
-                    Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
-                    Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
-                    OWN_SETTINGS,
-                ),
-                {"scoring": "sigmoid", "expert_bias": True},
-                builds=ExpertsConfig,
-            )
-        },
-    ),
-    replace(
-        EXPERT_NAMES,
-        bias=f"{MLP}.gate.e_score_correction_bias",
-        shared_up=tuple(f"{MLP}.shared_experts.{part}" for part in PARTS[:2]),
-        shared_down=f"{MLP}.shared_experts.{PARTS[2]}",
-    ),
-    ignored=(*OUTDATED, r"model\.layers\.61\..*"),
     packed=PACKED_EXPERTS,
 )

@@ -12,6 +12,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.swap.families.expert_names import ExpertNames
+from lightning_megatron.swap.families.latent_names import LatentNames
 from lightning_megatron.swap.tensors.class_parameters import class_table
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 from lightning_megatron.swap.tensors.packed import Packed
@@ -124,6 +125,8 @@ class Names:
         position: Position embedding, if there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
+        latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` does not
+            count then.
         experts: Routers and experts, if there are any; the MLPs are then those of the other layers.
         by_heads: Whether ``qkv`` has the query, key and value rows of one head after the other.
     """
@@ -143,6 +146,7 @@ class Names:
     sinks: str = ""
     position: str | None = None
     head: str = "lm_head"
+    latent: LatentNames | None = None
     experts: ExpertNames | None = None
     is_transposed: bool = False
     by_heads: bool = False
@@ -166,13 +170,17 @@ class Names:
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
         ours = f"layers.{layer}"
-        width = config.num_heads * config.head_size
+        width = config.num_heads * config.value_size
         found = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
             found.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
-        found += self._linear(layer, "attention.qkv", self._qkv(config), size, config.has_qkv_bias)
+        if self.latent is None:
+            qkv = self._qkv(config)
+            found += self._linear(layer, "attention.qkv", qkv, size, config.has_qkv_bias)
+        else:
+            found += self.latent.layer(config, layer)
         found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
         if self.experts is not None and config.has_experts_in(layer):
             return found + self.experts.layer(config, layer)

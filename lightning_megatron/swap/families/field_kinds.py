@@ -46,7 +46,9 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size
     ),
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Size),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
+    **dict.fromkeys(("q_lora_rank", "qk_head_dim"), Size | None),
     **dict.fromkeys(
         ("num_hidden_layers", "n_layer", "decoder_sparse_step", "no_rope_layer_interval"), Layers
     ),
@@ -68,6 +70,7 @@ KINDS: Mapping[str, Any] = {
         bool,
     ),
     "scale_attn_weights": bool,
+    "rope_interleave": bool | None,
     "query_pre_attn_scalar": Size,
     **dict.fromkeys(("embedding_multiplier", "logits_scaling"), Factor),
     **dict.fromkeys(("attention_multiplier", "residual_multiplier"), Factor),
@@ -81,7 +84,7 @@ KINDS: Mapping[str, Any] = {
         ),
         bool | None,
     ),
-    **dict.fromkeys(("hidden_act", "activation_function"), str),
+    **dict.fromkeys(("hidden_act", "activation_function", "topk_method"), str),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), Share | None),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROTARY),

@@ -15,8 +15,9 @@ from lightning_megatron.swap.families.bert import (
     ROBERTA_CLASSES,
     ROBERTA_MASKED,
 )
+from lightning_megatron.swap.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from lightning_megatron.swap.families.ernie import ERNIE45, HELIUM
-from lightning_megatron.swap.families.experts import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
+from lightning_megatron.swap.families.experts import MIXTRAL, QWEN3_MOE
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gemma import GEMMA, GEMMA2, GEMMA3
 from lightning_megatron.swap.families.glm import GLM, GLM4
@@ -35,7 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
     *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
     *(ERNIE45, HELIUM),
-    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )
 

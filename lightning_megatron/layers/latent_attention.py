@@ -1,0 +1,176 @@
+"""Multi-head latent attention whose heads are sharded over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_gather_sequence, copy_to_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention import Attention
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.replicated import ReplicatedLinear
+from lightning_megatron.layers.rotary import apply_rotary
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
+from lightning_megatron.plan.shards import even_range
+from lightning_megatron.shapes import Float
+
+
+class LatentAttention(Attention):
+    """Self-attention with keys and values from a latent vector of each token.
+
+    Equal to Hugging Face's DeepseekV2Attention and DeepseekV3Attention without a cache.
+
+    Every rank has the projections to latent vectors in full, and those from latent vectors to its
+    own heads. Under sequence parallelism a rank computes the latent vectors of its own positions,
+    and the ranks gather these instead of the hidden states, which are several times larger.
+    Without it all ranks compute the same latent vectors.
+
+    Args:
+        hidden_size: Size of each vector (elements).
+        num_heads: Heads of the full layer (heads).
+        sizes: Sizes of latent vectors and heads.
+        mesh: Process groups of this rank.
+        bias: Whether the projections to latent vectors add a bias.
+        output_bias: Whether the output projection adds a bias.
+        kind: Attention of the layer over whole rows; None means causal attention.
+        dropout: Probability that an attention weight is dropped.
+        layer: Number of the layer in the random streams; 1 is the first block.
+        initializer: Initializer of the projections to latent vectors and to heads.
+        output_initializer: Initializer of the output weight.
+
+    Raises:
+        ParallelPlanError: If the number of heads cannot be divided by tp.
+
+    Communication: under sequence parallelism forward an all-gather over tp of each kind of latent
+        vectors (of the hidden states for queries without them) and of the rotated keys, backward
+        their reduce-scatters. Otherwise backward an all-reduce of the gradients of each of these.
+        The output projection communicates as in SelfAttention.
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        sizes: LatentAttentionConfig,
+        mesh: ParallelMesh,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        kind: AttentionSpan | None = None,
+        dropout: float = 0.0,
+        layer: int = 1,
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        own = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_attention_heads").size
+        super().__init__(
+            mesh,
+            heads=own,
+            kv_heads=own,
+            head_dim=sizes.head_dim,
+            value_dim=sizes.value_dim,
+            kind=kind,
+            dropout=dropout,
+            layer=layer,
+        )
+        self.sizes = sizes
+
+        def down(out_features: int) -> ReplicatedLinear:
+            # Under sequence parallelism each rank projects its own positions only.
+            is_partial = mesh.sequence_parallel
+            return ReplicatedLinear(
+                hidden_size,
+                out_features,
+                mesh,
+                partial=is_partial,
+                bias=bias,
+                initializer=initializer,
+            )
+
+        def up(in_features: int, features_of_head: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                in_features,
+                num_heads * features_of_head,
+                mesh,
+                bias=False,
+                initializer=initializer,
+            )
+
+        self.query_down: ReplicatedLinear | None = None
+        self.query_norm: RMSNorm | None = None
+        if sizes.query_rank is not None:
+            self.query_down = down(sizes.query_rank)
+            self.query_norm = RMSNorm(sizes.query_rank, mesh, eps=sizes.norm_eps)
+        self.query = up(sizes.query_rank or hidden_size, sizes.head_dim)
+        self.key_value_down = down(sizes.key_value_rank + sizes.rotary_dim)
+        self.key_value_norm = RMSNorm(sizes.key_value_rank, mesh, eps=sizes.norm_eps)
+        self.key_value = up(sizes.key_value_rank, sizes.plain_dim + sizes.value_dim)
+        self.output = RowParallelLinear(
+            num_heads * sizes.value_dim,
+            hidden_size,
+            mesh,
+            bias=output_bias,
+            initializer=output_initializer,
+        )
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        rotary: tuple[
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
+            Float[Tensor, "seq_part #batch 1 rotary_dim"],
+        ],
+        recompute_core: bool = False,
+        rows: AttentionSpan | None = None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the attention output of every position.
+
+        Args:
+            hidden: Hidden states.
+            rotary: Cosines and sines from ``rotary_tables``.
+            recompute_core: Whether the backward pass recomputes the attention core instead of
+                keeping its activations.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
+        """
+        query = self._queries(hidden, rotary)
+        key, value = self._keys_and_values(hidden, rotary)
+        return self.output(self.mixed(query, key, value, rows, recompute_core))
+
+    def _queries(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        if self.query_down is not None and self.query_norm is not None:
+            hidden = self.query_norm(self.query_down(hidden))
+        query = self.query(hidden).unflatten(-1, (-1, self.head_dim))
+        plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
+        return torch.cat((plain, self._rotated(rotated, rotary)), -1)
+
+    def _keys_and_values(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        sizes = self.sizes
+        latent, shared = self.key_value_down(hidden).split(
+            [sizes.key_value_rank, sizes.rotary_dim], -1
+        )
+        heads = self.key_value(self.key_value_norm(latent))
+        plain, value = heads.unflatten(-1, (-1, sizes.plain_dim + sizes.value_dim)).split(
+            [sizes.plain_dim, sizes.value_dim], -1
+        )
+        # The heads of all ranks read these elements, so their gradients are summed over tp.
+        tp = self.mesh.tp
+        enter = all_gather_sequence if self.mesh.sequence_parallel else copy_to_axis
+        shared = self._rotated(enter(shared, tp).unsqueeze(2), rotary)
+        return torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), -1), value
+
+    def _rotated(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate heads; their elements may change places, in queries and keys alike."""
+        if not self.sizes.interleaved:
+            return apply_rotary(heads, rotary)
+        cosines, sines = (table.chunk(2, -1)[0] for table in rotary)
+        first = heads[..., 0::2]
+        second = heads[..., 1::2]
+        turned = (first * cosines - second * sines, second * cosines + first * sines)
+        return torch.cat(turned, -1)

@@ -1,0 +1,92 @@
+"""Activation memory of the attention of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.plan.kept_activations import KeptActivations
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.network_activations import MicrobatchShape
+
+
+@dataclass(frozen=True)
+class AttentionCosts:
+    """Bytes that one microbatch needs on one rank in the attention of a block.
+
+    Args:
+        kept: Activations kept for backward, without the input and the sums of the scores' rows.
+        row_sums: Float32 sums of the rows of the scores, which a fused kernel keeps.
+        backward: Temporary buffers of the backward pass of queries, keys and values.
+        waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
+            weight half of a backward pass in halves.
+    """
+
+    kept: int
+    row_sums: int
+    backward: int
+    waiting: int
+
+
+def attention_costs(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+) -> AttentionCosts:
+    """Compute the bytes that the attention of a block needs.
+
+    Args:
+        model: Shape of the model.
+        table: Activations that its layers keep.
+        batch: Shape of the microbatch.
+    """
+    query, key = model.widths(batch.tp)
+    element = batch.num_tokens * batch.activation_bytes
+    if model.latent is None:
+        kept, waiting = _of_hidden(model, table, batch)
+    else:
+        kept, waiting = _of_latents(model, model.latent, table, batch)
+    return AttentionCosts(
+        kept,
+        row_sums=batch.num_tokens * 4 * (query // model.head_dim),
+        # Gradients of Q, K and V (in half precision, fused, and float32 sums for Q).
+        backward=element * (3 * query + 4 * key) + 4 * batch.num_tokens * query,
+        waiting=waiting + element * model.hidden_size,
+    )
+
+
+def _of_hidden(
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+) -> tuple[int, int]:
+    """Return what is kept, and what waits but for the gradient of the output (bytes)."""
+    query, key = model.widths(batch.tp)
+    element = batch.num_tokens * batch.activation_bytes
+    # The output of the QKV projection (values are a view of it), rotated or repeated copies of
+    # queries and keys, and the output of the attention core.
+    rotated = table.rotated_copies * (query + key)
+    features = 2 * query + 2 * key + rotated + table.expanded_copies * 2 * query
+    hidden = element * model.hidden_size // (batch.tp if batch.sequence_parallel else 1)
+    return element * features, hidden + element * 2 * (query + key)
+
+
+def _of_latents(
+    model: ModelShape,
+    latent: LatentAttentionConfig,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+) -> tuple[int, int]:
+    """Return the same of latent attention (bytes)."""
+    heads = model.num_heads // batch.tp
+    element = batch.num_tokens * batch.activation_bytes
+    own = batch.tp if batch.sequence_parallel else 1
+    # Latent vectors before and after their norms.
+    latents = 2 * latent.norm_features + latent.rotary_dim
+    # Queries and keys with their rotated elements, the projection to keys and values (values are a
+    # view of it), and the output of the attention core.
+    up = latent.plain_dim + latent.value_dim
+    features = 2 * latent.head_dim + up + latent.value_dim
+    if table.padded_values:
+        features = 4 * latent.head_dim + latent.value_dim
+    # The products to latent vectors have their weight gradients at once.
+    inputs = latent.norm_features + (model.hidden_size if latent.query_rank is None else 0)
+    products = heads * (latent.head_dim + up + latent.value_dim)
+    kept = element * heads * features + element * latents // own
+    return kept, element * products + element * inputs // own

@@ -1,0 +1,258 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, and experts that are selected by groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
+from lightning_megatron.swap.families.experts import (
+    EXPERT_NAMES,
+    MLP,
+    OWN_SETTINGS,
+    PACKED_EXPERTS,
+    PARTS,
+)
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.families.field_kinds import Size
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
+from lightning_megatron.swap.families.latent_names import LatentNames
+from lightning_megatron.swap.families.llama import LLAMA_NAMES
+from lightning_megatron.swap.families.llama_fields import (
+    ACTIVATION,
+    ATTENTION_BIAS,
+    FIXED,
+    OUTDATED,
+    sizes,
+)
+from lightning_megatron.swap.families.rotary import rotary_fields
+
+_ATTENTION = "model.layers.{}.self_attn"
+_NAMES = replace(
+    LLAMA_NAMES,
+    latent=LatentNames(
+        query_down=f"{_ATTENTION}.q_a_proj",
+        query_norm=f"{_ATTENTION}.q_a_layernorm",
+        query_up=f"{_ATTENTION}.q_b_proj",
+        query=f"{_ATTENTION}.q_proj",
+        key_value_down=f"{_ATTENTION}.kv_a_proj_with_mqa",
+        key_value_norm=f"{_ATTENTION}.kv_a_layernorm",
+        key_value=f"{_ATTENTION}.kv_b_proj",
+    ),
+    experts=replace(
+        EXPERT_NAMES,
+        bias=f"{MLP}.gate.e_score_correction_bias",
+        shared_up=tuple(f"{MLP}.shared_experts.{part}" for part in PARTS[:2]),
+        shared_down=f"{MLP}.shared_experts.{PARTS[2]}",
+    ),
+)
+_NO_CODE = "only these routers are implemented"
+#: Losses of the first releases' code; Hugging Face's class and this package leave them out.
+_LEFT_OUT = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
+
+
+def _rotary_fields(family: str) -> tuple[Field, ...]:
+    """Return the rules for positions, which rotate ``qk_rope_head_dim`` elements of a head."""
+    first, *others = rotary_fields()
+
+    def rule(values: Values) -> Mapping[str, Any]:
+        size = values["qk_rope_head_dim"]
+        for name, expected in (
+            ("head_dim", size),
+            ("qk_head_dim", size + values["qk_nope_head_dim"]),
+        ):
+            if values[name] not in (None, expected):
+                why = "the sizes of a head follow from qk_nope_head_dim and qk_rope_head_dim"
+                raise refusal(family, name, values[name], why, (expected, None))
+        rotate = first.becomes
+        assert callable(rotate), "the rule of rope_parameters is a function"
+        found = dict(rotate({**values, "head_dim": size}))
+        del found["rotary_dim"]
+        return {**found, "attention_scale": _scale(values)}
+
+    return (replace(first, becomes=rule), *others, Field("head_dim"), Field("qk_head_dim"))
+
+
+def _scale(values: Values) -> float | None:
+    """Return the factor of scores, which grows with the length of sequences; None if it does not.
+
+    Source: Peng et al. 2023 (yarn), section 3.4.
+    """
+    given = values["rope_scaling"] or values["rope_parameters"] or {}
+    growth = given.get("mscale_all_dim")
+    factor = given.get("factor")
+    if not growth or factor is None or factor <= 1:
+        return None
+    head_dim = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    return float(head_dim**-0.5 * (0.1 * growth * math.log(factor) + 1.0) ** 2)
+
+
+def _latents(family: str, *further: Field) -> ConfigTable:
+    fields = (
+        Field("kv_lora_rank", 512, "key_value_rank"),
+        Field("q_lora_rank", 1536, "query_rank"),
+        Field("qk_nope_head_dim", 128, "plain_dim"),
+        Field("qk_rope_head_dim", 64, "rotary_dim"),
+        Field("v_head_dim", 128, "value_dim"),
+    )
+    return ConfigTable(family, (*fields, *further), {}, builds=LatentAttentionConfig)
+
+
+def _pairs(values: Values) -> Mapping[str, Any]:
+    return {"interleaved": bool(values["rope_interleave"])}
+
+
+def _attention_fields(family: str) -> tuple[Field, ...]:
+    return (
+        *_rotary_fields(family),
+        Field("qk_nope_head_dim", 128),
+        Field("qk_rope_head_dim", 64),
+        ACTIVATION,
+        ATTENTION_BIAS,
+        Field(
+            "output_router_logits",
+            False,
+            only=(False, None),
+            why="the model returns only loss and logits",
+        ),
+    )
+
+
+def _later_layers(values: Values) -> Mapping[str, Any]:
+    num_layers = values["num_hidden_layers"]
+    num_dense = values["first_k_dense_replace"] or 0
+    return {"layers": tuple(layer >= num_dense for layer in range(num_layers)) if num_dense else 1}
+
+
+def _shared(values: Values) -> Mapping[str, Any]:
+    count = values["n_shared_experts"]
+    return {"shared_ffn_hidden_size": count * values["moe_intermediate_size"] if count else None}
+
+
+def _expert_fields(
+    num_layers: int, num_experts: int, top_k: int | None, inner: int, num_shared: int, dense: int
+) -> tuple[Field, ...]:
+    """Return the rules for experts that both families share, with a family's defaults.
+
+    Args:
+        num_layers: Transformer blocks (layers).
+        num_experts: Routed experts of a layer (experts).
+        top_k: Experts of a token; None has no default (experts).
+        inner: Inner features of an expert (elements).
+        num_shared: Shared experts (experts).
+        dense: First layers without experts (layers).
+    """
+    return (
+        Field("num_hidden_layers", num_layers),
+        Field(
+            "n_routed_experts",
+            num_experts,
+            "num_experts",
+            also=("num_local_experts", "num_experts"),
+        ),
+        Field("num_experts_per_tok", top_k, "top_k"),
+        Field("moe_intermediate_size", inner, "ffn_hidden_size"),
+        Field("n_shared_experts", num_shared, _shared),
+        Field("first_k_dense_replace", dense, _later_layers),
+        Field(
+            "moe_layer_freq",
+            1,
+            only=(1, None),
+            why="all layers after the dense ones have experts",
+        ),
+        OWN_SETTINGS,
+    )
+
+
+def _greedy_groups(values: Values) -> Mapping[str, Any]:
+    method = values["topk_method"]
+    legal = ("greedy", "group_limited_greedy")
+    if method not in legal:
+        raise refusal("DeepSeek-V2", "topk_method", method, _NO_CODE, legal)
+    if method == "greedy":
+        return {}
+    names = {"n_group": "num_groups", "topk_group": "top_k_groups"}
+    for name in names:
+        if values[name] is None:
+            why = "experts are selected from the best groups"
+            raise refusal("DeepSeek-V2", name, None, why, ("a number",))
+    return {target: values[name] for name, target in names.items()}
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    ConfigTable(
+        "DeepSeek-V2",
+        (
+            *sizes(102400, 4096, 11008, 32, 32, 2048),
+            *_attention_fields("DeepSeek-V2"),
+            Field("mlp_bias", False, only=(False, None), why="experts have no biases"),
+        ),
+        FIXED,
+        _LEFT_OUT,
+        parts={
+            "latent_attention": _latents("DeepSeek-V2"),
+            "experts": ConfigTable(
+                "DeepSeek-V2",
+                (
+                    *_expert_fields(32, 64, None, 1407, 2, 0),
+                    Field("routed_scaling_factor", 1.0, "score_scale"),
+                    Field("topk_method", "greedy", _greedy_groups),
+                    Field("n_group", None, kind=Size | None),
+                    Field("topk_group", None, kind=Size | None),
+                    Field("scoring_func", "softmax", only=("softmax",), why=_NO_CODE),
+                    Field(
+                        "norm_topk_prob",
+                        False,
+                        only=(False, None),
+                        why="versions of transformers disagree about whether it counts",
+                    ),
+                ),
+                {"scoring": "softmax", "normalize_top_k": False, "best_of_group": 1},
+                builds=ExpertsConfig,
+            ),
+        },
+    ),
+    _NAMES,
+    ignored=OUTDATED,
+    packed=PACKED_EXPERTS,
+)
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    ConfigTable(
+        "DeepSeek-V3",
+        (
+            *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
+            *_attention_fields("DeepSeek-V3"),
+        ),
+        FIXED,
+        # Layers that predict later tokens are left out of training.
+        _LEFT_OUT | {"num_nextn_predict_layers", "num_mtp_layers"},
+        parts={
+            "latent_attention": _latents("DeepSeek-V3", Field("rope_interleave", True, _pairs)),
+            "experts": ConfigTable(
+                "DeepSeek-V3",
+                (
+                    *_expert_fields(61, 256, 8, 2048, 1, 3),
+                    Field("norm_topk_prob", True, "normalize_top_k"),
+                    Field("routed_scaling_factor", 2.5, "score_scale"),
+                    Field("n_group", 8, "num_groups"),
+                    Field("topk_group", 4, "top_k_groups"),
+                    Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
+                    Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
+                ),
+                {"scoring": "sigmoid", "expert_bias": True},
+                builds=ExpertsConfig,
+            ),
+        },
+    ),
+    _NAMES,
+    ignored=(*OUTDATED, r"model\.layers\.61\..*"),
+    packed=PACKED_EXPERTS,
+)

@@ -1,0 +1,42 @@
+"""On a GPU attention with values of another size than keys is its formula, with and without
+documents.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_operators import attend_by_operators
+from lightning_megatron.layers.attention_span import AttentionSpan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+S, B, H = 384, 2, 8
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_small_values_are_the_formula(
+    head_dim: int, value_dim: int, dtype: torch.dtype, has_documents: bool
+) -> None:
+    lengths = torch.tensor([[100, 7, 277], [384, 0, 0]], device="cuda") if has_documents else None
+    span = AttentionSpan(lengths, scale=0.1).laid_out(B, S, torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (head_dim, head_dim, value_dim, value_dim)
+    *inputs, weights = (
+        torch.randn(S, B, H, size, device="cuda", dtype=dtype, generator=generator)
+        for size in sizes
+    )
+    inputs = [one.requires_grad_() for one in inputs]
+    found = attend(*inputs, span)
+    gradients = torch.autograd.grad(found, inputs, weights.flatten(2))
+    wide = [one.detach().double().requires_grad_() for one in inputs]
+    expected = attend_by_operators(*wide, span).flatten(2)
+    their_gradients = torch.autograd.grad(expected, wide, weights.double().flatten(2))
+    tolerance = 0.02 if dtype == torch.bfloat16 else 2e-3
+    for one, other in zip((found, *gradients), (expected, *their_gradients), strict=True):
+        scale = float(other.abs().max())
+        assert float((one.double() - other).abs().max()) <= tolerance * scale

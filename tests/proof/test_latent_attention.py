@@ -1,0 +1,162 @@
+"""Models with latent attention train as one process under every layout, and as Hugging Face's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
+from tests.oracles import assert_equal, float32_as_float64
+from tests.proof.test_layouts_equal import check
+from tests.proof.training import Job, Report, train, train_all
+from tests.strategy.replica_runs import Predict, V, run
+from tests.swap.expert_models import exact_twin_of
+from tests.swap.parts import expected_gradients, name_of_values
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+STEPS = 5
+KIND = "latent attention"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2+sp": {"tp": 2},
+    "tp2": {"tp": 2, "sequence_parallel": False, "recompute": "selective"},
+    "tp2+sp ep2, recomputed": {"tp": 2, "ep": 2, "etp": 1, "recompute": "full"},
+    "ep2": {"ep": 2},
+    "pp2": {"pp": 2, "recompute": "full"},
+    "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+    "cp2 all_to_all": {"cp": 2, "cp_transport": "all_to_all"},
+    "cp2 ring": {"cp": 2, "cp_transport": "ring"},
+}
+FAMILIES = {"deepseek_v2": ("tp2", "pp2"), "deepseek_v3": ("tp2+sp ep2", "ep2")}
+FAMILY_LAYOUTS: dict[str, dict[str, Any]] = {
+    **LAYOUTS,
+    "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1},
+}
+
+
+class FineTune(Predict):
+    """Train a Hugging Face model, and keep this rank's parts of what comes out."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(lambda: exact_twin_of(case, vocab_size=V))
+        self.parts: dict[str, tuple[ShardSpec, Tensor]] = {}
+
+    def on_train_end(self) -> None:
+        if not isinstance(self.net, HuggingFaceLM):
+            super().on_train_end()
+            return
+        strategy: Any = self.trainer.strategy
+        strategy.run.state.main.wait()
+        self.parts = {
+            name: (shard_spec_of(parameter), parameter.detach().clone())
+            for name, parameter in self.net.named_parameters()
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank reports."""
+
+    reports: dict[str, Report]
+    losses: dict[tuple[str, str], list[float]]
+
+
+def train_family(case: str, layout: dict[str, Any], size: int, expected: dict[str, Tensor]) -> Any:
+    """Train a Hugging Face model under a layout, and compare this rank's parts of its weights."""
+    module = FineTune(case)
+    outcome = run(module, size, layout, STEPS)
+    assert not outcome.error, outcome.error
+    assert isinstance(module.net, HuggingFaceLM)
+    weights = expected_gradients(module.net, expected)
+    for name, parameter in module.net.named_parameters():
+        spec, found = module.parts[name]
+        full = weights[name_of_values(name, parameter)]
+        part = spec.shard(full, found.shape[spec.dim])
+        assert_equal(found, part, f"{case}, {layout}: {name}", 1e-8)
+    return outcome.losses
+
+
+def train_everything(rank: int, size: int, folder: str, expected: Any) -> Found:
+    jobs = {name: Job(KIND, layout=layout) for name, layout in LAYOUTS.items()}
+    reports = train_all(rank, size, jobs, folder, STEPS)
+    train(jobs["tp2+sp"], size, "cpu", f"{folder}/half", steps=2)
+    losses = {
+        (case, name): train_family(case, FAMILY_LAYOUTS[name], size, expected[case])
+        for case, names in FAMILIES.items()
+        for name in names
+    }
+    return Found(reports, losses)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> dict[str, FineTune]:
+    """Train Hugging Face's models in this process."""
+    found = {}
+    for case in FAMILIES:
+        with float32_as_float64():
+            module = FineTune(case)
+            outcome = run(module, steps=STEPS)
+        assert not outcome.error, outcome.error
+        assert not isinstance(module.net, HuggingFaceLM)
+        found[case] = module
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[Found]:
+    """Train under all layouts on two processes."""
+    expected = {
+        case: {name.removeprefix("net."): one for name, one in module.weights.items()}
+        for case, module in theirs.items()
+    }
+    return run_world(train_everything, 2, str(folder), expected)
+
+
+@pytest.fixture(scope="module")
+def twin() -> Report:
+    """Train in this one process."""
+    return train(Job(KIND, layout={}), 1, "cpu", steps=STEPS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_process(name: str, ranks: list[Found], twin: Report) -> None:
+    check(Job(KIND), [found.reports[name] for found in ranks], twin, STEPS)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_layout_trains_as_hugging_face_does(
+    case: str, ranks: list[Found], theirs: dict[str, FineTune]
+) -> None:
+    losses = theirs[case].losses
+    assert len(losses) == STEPS
+    for found in ranks:
+        for name in FAMILIES[case]:
+            expected = torch.tensor(losses)
+            assert_equal(torch.tensor(found.losses[case, name]), expected, f"{case}, {name}", 1e-9)
+
+
+def test_one_process_continues_a_checkpoint_of_two(
+    ranks: list[Found], folder: Path, twin: Report, tmp_path: Path
+) -> None:
+    saved = str(folder / "half")
+    job = Job(KIND, layout={})
+    found = train(job, 1, "cpu", str(tmp_path / "end"), steps=STEPS, resume_from=saved)
+    assert found.losses == pytest.approx(twin.losses[2:], abs=1e-9)
+    assert found.weights.keys() == twin.weights.keys()
+    for name, weight in found.weights.items():
+        expected = twin.weights[name].narrow(0, 0, weight.shape[0])
+        assert_equal(weight, expected, name, 1e-8)
