@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,25 +150,49 @@ def test_a_gpu_without_fused_kernels_is_a_warning(monkeypatch: pytest.MonkeyPatc
     assert run_table._kernel_choice(GPU, torch.float32).remedy is None
 
 
-@pytest.mark.parametrize("case", ["positions", "norms", "part"])
 def test_rotary_embeddings_without_the_fused_kernel_warn_once(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: object())
     warn_of_slow_path.cache_clear()
-    size = 4 if case == "part" else 8
-    tables = rotary.rotary_tables(5, size)
-    if case == "positions":
-        tables = rotary.position_tables(torch.arange(5).repeat(2, 1), size)
-    norms = (torch.relu, torch.relu) if case == "norms" else None
-    reasons = {"positions": "Leave out position_ids", "norms": "normalised", "part": "4 of the 8"}
+    tables = rotary.rotary_tables(5, 8)
+    norms = (torch.relu, torch.relu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            rotary.split_heads(torch.randn(5, 2, 24), [8, 8, 8], 8, tables, norms)
+            qkv = torch.randn(5, 2, 24)
+            rotary.split_heads(qkv, [8, 8, 8], 8, tables, norms, norms_layer=True)
     (warning,) = caught
     assert warning.category is SpeedWarning
-    assert reasons[case] in str(warning.message)
+    assert "all heads are normalised together" in str(warning.message)
+
+
+@pytest.mark.parametrize("case", ["positions", "norms", "part", "interleaved"])
+def test_one_kernel_normalises_and_rotates_heads(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = Mock()
+    monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: kernels)
+    warn_of_slow_path.cache_clear()
+    tables = rotary.rotary_tables(5, 4 if case == "part" else 8)
+    if case == "positions":
+        tables = rotary.position_tables(torch.arange(5).repeat(2, 1), 8)
+    norm = Mock(eps=1e-6)
+    norms = (norm, norm) if case == "norms" else None
+    qkv = torch.randn(5, 2, 24)
+    heads = torch.zeros(5, 2, 1, 8)
+    kernels.norm_and_rotate_qkv.return_value = (heads, heads, heads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedWarning)
+        found = rotary.split_heads(
+            qkv, [8, 8, 8], 8, tables, norms, interleaved=case == "interleaved"
+        )
+    assert found == (heads, heads, heads)
+    scales = (norm.scale(), norm.scale()) if case == "norms" else None
+    eps = 1e-6 if case == "norms" else 0.0
+    kernels.norm_and_rotate_qkv.assert_called_once_with(
+        qkv, tables, (1, 1, 8), scales, eps, case == "interleaved"
+    )
 
 
 def test_blocks_of_other_packages_run_both_halves_of_a_backward_pass_as_one() -> None:
