@@ -139,7 +139,7 @@ def test_the_hash_of_sources_follows_names_and_contents_and_is_cheap(tmp_path: P
         began = time.thread_time()
         digest_of_sources(Path(mesh.__file__).parents[1])
         times.append(time.thread_time() - began)
-    assert min(times) < 0.03
+    assert min(times) < 0.1
 
 
 def _other_sources(rank: int, size: int) -> None:

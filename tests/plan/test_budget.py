@@ -334,7 +334,7 @@ def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_
         0
     ].activations
     features = 1024 * 8 * 768
-    assert alone.activations - recomputed == 48 * 5 * 2 * features
+    assert alone.activations - recomputed == 48 * 4 * 2 * features
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

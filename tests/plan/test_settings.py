@@ -193,6 +193,7 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
         "timedelta": timedelta,
         "Config": dict,
         "RotaryScaling": dict,
+        "Recomputation": dict,
     }
     types = tuple(
         kind
