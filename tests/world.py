@@ -61,7 +61,11 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
             processes[0].join(0.02)
         rank, error, value = results.get()
         if error is not None:
-            raise AssertionError(f"rank {rank} failed:\n{error}")
+            # Often the error is that another rank was gone.
+            ends = [
+                f"rank {n} exited with {p.exitcode}" for n, p in enumerate(processes) if p.exitcode
+            ]
+            raise AssertionError("\n".join([f"rank {rank} failed:", error, *ends]))
         found[rank] = pickle.loads(value)
     return [found[rank] for rank in range(size)]
 

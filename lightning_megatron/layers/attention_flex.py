@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.visible_blocks import visible_blocks
 from lightning_megatron.shapes import Float
+
+#: Kernels that may be compiled in a process, for kinds of spans, dtypes and forms of batches.
+_NUM_KERNELS = 128
 
 
 def attend_by_flex(
@@ -62,4 +65,6 @@ def _bound(soft_cap: float | None) -> Callable[..., Tensor] | None:
 @cache
 def _compiled() -> Callable[..., Any]:
     # Without the whole function in one graph torch would fall back to operators, silently.
-    return torch.compile(flex_attention, fullgraph=True)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    allow_kinds = torch._dynamo.config.patch(recompile_limit=_NUM_KERNELS)
+    return cast(Callable[..., Any], allow_kinds(compiled))
