@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from lightning_megatron.layers.attention_sinks import add_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.visible_blocks import visible_blocks
 from lightning_megatron.shapes import Float
@@ -47,9 +48,7 @@ def attend_by_flex(
     if span.sinks is None:
         return _compiled()(*rows, **options).permute(2, 0, 1, 3)
     out, aux = _compiled()(*rows, **options, return_aux=AuxRequest(lse=True))
-    # A sink takes its share of the softmax from the keys.
-    share_of_keys = (aux.lse - span.sinks.to(aux.lse.dtype)[None, :, None]).sigmoid()
-    return (out * share_of_keys[..., None]).to(out.dtype).permute(2, 0, 1, 3)
+    return add_sinks(out.permute(2, 0, 1, 3), aux.lse, span.sinks)[0]
 
 
 def _bound(soft_cap: float | None) -> Callable[..., Tensor] | None:

@@ -10,8 +10,6 @@ Parts are merged exactly by ``lse = log sum_p exp lse_p`` and by
 Its weights ``exp(s - lse)`` and sums ``delta = sum(grad_out * out)`` are then those of the whole
 softmax, so that its results are the part's share of the gradient of the queries, and the whole
 gradient of its keys and values.
-
-A sink is a part with one key of the score ``sink`` and the value 0.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from lightning_megatron.layers.attention_operators import (
     repeated,
     scale_of,
 )
+from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import obstacle_to_flash
 from lightning_megatron.layers.dense_mask import KeyRows
@@ -148,41 +147,6 @@ def is_flash(
         return False
     found = obstacle_to_flash(query.device, query.dtype, span, head_dim=query.shape[-1])
     return found is None
-
-
-def add_sinks(
-    out: Float[Tensor, "seq batch heads head_dim"],
-    lse: Float[Tensor, "batch heads seq"],
-    sinks: Float[Tensor, " heads"],
-) -> Part:
-    """Merge the sinks, the part of one key with the value 0, into a result.
-
-    Args:
-        out: Merged output of all other parts.
-        lse: Merged log-sum-exps of all other parts.
-        sinks: Score of each head's sink.
-    """
-    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-    return (out * (lse - merged).exp().permute(2, 0, 1)[..., None]).to(out.dtype), merged
-
-
-def gradient_of_sinks(
-    grad_out: Float[Tensor, "seq batch heads head_dim"],
-    out: Float[Tensor, "seq batch heads head_dim"],
-    lse: Float[Tensor, "batch heads seq"],
-    sinks: Float[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
-    """Compute the gradient of the sinks' scores.
-
-    Args:
-        grad_out: Gradient of the merged output.
-        out: Merged output of all parts.
-        lse: Merged log-sum-exps of all parts.
-        sinks: Score of each head's sink.
-    """
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
-    shares = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
-    return -(shares * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -163,25 +164,16 @@ def obstacle_to_flash(
     """
     if span.soft_cap is not None:
         return "flash attention does not bound scores"
-    if span.mask is not None:
-        return "a mask for each pair of tokens was given"
     if span.prefix is not None:
         return "a prefix needs a mask"
-    if device.type != "cuda":
-        return f"{device.type} has no variable-length attention"
-    if torch.version.hip is not None:
-        return "variable-length attention was not tried on ROCm"
-    if dtype not in HALF_TYPES:
-        return f"{dtype} has no flash kernel"
-    if dropout > 0.0:
-        return "variable-length attention has no dropout"
+    obstacle = _obstacle_to("variable-length attention", HALF_TYPES, device, dtype, span, dropout)
+    if obstacle is not None:
+        return obstacle
     if head_dim > _FLASH_HEAD_DIM or head_dim % 8:
         return (
             f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
             f"not {head_dim}"
         )
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "flash attention needs compute capability 8.0 or newer"
     return None
 
 
@@ -201,20 +193,34 @@ def obstacle_to_flex(
         dropout: Probability that an attention weight is dropped.
         head_dim: Size of a head (elements).
     """
+    dtypes = (*HALF_TYPES, torch.float32)
+    obstacle = _obstacle_to("FlexAttention", dtypes, device, dtype, span, dropout)
+    if obstacle is None and head_dim < _FLEX_HEAD_DIM:
+        return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {head_dim}"
+    return obstacle
+
+
+def _obstacle_to(
+    kernel: str,
+    dtypes: Collection[torch.dtype],
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan,
+    dropout: float,
+) -> str | None:
+    """Return which limit that both kernels have excludes a span; None if there is none."""
     if span.mask is not None:
         return "a mask for each pair of tokens was given"
     if device.type != "cuda":
-        return f"FlexAttention has no backward pass on {device.type}"
+        return f"{kernel} does not train on {device.type}"
     if torch.version.hip is not None:
-        return "FlexAttention was not tried on ROCm"
-    if dtype not in (*HALF_TYPES, torch.float32):
-        return f"FlexAttention does not compute in {dtype}"
+        return f"{kernel} was not tried on ROCm"
+    if dtype not in dtypes:
+        return f"{kernel} does not compute in {dtype}"
     if dropout > 0.0:
-        return "FlexAttention has no dropout"
-    if head_dim < _FLEX_HEAD_DIM:
-        return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {head_dim}"
+        return f"{kernel} has no dropout"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "FlexAttention needs compute capability 8.0 or newer"
+        return f"{kernel} needs compute capability 8.0 or newer"
     return None
 
 

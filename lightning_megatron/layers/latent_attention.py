@@ -36,6 +36,7 @@ class LatentAttention(Attention):
         mesh: Process groups of this rank.
         bias: Whether the projections to latent vectors add a bias.
         output_bias: Whether the output projection adds a bias.
+        interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
         kind: Attention of the layer over whole rows; None means causal attention.
         dropout: Probability that an attention weight is dropped.
         layer: Number of the layer in the random streams; 1 is the first block.
@@ -61,6 +62,7 @@ class LatentAttention(Attention):
         *,
         bias: bool = False,
         output_bias: bool = False,
+        interleaved: bool = False,
         kind: AttentionSpan | None = None,
         dropout: float = 0.0,
         layer: int = 1,
@@ -79,6 +81,7 @@ class LatentAttention(Attention):
             layer=layer,
         )
         self.sizes = sizes
+        self.interleaved = interleaved
 
         def down(out_features: int) -> ReplicatedLinear:
             # Under sequence parallelism each rank projects its own positions only.
@@ -146,7 +149,7 @@ class LatentAttention(Attention):
             hidden = self.query_norm(self.query_down(hidden))
         query = self.query(hidden).unflatten(-1, (-1, self.head_dim))
         plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
-        return torch.cat((plain, self._rotated(rotated, rotary)), -1)
+        return torch.cat((plain, apply_rotary(rotated, rotary, self.interleaved)), -1)
 
     def _keys_and_values(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor]
@@ -162,15 +165,5 @@ class LatentAttention(Attention):
         # The heads of all ranks read these elements, so their gradients are summed over tp.
         tp = self.mesh.tp
         enter = all_gather_sequence if self.mesh.sequence_parallel else copy_to_axis
-        shared = self._rotated(enter(shared, tp).unsqueeze(2), rotary)
+        shared = apply_rotary(enter(shared, tp).unsqueeze(2), rotary, self.interleaved)
         return torch.cat((plain, shared.expand(-1, -1, plain.shape[2], -1)), -1), value
-
-    def _rotated(self, heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate heads; their elements may change places, in queries and keys alike."""
-        if not self.sizes.interleaved:
-            return apply_rotary(heads, rotary)
-        cosines, sines = (table.chunk(2, -1)[0] for table in rotary)
-        first = heads[..., 0::2]
-        second = heads[..., 1::2]
-        turned = (first * cosines - second * sines, second * cosines + first * sines)
-        return torch.cat(turned, -1)

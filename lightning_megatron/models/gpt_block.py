@@ -96,6 +96,7 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
     shared: dict[str, Any] = {
         "bias": config.has_qkv_bias,
         "output_bias": config.has_output_bias,
+        "interleaved": config.rotary_interleaved,
         "kind": attention_kind(config, index),
         "dropout": config.attention_dropout,
         "layer": index + 1,
@@ -114,7 +115,6 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
         norm_eps=config.norm_eps if config.qk_norm else None,
         norm_offset=config.norm_offset,
         norm_over_layer=config.qk_norm_over == "layer",
-        interleaved=config.rotary_interleaved,
         sinks=config.attention_sinks,
         **shared,
     )

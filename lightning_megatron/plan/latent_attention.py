@@ -23,8 +23,6 @@ class LatentAttentionConfig:
         plain_dim: Elements of a query or key head without positions (elements).
         rotary_dim: Rotated elements of a query or key head; even (elements).
         value_dim: Size of a value head, at most ``plain_dim + rotary_dim`` (elements).
-        interleaved: Whether neighbouring elements are rotated as a pair; otherwise the elements
-            ``i`` and ``i + rotary_dim / 2`` are.
         norm_eps: Constant added to the mean squares of latent vectors.
 
     Raises:
@@ -38,7 +36,6 @@ class LatentAttentionConfig:
     plain_dim: Count
     rotary_dim: Count
     value_dim: Count
-    interleaved: bool = True
     norm_eps: NotNegative = 1e-6
 
     def __post_init__(self) -> None:

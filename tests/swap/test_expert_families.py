@@ -471,6 +471,7 @@ def test_deepseek_v3_is_read_as_it_is_published() -> None:
     assert found.latent_attention == LatentAttentionConfig(
         key_value_rank=512, query_rank=1536, plain_dim=128, rotary_dim=64, value_dim=128
     )
+    assert found.rotary_interleaved
     assert found.rotary_scaling == RotaryScaling(
         kind="yarn", factor=40.0, original_length=163840, attention_factor=1.0
     )

@@ -12,12 +12,8 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
-from lightning_megatron.layers.attention_parts import (
-    add_sinks,
-    backward_part,
-    forward_part,
-    gradient_of_sinks,
-)
+from lightning_megatron.layers.attention_parts import backward_part, forward_part
+from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.blocks import (
     Block,

@@ -90,7 +90,7 @@ def _scale(values: Values) -> float | None:
     return float(head_dim**-0.5 * (0.1 * growth * math.log(factor) + 1.0) ** 2)
 
 
-def _latents(family: str, *further: Field) -> ConfigTable:
+def _latents(family: str) -> ConfigTable:
     fields = (
         Field("kv_lora_rank", 512, "key_value_rank"),
         Field("q_lora_rank", 1536, "query_rank"),
@@ -98,11 +98,11 @@ def _latents(family: str, *further: Field) -> ConfigTable:
         Field("qk_rope_head_dim", 64, "rotary_dim"),
         Field("v_head_dim", 128, "value_dim"),
     )
-    return ConfigTable(family, (*fields, *further), {}, builds=LatentAttentionConfig)
+    return ConfigTable(family, fields, {}, builds=LatentAttentionConfig)
 
 
 def _pairs(values: Values) -> Mapping[str, Any]:
-    return {"interleaved": bool(values["rope_interleave"])}
+    return {"rotary_interleaved": bool(values["rope_interleave"])}
 
 
 def _attention_fields(family: str) -> tuple[Field, ...]:
@@ -192,7 +192,7 @@ DEEPSEEK_V2 = Family(
             *_attention_fields("DeepSeek-V2"),
             Field("mlp_bias", False, only=(False, None), why="experts have no biases"),
         ),
-        FIXED,
+        {**FIXED, "rotary_interleaved": True},
         _LEFT_OUT,
         parts={
             "latent_attention": _latents("DeepSeek-V2"),
@@ -230,12 +230,13 @@ DEEPSEEK_V3 = Family(
         (
             *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
             *_attention_fields("DeepSeek-V3"),
+            Field("rope_interleave", True, _pairs),
         ),
         FIXED,
         # Layers that predict later tokens are left out of training.
         _LEFT_OUT | {"num_nextn_predict_layers", "num_mtp_layers"},
         parts={
-            "latent_attention": _latents("DeepSeek-V3", Field("rope_interleave", True, _pairs)),
+            "latent_attention": _latents("DeepSeek-V3"),
             "experts": ConfigTable(
                 "DeepSeek-V3",
                 (
