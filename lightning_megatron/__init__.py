@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lightning_megatron.errors import ReplicaMismatchError as ReplicaMismatchError
     from lightning_megatron.errors import UnsupportedError as UnsupportedError
     from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh
+    from lightning_megatron.layers.context_parallel.position_wise import (
+        position_wise as position_wise,
+    )
     from lightning_megatron.models.causal_lm import CausalLM as CausalLM
     from lightning_megatron.models.config import GPTConfig as GPTConfig
     from lightning_megatron.models.gpt import GPT as GPT
@@ -72,6 +75,7 @@ _HOMES = {
     "TokenDataModule": "data.datamodule",
     "TokensProgressBar": "strategy.callbacks.progress",
     "UnsupportedError": "errors",
+    "position_wise": "layers.context_parallel.position_wise",
 }
 
 __all__ = sorted(_HOMES)

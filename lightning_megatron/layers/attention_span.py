@@ -270,5 +270,5 @@ def check_lengths(
             raise ParallelPlanError(
                 f"the length of a document must be from 0 to {most} tokens: row {number} has "
                 f"{list(row)}. The kernel is launched for the longest document. Cut the document, "
-                "or raise span.longest."
+                "or raise its bound (span.longest, max_length_q)."
             )

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.context_parallel.position_wise import check_declared
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.loss_chunks import LossChunk
@@ -20,6 +21,7 @@ from lightning_megatron.strategy.options.sizes import check_places
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.decide.context import check_cut
 from lightning_megatron.swap.decide.model_plan import whole_parts
 from lightning_megatron.swap.rejoin import rejoin
 
@@ -43,6 +45,9 @@ def shard_module(
     """
     rejoin(module, mesh)
     record_module_names_again(module.trainer)
+    if mesh.cp.size > 1:
+        # Modules of configure_model did not exist before the groups.
+        check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
     for record in parallelize(
         module,
         mesh,
@@ -56,21 +61,13 @@ def shard_module(
         rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
     check_module(module, mesh)
     models = layered_modules(module)
-    _check_context(models, module, mesh.cp.size)
+    for model in models if mesh.cp.size > 1 else ():
+        check_declared(model)
     _set_recompute(models, module, options.recompute)
     _set_loss_chunk(models, module, options.loss_chunk)
     for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
-
-
-def _check_context(models: Sequence[LayeredModule], module: LightningModule, cp: int) -> None:
-    if cp > 1 and not models:
-        raise UnsupportedError(
-            f"cp ({cp}) above 1 needs a model of this package: {type(module).__name__} has none, "
-            "and only its attention can be cut along the sequence. Use a lightning_megatron.GPT, a "
-            "Hugging Face decoder of a supported family, or cp=1."
-        )
 
 
 def _set_recompute(

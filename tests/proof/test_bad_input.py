@@ -358,6 +358,82 @@ def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
         trainer(1, MegatronStrategy()).fit(model(), windows(seq_length=32))
 
 
+ADD_UP = (
+    "the lengths of the documents of a row must not exceed its 8 tokens: row 1 has [5, 4], which is 9. A document "
+    "cannot continue in the next row. Use lengths with a sum of at most 8."
+)
+#: What a batch has beside tokens, with the error.
+DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "lengths": (
+        {"tokens": torch.ones(2, 8, dtype=torch.int64), "lengths": torch.tensor([[3, 5], [5, 4]])},
+        ParallelPlanError,
+        ADD_UP,
+    ),
+    "borders": (
+        {
+            "input_ids": torch.ones(1, 8, dtype=torch.int64),
+            "cu_seq_lens_q": torch.tensor([0, 3, 9]),
+        },
+        ParallelPlanError,
+        "cu_seq_lens_q must rise from 0 to at most the 8 tokens of the row: it is [0, 3, 9]. Each number is the end "
+        "of a document and the start of the next one. Use the cumulative lengths of the documents, with 0 in front.",
+    ),
+    "falling borders": (
+        {
+            "input_ids": torch.ones(1, 8, dtype=torch.int64),
+            "cu_seq_lens_q": torch.tensor([0, 5, 3]),
+        },
+        ParallelPlanError,
+        "must rise from 0 to at most the 8 tokens of the row: it is [0, 5, 3]",
+    ),
+    "longest": (
+        {
+            "input_ids": torch.ones(1, 8, dtype=torch.int64),
+            "cu_seq_lens_q": torch.tensor([0, 5, 8]),
+            "max_length_q": 4,
+        },
+        ParallelPlanError,
+        "the length of a document must be from 0 to 4 tokens: row 0 has [5, 3]. The kernel is launched for the "
+        "longest document. Cut the document, or raise its bound (span.longest, max_length_q).",
+    ),
+    "mask": (
+        {
+            "input_ids": torch.ones(1, 8, dtype=torch.int64),
+            "cu_seq_lens_q": torch.tensor([0, 8]),
+            "attention_mask": torch.ones(1, 8),
+        },
+        UnsupportedError,
+        "a batch takes either attention_mask or cu_seq_lens_q: both were given. Packed rows have no padding but the "
+        "rest of the row. Leave one of them out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_documents_that_do_not_fit_their_rows_are_refused_before_a_batch_moves(case: str) -> None:
+    batch, error, message = DOCUMENTS[case]
+    labels = torch.ones(len(next(iter(batch.values()))), 8, dtype=torch.int64)
+    with pytest.raises(error, match=re.escape(message)):
+        trainer(1, MegatronStrategy()).fit(
+            model(), DataLoader([batch | {"labels": labels}], batch_size=None)
+        )
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_context_that_does_not_fit_the_rows_is_refused_before_any_process_is_started() -> None:
+    data = TokenDataModule(train="none", seq_length=10, batch_size=4)
+    message = re.escape("seq_length (10) must be a multiple of 2 cp (4)")
+    with pytest.raises(ParallelPlanError, match=message):
+        trainer(2, MegatronStrategy(cp=2)).fit(model(), data)
+    with pytest.raises(UnsupportedError, match="cannot be used with attention dropout"):
+        trainer(2, MegatronStrategy(cp=2, cp_transport="ring")).fit(
+            model(attention_dropout=0.1), windows()
+        )
+    # Any transport shares any number of heads over cp, after tp has cut them.
+    with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
+        trainer(4, MegatronStrategy(tp=2, cp=2)).fit(model(num_heads=9), windows())
+
+
 def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "text")
     path = tmp_path / "text.idx"

@@ -190,7 +190,6 @@ def test_calls_that_a_cut_block_cannot_answer_are_refused() -> None:
 
 def test_axes_that_modules_of_torch_cannot_use_are_refused() -> None:
     assert "pipeline stages" in refusal(mlp(), MLP_PLAN, UnsupportedError, pp=2)
-    assert "whole sequences" in refusal(Classifier(), None, UnsupportedError, tp=1, cp=2)
 
 
 def test_a_root_that_nothing_holds_is_refused() -> None:

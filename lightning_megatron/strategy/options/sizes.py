@@ -15,6 +15,8 @@ from lightning_megatron.plan.context_transport import ContextLinks, choose_conte
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.user_module import is_overridden
+from lightning_megatron.swap.decide.context import check_cut
 from lightning_megatron.swap.families import find_family
 
 
@@ -39,7 +41,8 @@ def check_sizes(
     Raises:
         ParallelPlanError: If sizes are incompatible.
         UnsupportedError: If pp is above 1 with manual optimization, if a GPT cannot represent the
-            model in the folder, or if steps of this training cannot be run again for expert_rows.
+            model in the folder, if steps of this training cannot be run again for expert_rows, or
+            if cp is above 1 and the module has no decoder that can be cut along the sequence.
     """
     check_optimization(module, layout.pp)
     if options.expert_rows is not None and "train_dataloaders" in arguments:
@@ -56,6 +59,11 @@ def check_sizes(
         check_context_transport(config, options, layout)
     elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
         _check_folder(module, options, layout, seq_length)
+    elif layout.cp > 1 and not is_overridden("configure_model", module):
+        # A configure_model may build the decoder, and is called when groups exist.
+        for found in check_cut(module, layout.cp, options.tensor_parallel_plan):
+            found.check_layout(layout)
+            check_context_transport(found, options, layout)
     if (
         "train_dataloaders" in arguments
         and module.automatic_optimization

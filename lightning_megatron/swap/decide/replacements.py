@@ -256,12 +256,7 @@ def _choose(
 
 
 def _check_layout(chosen: Sequence[_RuledSite], mesh: ParallelMesh, has_stages: bool) -> None:
-    for site, kind, _ in chosen:
-        if mesh.cp.size > 1 and kind == "auto":
-            raise UnsupportedError(
-                f"cp ({mesh.cp.size}) must be 1, because the attention of {site.name!r} needs "
-                "whole sequences. Use cp=1."
-            )
+    for site, _, _ in chosen:
         if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
             raise UnsupportedError(
                 f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {site.name!r} is a "

@@ -1,0 +1,205 @@
+"""Modules that may see a part of a sequence: those that compute every position by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import isfunction
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.errors import UnsupportedError
+
+T = TypeVar("T", bound=nn.Module | type[nn.Module])
+
+_DECLARED = "_computes_positions_separately"
+#: Maximum difference between the outputs of halves and of a whole, relative to the largest element.
+_TOLERANCE = 1e-2
+
+_SEPARATE = (
+    *(nn.Linear, nn.Identity, nn.Dropout, nn.AlphaDropout, nn.Embedding),
+    *(nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict),
+    *(nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh),
+    *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU),
+    *(nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
+)
+#: Modules of torch that mix positions, with what they do.
+_MIXING: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
+    (
+        (
+            *(nn.MultiheadAttention, nn.Transformer),
+            *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+        ),
+        "attends to all positions",
+    ),
+    ((nn.RNNBase, nn.RNNCellBase), "carries a state from position to position"),
+    ((nn.modules.conv._ConvNd,), "reads neighbouring positions"),
+    (
+        (
+            *(nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd),
+            *(nn.modules.pooling._AdaptiveMaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd),
+            nn.modules.pooling._LPPoolNd,
+        ),
+        "pools over positions",
+    ),
+    ((nn.modules.batchnorm._NormBase,), "takes statistics over positions"),
+)
+#: Functions of torch that mix positions, which the code of a user's module may call.
+_MIXING_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward")
+#: Methods of a subclass that do not compute.
+_PASSIVE = ("__init__", "extra_repr", "reset_parameters", "__repr__")
+
+
+def position_wise(module: T) -> T:
+    """Declare that a module, or every module of a class, computes each position by itself.
+
+    With ``cp`` above 1 the modules inside a decoder get a part of each sequence: two pieces that
+    are no neighbours. Modules of this package know that, and those of torch that compute every
+    position by itself, such as nn.Linear, need not. Other modules must be declared. Their first
+    call computes both halves of its positions apart, and compares them with the whole.
+
+    Args:
+        module: Module that takes and returns tensors with the positions first, or its class.
+
+    Returns:
+        The same object, so that this can decorate a class.
+    """
+    setattr(module, _DECLARED, True)
+    return module
+
+
+def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """List the modules inside a decoder that may mix positions: their names, and what they do.
+
+    Args:
+        root: Decoder of this package, or a subclass of one.
+    """
+    pending = [(name, child) for name, child in root.named_children()]
+    while pending:
+        name, module = pending.pop(0)
+        if getattr(module, _DECLARED, False):
+            continue
+        if not _computes_separately(module):
+            yield name, module, mixing_of(module) or "has code of its own"
+            continue
+        # Parametrizations compute weights, which have no positions.
+        pending += [
+            (f"{name}.{key}", child)
+            for key, child in module.named_children()
+            if key != "parametrizations"
+        ]
+
+
+def mixing_of(module: nn.Module) -> str:
+    """Return how a module mixes positions, as far as its class tells; empty if it does not.
+
+    Args:
+        module: Module of torch, or of a user.
+    """
+    for kinds, what in _MIXING:
+        if isinstance(module, kinds):
+            return what
+    code = getattr(type(module).forward, "__code__", None)
+    called = [name for name in _MIXING_FUNCTIONS if code is not None and name in code.co_names]
+    return f"calls {called[0]}" if called else ""
+
+
+def check_declared(root: nn.Module) -> None:
+    """Check the declared modules of a decoder at their first calls.
+
+    Args:
+        root: Decoder of this package, on its mesh.
+    """
+    for name, module in root.named_modules():
+        if getattr(module, _DECLARED, False):
+            _check_first_call(name, module)
+
+
+def _computes_separately(module: nn.Module) -> bool:
+    """Return whether a module is known to compute positions apart, if its children do."""
+    if hasattr(module, "_orig_mod"):
+        # torch.compile wraps a child.
+        return True
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("lightning_megatron."):
+            return True
+        if kind in _SEPARATE:
+            return True
+        if kind in (nn.LayerNorm, nn.RMSNorm):
+            return len(module.normalized_shape) == 1  # type: ignore[arg-type]
+        if kind in (nn.Softmax, nn.LogSoftmax, nn.GLU):
+            return bool(module.dim == -1)
+        computes = any(isfunction(one) for key, one in vars(kind).items() if key not in _PASSIVE)
+        if computes and kind.__module__ != "torch.nn.utils.parametrize":
+            return False
+    return False
+
+
+def _check_first_call(name: str, module: nn.Module) -> None:
+    def check(
+        module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        length = _length((args, kwargs))
+        if length > 1:
+            handle.remove()
+            if not _is_separate(module, args, kwargs, length):
+                raise UnsupportedError(
+                    f"{name!r} ({type(module).__name__}) is declared position_wise, but its result "
+                    f"for {length} positions differs from its results for their halves, and with "
+                    "cp above 1 it would see a part of the positions. Use cp=1, or call it outside "
+                    "of the model, where sequences are whole."
+                )
+
+    handle = module.register_forward_hook(check, with_kwargs=True)
+
+
+def _length(values: Any) -> int:
+    """Return the length of the first tensor's first dimension; 0 without one."""
+    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.dim()]
+    return len(tensors[0]) if tensors else 0
+
+
+def _is_separate(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int
+) -> bool:
+    def run(first: int, stop: int) -> list[Tensor]:
+        def part(value: Any) -> Any:
+            has_positions = isinstance(value, Tensor) and value.dim() and len(value) == length
+            return value[first:stop] if has_positions else value
+
+        own_args, own_kwargs = pytree.tree_map(part, (args, dict(kwargs)))
+        found = pytree.tree_leaves(module.forward(*own_args, **own_kwargs))
+        return [
+            one.double()
+            for one in found
+            if isinstance(one, Tensor) and one.dim() and len(one) == stop - first
+        ]
+
+    half = length // 2
+    with torch.no_grad(), _without_draws(module):
+        whole = run(0, length)
+        parts = [torch.cat(both) for both in zip(run(0, half), run(half, length), strict=True)]
+    if not whole or len(whole) != len(parts):
+        return False
+    for one, other in zip(whole, parts, strict=True):
+        if one.shape != other.shape:
+            return False
+        if float((one - other).abs().max()) > _TOLERANCE * float(one.abs().max()):
+            return False
+    return True
+
+
+@contextmanager
+def _without_draws(module: nn.Module) -> Iterator[None]:
+    """Let dropout inside a module keep everything, and restore the module's mode afterwards."""
+    trained = [one for one in module.modules() if one.training]
+    for one in trained:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in trained:
+            one.training = True

@@ -1,0 +1,57 @@
+"""Checks of a batch while the host still has it: documents that do not fit their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.layers.attention_span import check_lengths
+from lightning_megatron.models.causal_lm import CausalLM
+
+
+def check_documents(batch: Any, module: LightningModule) -> None:
+    """Refuse lengths of documents that do not fit the rows of a batch.
+
+    Args:
+        batch: Batch before it moves. Lengths on another device are not read.
+        module: Module that will get the batch. That ``lengths`` are those of documents is known
+            for a :class:`CausalLM` only; ``cu_seq_lens_q`` has one meaning everywhere.
+
+    Raises:
+        ParallelPlanError: If documents do not fit their rows, or are longer than their bound.
+        UnsupportedError: If a batch has both a mask and boundaries of documents.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    lengths = batch.get("lengths")
+    tokens = batch.get("tokens")
+    if isinstance(module, CausalLM) and _is_known(lengths) and isinstance(tokens, Tensor):
+        check_lengths(lengths.tolist(), tokens.shape[1])
+    borders = batch.get("cu_seq_lens_q")
+    tokens = batch.get("input_ids")
+    if _is_known(borders) and isinstance(tokens, Tensor) and tokens.dim() == 2:
+        if batch.get("attention_mask") is not None:
+            raise UnsupportedError(
+                "a batch takes either attention_mask or cu_seq_lens_q: both were given. Packed "
+                "rows have no padding but the rest of the row. Leave one of them out."
+            )
+        _check_borders(borders.tolist(), tokens.shape[1], batch.get("max_length_q"))
+
+
+def _is_known(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _check_borders(borders: list[int], seq_length: int, longest: Any) -> None:
+    lengths = [after - before for before, after in zip(borders, borders[1:], strict=False)]
+    if borders[:1] != [0] or min(lengths, default=0) < 0 or borders[-1] > seq_length:
+        raise ParallelPlanError(
+            f"cu_seq_lens_q must rise from 0 to at most the {seq_length} tokens of the row: it is "
+            f"{borders}. Each number is the end of a document and the start of the next one. Use "
+            "the cumulative lengths of the documents, with 0 in front."
+        )
+    check_lengths([lengths], seq_length, None if longest is None else int(longest))

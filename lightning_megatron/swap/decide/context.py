@@ -1,0 +1,124 @@
+"""Which modules context parallelism can cut, decided before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.context_parallel.position_wise import foreign_parts, mixing_of
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.decide.hugging_face_models import ModelChoice, choose_models
+from lightning_megatron.swap.decide.kinds import (
+    ModuleSite,
+    choose_kinds,
+    sites_of,
+    unique_sites,
+)
+from lightning_megatron.swap.families import find_family
+
+#: Largest number of modules that an error names.
+_SHOWN = 4
+
+
+def check_cut(root: nn.Module, cp: int, plan: Mapping[str, str] | None) -> tuple[GPTConfig, ...]:
+    """Refuse a module without a decoder that can be cut along the sequence, or with foreign parts.
+
+    A decoder cuts the sequences that it is called with, and joins its results, so the modules
+    around it see whole sequences, and may mix positions: every rank of cp computes them in full.
+    Inside the decoder are modules of this package and those that compute positions separately.
+
+    Args:
+        root: Root module; it may have been swapped in an earlier run.
+        cp: Ranks that share a sequence (ranks).
+        plan: The user's tensor_parallel_plan.
+
+    Returns:
+        Configurations of the decoders that are cut.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module.
+        UnsupportedError: If there is no such decoder, an encoder of this package, or a module
+            inside a decoder that may mix positions.
+    """
+    sites = sites_of(root)
+    swappable = unique_sites(sites)
+    models = choose_models(swappable, choose_kinds(sites, plan), needs_tables=False, tp=None)
+    found: list[GPTConfig] = []
+    encoders: list[tuple[str, str]] = []
+    for site, family in models.replaced:
+        config = family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
+        if isinstance(config, GPTConfig):
+            found.append(config)
+        else:
+            encoders.append((site.name, type(site.module).__name__))
+    for site in sites:
+        if isinstance(site.module, GPT):
+            found.append(site.module.config)
+            _check_parts(site.name, site.module, cp)
+        elif isinstance(site.module, Encoder):
+            encoders.append((site.name, type(site.module).__name__))
+    if not found:
+        raise UnsupportedError(
+            f"cp ({cp}) above 1 needs a decoder that can be cut along the sequence, a "
+            "lightning_megatron.GPT or a Hugging Face model of a supported family: "
+            f"{type(root).__name__} has none. Its modules see whole sequences"
+            f"{_listed(_reasons(root, sites, models, dict(encoders)))}. Use cp=1, with tp, pp or "
+            "more data ranks instead."
+        )
+    if encoders:
+        name, kind = encoders[0]
+        raise UnsupportedError(
+            f"cp ({cp}) is not available for {name!r} ({kind}), because its attention sees whole "
+            "sequences, in both directions. Use cp=1."
+        )
+    return tuple(found)
+
+
+def _check_parts(path: str, model: GPT, cp: int) -> None:
+    for name, part, what in foreign_parts(model):
+        raise UnsupportedError(
+            f"with cp ({cp}) the modules inside {path!r} see parts of sequences, so that they must "
+            f"compute every position by itself: '{path}.{name}' ({type(part).__name__}) {what}. "
+            "Declare it with lightning_megatron.position_wise if its output at a position depends "
+            "on its input at that position alone. Otherwise use cp=1, or call it outside of the "
+            "model, where sequences are whole."
+        )
+
+
+def _reasons(
+    root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice, encoders: Mapping[str, str]
+) -> Iterator[str]:
+    """Describe modules that see whole sequences."""
+    named = dict(encoders)
+    for name, kind in encoders.items():
+        yield f"{name!r} ({kind}) attends in both directions"
+    for model in models.own_code:
+        if model.is_outermost:
+            kind = type(model.site.module).__name__
+            named[model.site.name] = kind
+            yield f"{model.site.name!r} ({kind}) {_why_own_code(kind, model.reason)}"
+    inside: list[str] = list(named)
+    for site in [ModuleSite("", root, "", root), *sites]:
+        what = mixing_of(site.module)
+        if what and site.name not in inside and not site.is_inside(inside):
+            inside += [site.name] if site.name else []
+            where = repr(site.name) if site.name else "the module itself"
+            yield f"{where} ({type(site.module).__name__}) {what}"
+
+
+def _why_own_code(kind: str, reason: str) -> str:
+    if reason:
+        return f"has a setting that its family does not support: {reason.rstrip('.')}"
+    if find_family(kind) is not None:
+        return "keeps its own code by tensor_parallel_plan"
+    return "is no language model of a supported family"
+
+
+def _listed(reasons: Iterator[str]) -> str:
+    found = list(reasons)
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f": {'; '.join(found[:_SHOWN])}{more}" if found else ""

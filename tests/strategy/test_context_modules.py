@@ -1,0 +1,254 @@
+"""What context parallelism cuts, refuses, and leaves whole around a decoder."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_megatron import GPT, GPTConfig, MegatronStrategy, UnsupportedError, position_wise
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_config import EncoderConfig
+from tests.world import run_world
+
+SIZES = {"vocab_size": 32, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+ENCODER = SIZES | {"num_positions": 16, "ffn_hidden_size": 16}
+ROWS = torch.randint(32, (12, 9), generator=torch.Generator().manual_seed(1))
+
+
+def decoder() -> GPT:
+    return GPT(GPTConfig.llama(**SIZES, max_seq_length=16))
+
+
+class Plain(LightningModule):
+    """Hold modules the way users do."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise AssertionError("no step may run")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class OwnAttention(nn.Module):
+    """Attend by torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.qkv(hidden).chunk(3, -1), is_causal=True)
+
+
+def hugging_face(name: str, **settings: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    kind = getattr(transformers, name)
+    found: nn.Module = kind(kind.config_class(vocab_size=32, hidden_size=16, **(sizes | settings)))
+    return found
+
+
+def replaced_mlp(part: nn.Module) -> GPT:
+    model = decoder()
+    model.layers["1"].mlp = part
+    return model
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "attention of torch": (
+        lambda: {"mix": nn.MultiheadAttention(16, 2)},
+        "'mix' (MultiheadAttention) attends to all positions",
+    ),
+    "encoder of torch": (
+        lambda: {
+            "mix": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
+        },
+        "'mix.layers.0' (TransformerEncoderLayer) attends to all positions",
+    ),
+    "convolution": (
+        lambda: {"mix": nn.Conv1d(16, 16, 3)},
+        "'mix' (Conv1d) reads neighbouring positions",
+    ),
+    "recurrence": (
+        lambda: {"mix": nn.LSTM(16, 16)},
+        "'mix' (LSTM) carries a state from position to position",
+    ),
+    "pooling": (
+        lambda: {"mix": nn.AdaptiveAvgPool1d(1)},
+        "'mix' (AdaptiveAvgPool1d) pools over positions",
+    ),
+    "statistics": (
+        lambda: {"mix": nn.BatchNorm1d(16)},
+        "'mix' (BatchNorm1d) takes statistics over positions",
+    ),
+    "own attention": (
+        lambda: {"mix": OwnAttention()},
+        "'mix' (OwnAttention) calls scaled_dot_product_attention",
+    ),
+    "no mixing at all": (lambda: {"mix": nn.Linear(16, 16)}, "Plain has none."),
+    "other architecture": (
+        lambda: {"model": hugging_face("BloomForCausalLM", n_layer=1, n_head=2)},
+        "'model' (BloomForCausalLM) is no language model of a supported family",
+    ),
+    "other head": (
+        lambda: {"model": hugging_face("LlamaForSequenceClassification")},
+        "'model' (LlamaForSequenceClassification) is no language model of a supported family",
+    ),
+    "setting": (
+        lambda: {"model": hugging_face("LlamaForCausalLM", hidden_act="quick_gelu")},
+        "'model' (LlamaForCausalLM) has a setting that its family does not support",
+    ),
+    "bidirectional": (
+        lambda: {"model": hugging_face("BertForSequenceClassification")},
+        "'model' (BertForSequenceClassification) attends in both directions",
+    ),
+    "encoder beside a decoder": (
+        lambda: {"model": decoder(), "other": Encoder(EncoderConfig(**ENCODER))},
+        "cp (2) is not available for 'other' (Encoder)",
+    ),
+    "attention inside a decoder": (
+        lambda: {"model": replaced_mlp(OwnAttention())},
+        "'model.layers.1.mlp' (OwnAttention) calls scaled_dot_product_attention",
+    ),
+    "unknown code inside a decoder": (
+        lambda: {"model": replaced_mlp(nn.Sequential(Gate()))},
+        "'model.layers.1.mlp.0' (Gate) has code of its own. Declare it with "
+        "lightning_megatron.position_wise",
+    ),
+}
+
+
+class Gate(nn.Module):
+    """Compute every position by itself, which no class says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gate(hidden).sigmoid()
+
+
+def trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_modules_that_cannot_be_cut_are_refused_before_any_process(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("too late: the Trainer has begun to start processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    make, message = REFUSED[case]
+    module = Plain(**make())
+    with pytest.raises(UnsupportedError) as caught:
+        trainer(2, MegatronStrategy(cp=2), max_steps=1).fit(module, DataLoader(ROWS))
+    assert message in str(caught.value)
+    assert "cp (2)" in str(caught.value)
+    assert "se cp=1" in str(caught.value), "the remedy"
+
+
+class Around(LightningModule):
+    """Mix positions before and after a decoder, and compute them apart inside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.tokens = nn.Embedding(32, 16)
+        self.before = nn.Conv1d(16, 16, 3, padding=1)
+        self.state = nn.GRU(16, 16, batch_first=True)
+        self.statistics = nn.BatchNorm1d(16)
+        self.after = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.own = nn.Linear(32, 16)
+        self.attention = OwnAttention()
+        self.model: GPT | None = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            config = GPTConfig.llama(**SIZES, max_seq_length=16)
+            self.model = GPT(config, mesh=self.device_mesh, seed=5)
+            self.model.layers["1"].mlp = self.inner
+            del self.inner
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        vectors = self.before(self.tokens(batch[:, :-1]).transpose(1, 2))
+        vectors = self.state(self.statistics(vectors).transpose(1, 2))[0]
+        logits = self.model(None, embeddings=vectors)
+        mixed = self.after(logits, logits, logits, need_weights=False)[0]
+        pooled = F.max_pool1d(self.attention(self.own(mixed)).transpose(1, 2), 3, 1, 1)
+        losses = F.cross_entropy((logits + mixed).transpose(1, 2), batch[:, 1:])
+        loss = losses + pooled.square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@position_wise
+class Declared(Gate):
+    """Declare what Gate computes."""
+
+
+@position_wise
+class Wrong(OwnAttention):
+    """Declare what is not true: the positions come first."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.transpose(0, 1)).transpose(0, 1)
+
+
+def train(inner: nn.Module, devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
+    seed_everything(3, verbose=False)
+    torch.manual_seed(4)
+    module = Around(inner)
+    strategy = MegatronStrategy(microbatch_size="batch", **layout)
+    own = trainer(devices, strategy, precision="64-true", max_steps=3)
+    own.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
+    return module.losses, [p.detach().clone() for p in module.parameters()]
+
+
+def on_four_ranks(rank: int, size: int) -> tuple[list[Any], str]:
+    found = []
+    for layout in ({"cp": 4}, {"cp": 2, "tp": 2, "sequence_parallel": False}):
+        torch.manual_seed(2)
+        found.append(train(Declared(), size, **layout))
+    with pytest.raises(UnsupportedError) as caught:
+        train(Wrong(), size, cp=4)
+    with pytest.raises(UnsupportedError, match="lightning_megatron.position_wise"):
+        train(Gate(), size, cp=4)
+    return found, str(caught.value)
+
+
+def test_modules_around_a_decoder_see_whole_sequences() -> None:
+    torch.manual_seed(2)
+    losses, weights = train(Declared(), 1)
+    for reports, refusal in run_world(on_four_ranks, 4):
+        for found, _ in reports:
+            assert found == pytest.approx(losses, rel=1e-12)
+        # Under tp a rank has parts of the weights.
+        for own, expected in zip(reports[0][1], weights, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+        assert "'layers.1.mlp' (Wrong) is declared position_wise" in refusal
+    assert len(set(losses)) == 3
