@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,21 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.data.corpora import (
     bytes_per_token,
-    check_corpus_once,
-    check_one_tokenizer,
     check_sources,
     check_split,
     has_share,
     list_prefixes,
-    split_corpus,
 )
-from lightning_megatron.data.description import CorpusDescription
+from lightning_megatron.data.corpus_parts import PARTS, CorpusParts, Part
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend_samples
-from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.train_position import position_after, samples_of_steps
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.settings import (
@@ -39,9 +33,6 @@ from lightning_megatron.plan.settings import (
     Range,
     coerced_arguments,
 )
-
-Part = Literal["train", "val", "test"]
-PARTS: tuple[Part, ...] = ("train", "val", "test")
 
 
 class TokenDataModule(LightningDataModule):
@@ -116,11 +107,18 @@ class TokenDataModule(LightningDataModule):
         check_sources(train, val, test, split, corpus)
         if split is not None:
             check_split(given["split"], given["order"])
-        self.prefixes = {part: list_prefixes(given[part]) for part in PARTS}
+        self._parts = CorpusParts(
+            {part: list_prefixes(given[part]) for part in PARTS},
+            split=given["split"],
+            order=given["order"],
+            corpus=given["corpus"],
+            tokenizer_spec=given["tokenizer"],
+            data_dir=given["data_dir"],
+            cache_dir=given["cache_dir"],
+            checksums=checksums,
+        )
         self.weights = list(given["train"].values()) if isinstance(given["train"], dict) else None
         self.split: str | None = given["split"]
-        self.corpus: Literal["speeches"] | None = given["corpus"]
-        self.tokenizer_spec: str | None = given["tokenizer"]
         self.seq_length: int = given["seq_length"]
         self.batch_size: int = given["batch_size"]
         self.num_workers: int = given["num_workers"]
@@ -129,21 +127,20 @@ class TokenDataModule(LightningDataModule):
         self.order: Literal["passes", "megatron"] = given["order"]
         self.mask_after_eod = mask_after_eod
         self.documents: Literal["joined", "separate"] = given["documents"]
-        self.checksums = checksums
         self.data_dir: str = given["data_dir"]
-        self.cache_dir: str | None = given["cache_dir"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}
-        self._files: dict[str, TokenFile] = {}
-        self._checked: set[Part] = set()
         self._train_loader: TokenLoader | None = None
 
-    @cached_property
+    @property
+    def prefixes(self) -> dict[Part, list[str]]:
+        """Prefixes of the token files of each part."""
+        return self._parts.prefixes
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """Tokenizer given by name or path; None if none was given and no bundled corpus is used."""
-        if self.tokenizer_spec is None and self.corpus is None:
-            return None
-        return load_tokenizer(self.tokenizer_spec or "bytes")
+        return self._parts.tokenizer
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
@@ -153,12 +150,12 @@ class TokenDataModule(LightningDataModule):
     @property
     def vocab_size(self) -> int:
         """Vocabulary size of the tokenizer, or of the tokenizer recorded with the corpus."""
-        return self._tokenizer_fact("vocab_size")
+        return self._parts.tokenizer_fact("vocab_size")
 
     @property
     def eod(self) -> int | None:
         """Id of the end-of-document token; None if the tokenizer has none."""
-        return self._tokenizer_fact("eod")
+        return self._parts.tokenizer_fact("eod")
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -171,12 +168,12 @@ class TokenDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Write the bundled corpus unless it exists; called in one process per node."""
-        self._locate()
+        self._parts.locate()
 
     def setup(self, stage: str | None = None) -> None:
         """Open and check the corpora of a stage, so that faults raise before the first step."""
         self._train_loader = None
-        self._locate()
+        self._parts.locate()
         parts: dict[str | None, tuple[Part, ...]] = {
             "fit": ("train", "val"),
             "validate": ("val",),
@@ -326,75 +323,16 @@ class TokenDataModule(LightningDataModule):
         return (given["rank"], given["num_replicas"]) if given else (0, 1)
 
     def _options(self, order: Order) -> SampleOptions:
-        written = self._description()
-        known = self.tokenizer or written
-        fingerprint = None if written is None else written.tokenizer_fingerprint
-        if self.tokenizer:
-            fingerprint = self.tokenizer.fingerprint
         return SampleOptions(
             seq_length=self.seq_length,
             seed=self.seed,
             order=order,
-            tokenizer=fingerprint,
-            vocab_size=known.vocab_size if known else None,
-            cache_dir=str(self._cache_dir()),
+            tokenizer=self._parts.fingerprint,
+            vocab_size=self._parts.known_vocab_size,
+            cache_dir=str(self._parts.cache_folder),
             by_sequence=self.order == "megatron",
         )
 
-    def _cache_dir(self) -> Path:
-        return Path(self.cache_dir or Path(self._all_prefixes()[0]).parent / "index_cache")
-
     def _corpora(self, part: Part) -> list[tuple[TokenFile, range | None]]:
-        self._locate()
-        self._check(part)
-        if self.split is None:
-            return [(self._open(prefix), None) for prefix in self.prefixes[part]]
-        found: list[tuple[TokenFile, range | None]] = []
-        for prefix in self.prefixes["train"]:
-            corpus = self._open(prefix)
-            # All parts come from one split of the corpus, so that they are disjoint.
-            found.append((corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)]))
-        return found
-
-    def _open(self, prefix: str) -> TokenFile:
-        if prefix not in self._files:
-            # `_check` compares the checksums, in one process and after the check of tokenizers.
-            self._files[prefix] = TokenFile(prefix, check=False)
-        return self._files[prefix]
-
-    def _locate(self) -> None:
-        if self.corpus is not None and not self.prefixes["train"]:
-            assert self.tokenizer is not None, "a named corpus always has a tokenizer"
-            written = prepare_speeches(self.data_dir, self.tokenizer)
-            heldout = [written["heldout"]]
-            self.prefixes = {"train": [written["train"]], "val": heldout, "test": heldout}
-
-    def _all_prefixes(self) -> list[str]:
-        self._locate()
-        return [prefix for part in PARTS for prefix in self.prefixes[part]]
-
-    def _description(self) -> CorpusDescription | None:
-        found = (self._open(prefix).description for prefix in self._all_prefixes())
-        return next((one for one in found if one is not None and one.tokenizer is not None), None)
-
-    def _tokenizer_fact(self, name: Literal["vocab_size", "eod"]) -> Any:
-        known = self.tokenizer or self._description()
-        if known is None:
-            raise UnsupportedError(
-                f"{name} is not known: the description of {self._all_prefixes()[0]} has no "
-                "tokenizer. Pass the tokenizer."
-            )
-        return getattr(known, name)
-
-    def _check(self, part: Part) -> None:
-        if part in self._checked:
-            return
-        names = self.prefixes["train" if self.split else part]
-        corpora = [self._open(prefix) for prefix in names]
-        check_one_tokenizer(corpora, self.tokenizer)
-        if self.checksums:
-            # If results cannot be stored, one process of each node reads the files.
-            in_charge = getattr(self.trainer, "local_rank", 0) == 0
-            for corpus in corpora:
-                check_corpus_once(corpus, self._cache_dir(), in_charge)
-        self._checked.add(part)
+        # If checksums cannot be stored, one process of each node reads the files.
+        return self._parts.of(part, in_charge=getattr(self.trainer, "local_rank", 0) == 0)
