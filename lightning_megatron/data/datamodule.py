@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.corpora import (
     bytes_per_token,
     check_sources,
@@ -19,7 +20,7 @@ from lightning_megatron.data.corpora import (
 )
 from lightning_megatron.data.corpus_parts import PARTS, CorpusParts, Part
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
-from lightning_megatron.data.sampler import TokenBatchSampler, check_position
+from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend_samples
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer
@@ -69,6 +70,10 @@ class TokenDataModule(LightningDataModule):
         mask_after_eod: Whether to ignore the label that follows an end-of-document token.
         documents: "joined" lets attention and positions run over the ends of documents in a window.
             "separate" restarts both at each document, and ignores the labels across the ends.
+        balance_attention: Whether to assign the samples of each global batch to data ranks and
+            microbatches so that these have about equal attention work, the sum of the squares of
+            documents' lengths. Which samples a global batch has, the loss and the position in the
+            data do not change; only with separate documents.
         data_dir: Directory to which the bundled ``corpus`` is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
         checksums: Whether to compare each token file with the checksum written by ``preprocess``.
@@ -78,7 +83,8 @@ class TokenDataModule(LightningDataModule):
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.
-        UnsupportedError: If data sources conflict, or none is given.
+        UnsupportedError: If data sources conflict, or none is given, or joined documents are to be
+            balanced.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class TokenDataModule(LightningDataModule):
         train_samples: Elements | None = None,
         mask_after_eod: bool = False,
         documents: Literal["joined", "separate"] = "joined",
+        balance_attention: bool = False,
         data_dir: str = "data",
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
@@ -105,6 +112,12 @@ class TokenDataModule(LightningDataModule):
         given = coerced_arguments(TokenDataModule.__init__, locals())
         super().__init__()
         check_sources(train, val, test, split, corpus)
+        if balance_attention and documents == "joined":
+            raise UnsupportedError(
+                "balance_attention cannot be used with documents='joined', because attention over "
+                "whole rows has equal work in each of them. Use documents='separate', or leave it "
+                "out."
+            )
         if split is not None:
             check_split(given["split"], given["order"])
         self._parts = CorpusParts(
@@ -127,6 +140,7 @@ class TokenDataModule(LightningDataModule):
         self.order: Literal["passes", "megatron"] = given["order"]
         self.mask_after_eod = mask_after_eod
         self.documents: Literal["joined", "separate"] = given["documents"]
+        self.balance_attention = balance_attention
         self.data_dir: str = given["data_dir"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}
@@ -185,6 +199,8 @@ class TokenDataModule(LightningDataModule):
     def train_dataloader(self) -> TokenLoader:
         """Build the loader of training batches, starting at the restored position."""
         self._train_loader = self._build_train_loader()
+        if self._train_loader.sampler.balance is not None:
+            rank_zero_info(excess_line(self._train_loader.sampler))
         return self._train_loader
 
     def val_dataloader(self) -> TokenLoader | list:
@@ -246,6 +262,7 @@ class TokenDataModule(LightningDataModule):
             seed=self._shuffle_seed(),
             stream=by_steps,
             finished=self._num_finished,
+            balance=self._balance(samples, dp_size),
         )
         if state:
             sampler.load_state_dict(state)
@@ -260,6 +277,16 @@ class TokenDataModule(LightningDataModule):
         elif self.trainer is not None and not by_steps:
             sampler.set_epoch(self.trainer.current_epoch)
         return self._loader(samples, sampler)
+
+    def _balance(self, samples: Samples, dp_size: int) -> RowBalance | None:
+        if not self.balance_attention:
+            return None
+        strategy = None if self.trainer is None else self.trainer.strategy
+        # Other strategies compute a batch at once.
+        cut = getattr(strategy, "samples_per_microbatch", None)
+        return RowBalance(
+            samples, dp_size, self.batch_size if cut is None else cut(self.batch_size)
+        )
 
     def _stops_by_steps(self) -> bool:
         return (

@@ -7,18 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
 
 REQUIRED = ("epoch", "consumed", "num_samples", "global_batch_size")
 OPTIONAL = ("batches", "steps")
+#: Global batches whose work is reported (batches).
+_EXAMINED = 32
 
 
 class TokenBatchSampler:
     """Batches of sample numbers for one data-parallel rank, up to the end of an epoch.
 
     Each global batch contains the next batch_size * dp_size samples of the epoch's order, and rank
-    r takes the r-th contiguous share. Positions are counted in samples, so that training resumes
-    with another dp_size or batch_size.
+    r takes the r-th contiguous share, or that of ``balance``. Positions are counted in samples, so
+    that training resumes with another dp_size or batch_size.
 
     The state depends on the batches that the Trainer has finished, and not on the batches yielded,
     because workers prefetch.
@@ -37,6 +40,8 @@ class TokenBatchSampler:
             the Trainer then continues where the last one stopped.
         finished: Function that returns the number of batches that the Trainer has finished in all
             epochs.
+        balance: Assignment of the samples of each global batch to ranks by their work; only with
+            ``drop_last``. None gives rank r the r-th contiguous share.
 
     Raises:
         ParallelPlanError: If sizes do not fit together, or no global batch is full.
@@ -52,6 +57,7 @@ class TokenBatchSampler:
         seed: int | None = None,
         stream: bool = False,
         finished: Callable[[], int] | None = None,
+        balance: RowBalance | None = None,
     ) -> None:
         if batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ParallelPlanError(
@@ -65,6 +71,7 @@ class TokenBatchSampler:
         self.drop_last = drop_last
         self.seed = seed
         self.stream = stream
+        self.balance = balance
         self.epoch = 0
         self.consumed = 0
         self.num_before = 0
@@ -102,11 +109,25 @@ class TokenBatchSampler:
         for number in range(self.num_left):
             start = self.consumed + number * self.global_batch_size
             size = min(self.global_batch_size, self.num_samples - start)
+            if self.balance is not None:
+                yield self.balance.shares(_taken(order, start, start + size))[self.dp_rank]
+                continue
             first, stop = (
                 start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1)
             )
-            batch = list(range(first, stop)) if order is None else order[first:stop].tolist()
+            batch = _taken(order, first, stop)
             yield batch + [-1] * (-(-size // self.dp_size) - len(batch))
+
+    def global_batches(self, count: int) -> Iterator[list[int]]:
+        """Yield the samples of all ranks in the next global batches, without taking them.
+
+        Args:
+            count: Largest number of batches (batches).
+        """
+        order = self._order()
+        for number in range(min(count, self.num_left)):
+            start = self.consumed + number * self.global_batch_size
+            yield _taken(order, start, start + self.global_batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch of the Trainer, or continue the current one if its number is the same."""
@@ -146,6 +167,26 @@ class TokenBatchSampler:
         if self.seed is None or self.epoch == 0:
             return None
         return np.random.RandomState([self.seed, self.epoch, 2]).permutation(self.num_samples)
+
+
+def excess_line(sampler: TokenBatchSampler) -> str:
+    """Return a line about the work of the busiest rank in the next global batches.
+
+    Args:
+        sampler: Sampler with a balance.
+    """
+    assert sampler.balance is not None, "only a balance knows the work of samples"
+    batches = list(sampler.global_batches(_EXAMINED))
+    before, after = sampler.balance.excess(batches)
+    return (
+        f"Attention work of the busiest of {sampler.dp_size} data ranks: {after:.3f} times the "
+        f"mean, which samples in order would make {before:.3f} times (next {len(batches)} global "
+        "batches)."
+    )
+
+
+def _taken(order: np.ndarray | None, first: int, stop: int) -> list[int]:
+    return list(range(first, stop)) if order is None else order[first:stop].tolist()
 
 
 def check_position(state: Mapping[str, Any]) -> None:

@@ -98,6 +98,14 @@ class RankStrategy(MeshCommunication, ABC):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
+    def samples_per_microbatch(self, batch_size: int) -> int:
+        """Return the samples of a microbatch; the last one of a batch may have fewer.
+
+        Args:
+            batch_size: Samples of a batch of one data-parallel rank (samples).
+        """
+        return self.options.microbatches(self.layout).size_for(batch_size)
+
     def set_world_ranks(self) -> None:
         """Set the ranks of the cluster environment and of Lightning's rank-zero functions."""
         if self.cluster_environment is not None:

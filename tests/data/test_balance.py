@@ -1,0 +1,221 @@
+"""Rows go to the ranks with the least work, the same ones on all ranks, and no global batch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_megatron.data.balance import RowBalance, attention_work, balanced_shares
+from lightning_megatron.data.datamodule import TokenDataModule
+from lightning_megatron.data.sampler import TokenBatchSampler, excess_line
+from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from tests.data.recorder import Recorder, make_trainer, run
+from tests.data.test_datamodule_resume import StopAfter
+from tests.data.test_sampler import Trainer
+
+ROW = 64
+
+
+class Rows:
+    """Rows of given documents."""
+
+    seq_length = ROW
+
+    def __init__(self, documents: Sequence[list[int]]) -> None:
+        self.documents = documents
+
+    def lengths(self, index: int) -> list[int]:
+        return list(self.documents[index])
+
+
+def mixed(count: int, seed: int = 0) -> Rows:
+    """Return rows, each of documents of one length, from 1 to the row's."""
+    random = np.random.RandomState(seed)
+    sizes = 2 ** random.randint(0, 7, count)
+    return Rows([[int(size)] * (ROW // size - 1) + [int(size) + 1] for size in sizes])
+
+
+def most(work: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
+    return max(sum(work[item] for item in share) for share in shares)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), shares=st.integers(1, 6), size=st.integers(1, 6))
+def test_every_share_has_as_many_items(data: st.DataObject, shares: int, size: int) -> None:
+    count = shares * size
+    work = data.draw(st.lists(st.integers(0, 10**12), min_size=count, max_size=count))
+    found = balanced_shares(work, shares)
+    assert [len(share) for share in found] == [size] * shares
+    assert sorted(item for share in found for item in share) == list(range(count))
+    # The excess over the mean is at most that of one item over the smallest.
+    assert most(work, found) * shares <= sum(work) + shares * (max(work) - min(work))
+    assert found == balanced_shares(list(work), shares)
+
+
+def test_two_shares_are_nearly_as_good_as_the_best_ones() -> None:
+    random = np.random.RandomState(1)
+    for _ in range(20):
+        work = (random.pareto(1.5, 12) * 1000 + 1).astype(int).tolist()
+        best = min(
+            max(sum(work[i] for i in half), sum(work) - sum(work[i] for i in half))
+            for half in combinations(range(12), 6)
+        )
+        assert most(work, balanced_shares(work, 2)) <= 1.1 * best
+
+
+def test_items_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="5 rows, 2 shares"):
+        balanced_shares([1] * 5, 2)
+
+
+def test_the_work_of_a_row_is_that_of_its_documents_and_of_its_rest() -> None:
+    # The last token of a window is a label alone.
+    assert attention_work([3, 4, 2], 8) == 9 + 16 + 1
+    assert attention_work([4], 8) == 9 + 25
+    assert attention_work([9], 8) == 64
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_and_microbatches_have_about_equal_work(seed: int, microbatch_size: int) -> None:
+    rows = mixed(64, seed)
+    balance = RowBalance(rows, 4, microbatch_size)
+    before, after = balance.excess([range(64)])
+    assert after <= 1.05 < 1.1 < before
+    shares = balance.shares(range(64))
+    parts = [
+        [
+            sum(map(balance.work, share[at : at + microbatch_size]))
+            for at in range(0, 16, microbatch_size)
+        ]
+        for share in shares
+    ]
+    # What ranks wait for, if each microbatch ends with an exchange between all of them.
+    waits = sum(max(of_ranks) for of_ranks in zip(*parts, strict=True))
+    work = [balance.work(row) for row in range(64)]
+    turns = zip(*(
+        [sum(work[at : at + microbatch_size]) for at in range(start, start + 16, microbatch_size)]
+        for start in range(0, 64, 16)
+    ), strict=True)  # fmt: skip
+    assert waits <= 1.25 * sum(work) / 4
+    assert waits < sum(max(of_ranks) for of_ranks in turns)
+
+
+def test_rows_of_equal_work_stay_where_they_are() -> None:
+    rows = Rows([[ROW + 1]] * 8)
+    assert RowBalance(rows, 2, 4).shares(range(8)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from([(1, 2), (2, 2), (2, 4), (4, 1)]), st.integers(0, 3)),
+        min_size=1, max_size=4,
+    ),
+    seed=st.sampled_from([None, 5]),
+)  # fmt: skip
+def test_other_ranks_continue_with_the_same_global_batches(
+    parts: list[tuple[tuple[int, int], int]], seed: int | None
+) -> None:
+    rows = mixed(48)
+    state = {"epoch": 1, "consumed": 0}
+    taken: list[int] = []
+    [plain] = [TokenBatchSampler(48, 1, seed=seed)]
+    plain.set_epoch(1)
+    order = [number for batch in plain for number in batch]
+    for (batch_size, dp_size), num_batches in parts:
+        trainer = Trainer()
+        samplers = [
+            TokenBatchSampler(
+                48, batch_size, rank, dp_size, seed=seed, finished=trainer,
+                balance=RowBalance(rows, dp_size, batch_size),
+            )
+            for rank in range(dp_size)
+        ]  # fmt: skip
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        if samplers[0].epoch > 1:
+            break
+        for shares, _ in zip(zip(*samplers, strict=True), range(num_batches), strict=False):
+            batch = [number for share in shares for number in share]
+            start = len(taken)
+            assert sorted(batch) == sorted(order[start : start + len(batch)])
+            taken += batch
+            trainer.finished += 1
+        state = samplers[0].state_dict()
+    assert len(taken) == len(set(taken))
+
+
+class OneOfTwo(SingleDeviceStrategy):
+    """Say that this process is one of two data ranks, which cuts batches into microbatches of 2."""
+
+    index = 0
+    distributed_sampler_kwargs = property(lambda self: {"num_replicas": 2, "rank": self.index})
+
+    def samples_per_microbatch(self, batch_size: int) -> int:
+        return 2
+
+
+def write_mixed(prefix: Path) -> str:
+    with TokenFileWriter(prefix, dtype="i4") as writer:
+        first = 0
+        for size in [30, 1, 2, 3, 20, 1, 1, 2, 5, 25, 3, 2, 1, 4, 18, 2, 2, 1, 3, 40] * 3:
+            writer.add_document(np.arange(first, first + size))
+            first += size
+    return str(prefix)
+
+
+def test_a_killed_run_continues_with_the_next_rows_of_each_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = write_mixed(tmp_path / "c")
+
+    def fit(index: int, *callbacks: StopAfter, path: Path | None = None, **options: bool) -> list:
+        strategy = OneOfTwo()
+        strategy.index = index
+        data = TokenDataModule(prefix, seq_length=12, batch_size=4, documents="separate", **options)  # type: ignore[arg-type]
+        trainer = make_trainer(tmp_path, *callbacks, strategy=strategy, max_steps=5)
+        module = Loose()
+        return run(module, data, trainer, path)
+
+    with caplog.at_level("INFO"):
+        whole = [fit(index, balance_attention=True) for index in range(2)]
+    assert "Attention work of the busiest of 2 data ranks" in caplog.text
+    plain = [fit(index) for index in range(2)]
+    for both, before in zip(zip(*whole, strict=True), zip(*plain, strict=True), strict=True):
+        assert sorted(sum(both, [])) == sorted(sum(before, []))
+    assert whole != plain
+    path = tmp_path / "killed.ckpt"
+    for index in range(2):
+        first = fit(index, StopAfter(3, path), balance_attention=True)
+        assert first + fit(index, path=path, balance_attention=True) == whole[index]
+
+
+class Loose(Recorder):
+    """Record the first token of every row; labels across the ends of documents are ignored."""
+
+    def training_step(self, batch: dict, _: int) -> object:  # type: ignore[override]
+        self.seen.append(batch["tokens"][:, 0].tolist())
+        return self.layer(self.layer.weight.new_ones(1)).sum()
+
+
+def test_the_report_says_what_the_balance_is_for(tmp_path: Path) -> None:
+    rows = mixed(64)
+    sampler = TokenBatchSampler(64, 4, 0, 4, balance=RowBalance(rows, 4, 4))
+    before, after = RowBalance(rows, 4, 4).excess(list(sampler.global_batches(9)))
+    assert f"{after:.3f} times the mean" in excess_line(sampler)
+    assert f"{before:.3f} times (next 4 global" in excess_line(sampler)
+    assert after < before
+
+
+def test_joined_documents_need_no_balance(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="equal work"):
+        TokenDataModule("corpus", balance_attention=True)
