@@ -1,0 +1,246 @@
+"""Time and memory of the head and the cross entropy: stored logits, chunks, and other libraries.
+
+    python -m benchmarks.loss
+    PYTHONPATH=folder/with/wheels python -m benchmarks.loss --tokens 8192 65536 --smoothing 0.1
+
+A call is the head of Llama 3 8B (4,096 features, 128,256 tokens), the mean loss of random labels of
+which every eighth is ignored, and the gradients of hidden states and head, in bfloat16. TFLOP/s
+count the three products once, also where logits are computed twice. Peaks are those of the
+allocator beyond operands and gradients. ``liger-kernel`` and ``cut-cross-entropy`` take part if
+they can be imported; the second one drops small gradients by default, and ``exact`` keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
+from lightning_megatron.layers.embedding import vocab_logits
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+
+IGNORED = -100
+#: Mean loss of hidden states (tokens, features), a head (vocabulary, features) and labels.
+MeanLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a variant.
+
+    Args:
+        seconds: Median time of a call, forward and backward (s).
+        peak: Memory beyond operands and gradients (bytes); None on a CPU.
+    """
+
+    seconds: float
+    peak: int | None
+
+
+def torch_operators(hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Compute the mean loss from stored logits in float32 by torch."""
+    logits = F.linear(hidden, head).float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=smoothing)
+
+
+def stored(hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Compute the mean loss from stored logits by this package."""
+    mesh = ParallelMesh.single(hidden.device)
+    logits = vocab_logits(hidden[:, None], head, mesh)
+    losses = vocab_parallel_cross_entropy(
+        logits, labels[:, None], mesh, len(head), label_smoothing=smoothing
+    )
+    return losses.sum() / (labels != IGNORED).sum()
+
+
+def chunked(
+    hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float, *, chunk: int = 2048
+) -> Tensor:
+    """Compute the mean loss in chunks of tokens."""
+    mesh = ParallelMesh.single(hidden.device)
+    losses = chunked_cross_entropy(
+        hidden[:, None], head, labels[:, None], mesh, len(head), chunk, smoothing
+    )
+    return losses.sum() / (labels != IGNORED).sum()
+
+
+def liger(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Compute the mean loss by liger-kernel, which sums the head's gradient in float32."""
+    found: Tensor = function.apply(
+        *(hidden, head, labels, None, None, IGNORED, 0.0, smoothing),
+        *("mean", None, False, torch.float32),
+    )[0]
+    return found
+
+
+def cut(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Compute the mean loss by cut-cross-entropy, which has no label smoothing."""
+    assert smoothing == 0.0, "cut-cross-entropy has no label smoothing"
+    found: Tensor = function(hidden, head, labels, ignore_index=IGNORED)
+    return found
+
+
+def liger_loss() -> MeanLoss:
+    """Return the loss of liger-kernel.
+
+    Raises:
+        ImportError: If it cannot be imported.
+    """
+    room = import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    return partial(liger, room.LigerFusedLinearCrossEntropyFunction)
+
+
+def cut_loss(*, exact: bool = False) -> MeanLoss:
+    """Return the loss of cut-cross-entropy.
+
+    Args:
+        exact: Whether small gradients count.
+
+    Raises:
+        ImportError: If it cannot be imported.
+    """
+    function = import_module("cut_cross_entropy").linear_cross_entropy
+    return partial(cut, partial(function, filter_eps=None) if exact else function)
+
+
+def variants(chunk: int, smoothing: float) -> tuple[dict[str, MeanLoss], list[str]]:
+    """Return the losses by name, and the libraries that are left out, with the reason.
+
+    Args:
+        chunk: Tokens of a chunk (tokens).
+        smoothing: Label smoothing.
+    """
+    found: dict[str, MeanLoss] = {
+        "torch": torch_operators,
+        "stored": stored,
+        f"chunks of {chunk}": partial(chunked, chunk=chunk),
+    }
+    left: list[str] = []
+    others: dict[str, Callable[[], MeanLoss]] = {"liger-kernel": liger_loss}
+    if smoothing:
+        left.append("cut-cross-entropy: it has no label smoothing")
+    else:
+        others["cut-cross-entropy"] = cut_loss
+        others["cut-cross-entropy, exact"] = partial(cut_loss, exact=True)
+    for name, make in others.items():
+        try:
+            found[name] = make()
+        except ImportError as error:
+            left.append(f"{name}: {error}")
+    return found, left
+
+
+def operands(tokens: int, features: int, vocabulary: int, device: str) -> tuple[Tensor, ...]:
+    """Return hidden states, a head and labels, every eighth of which is ignored."""
+    generator = torch.Generator(device).manual_seed(0)
+    draw = {"device": device, "generator": generator}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(tokens, features, **draw).to(dtype)  # type: ignore[call-overload]
+    head = (torch.randn(vocabulary, features, **draw) * features**-0.5).to(dtype)  # type: ignore[call-overload]
+    labels = torch.randint(vocabulary, (tokens,), **draw)  # type: ignore[call-overload]
+    labels[::8] = IGNORED
+    return hidden.requires_grad_(), head.requires_grad_(), labels
+
+
+def measure(loss: MeanLoss, given: tuple[Tensor, ...], smoothing: float, rounds: int) -> Measured:
+    """Time a loss and its gradients.
+
+    Args:
+        loss: Loss to time.
+        given: Hidden states, head and labels.
+        smoothing: Label smoothing.
+        rounds: Calls after the first one, which compiles kernels.
+    """
+    hidden, head, labels = given
+    on_gpu = hidden.is_cuda
+
+    def call() -> None:
+        hidden.grad = head.grad = None
+        loss(hidden, head, labels, smoothing).backward()
+
+    call()
+    seconds = []
+    if on_gpu:
+        hidden.grad = head.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = None
+    if on_gpu:
+        gradients = (hidden.numel() + head.numel()) * hidden.element_size()
+        peak = torch.cuda.max_memory_allocated() - before - gradients
+    return Measured(statistics.median(seconds), peak)
+
+
+def row(tokens: int, name: str, flops: float, found: Measured | None) -> str:
+    """Return a row of the table.
+
+    Args:
+        tokens: Tokens of a call (tokens).
+        name: Name of the variant.
+        flops: Floating-point operations of the three products.
+        found: Figures; None if memory was not enough.
+    """
+    if found is None:
+        return f"| {tokens} | {name} | out of memory | | |"
+    peak = "n/a" if found.peak is None else f"{found.peak / 2**30:.2f}"
+    speed = flops / found.seconds / 1e12
+    return f"| {tokens} | {name} | {found.seconds * 1e3:.1f} | {speed:.0f} | {peak} |"
+
+
+def main() -> None:
+    """Measure all variants and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--features", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk")
+    parser.add_argument("--smoothing", type=float, default=0.0)
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each variant")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    losses, left = variants(options.chunk, options.smoothing)
+    device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"
+    lines = [f"{device}, torch {torch.__version__}", *(f"left out: {one}" for one in left), ""]
+    lines += ["| tokens | variant | ms | TFLOP/s | peak GiB |", "|---|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    for tokens in options.tokens:
+        flops = 6.0 * tokens * options.features * options.vocabulary
+        given = operands(tokens, options.features, options.vocabulary, options.device)
+        for name, loss in losses.items():
+            found: Measured | None = None
+            try:
+                found = measure(loss, given, options.smoothing, options.rounds)
+            except torch.OutOfMemoryError:
+                given[0].grad = given[1].grad = None
+            lines.append(row(tokens, name, flops, found))
+            print(lines[-1], flush=True)
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
