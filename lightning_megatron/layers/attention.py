@@ -129,7 +129,8 @@ class SelfAttention(Attention):
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
         causal: Whether a position attends only to itself and to earlier positions, if no kind is
             given.
-        kind: Attention of the layer over whole rows; None means causal or not, as ``causal`` says.
+        kind: Attention of the layer over whole rows, with the slopes of all heads; None means
+            causal or not, as ``causal`` says.
         dropout: Probability that an attention weight is dropped.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
@@ -185,6 +186,9 @@ class SelfAttention(Attention):
             dropout=dropout,
             layer=layer,
         )
+        if self.kind.slopes is not None:
+            own_heads = range(ranges[0].start // head_dim, ranges[0].stop // head_dim)
+            self.kind = replace(self.kind, slopes=self.kind.slopes.of(own_heads))
         self.widths = widths
         self.qkv = ColumnParallelLinear(
             hidden_size,

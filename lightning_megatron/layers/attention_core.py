@@ -19,7 +19,7 @@ from lightning_megatron.layers.attention_operators import attend_by_operators, r
 from lightning_megatron.layers.attention_parts import attend_by_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
-from lightning_megatron.layers.dense_mask import added_mask, is_plain
+from lightning_megatron.layers.dense_mask import added_mask, is_plain, places_of_visible
 from lightning_megatron.shapes import Float
 
 
@@ -131,7 +131,7 @@ def prepared(
     if not choice.needs_mask:
         return span
     mask = added_mask(span, num_sequences, seq_length, dtype=dtype, device=device)
-    return AttentionSpan(mask=mask)
+    return AttentionSpan(mask=mask, places=places_of_visible(span))
 
 
 def _attend_by_torch(

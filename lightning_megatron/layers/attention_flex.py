@@ -40,7 +40,7 @@ def attend_by_flex(
     blocks = visible_blocks(span, num_sequences, length, query.device)
     rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     options = {
-        "score_mod": _bound(span.soft_cap),
+        "score_mod": _of_scores(span, query.device),
         "block_mask": blocks,
         "scale": span.scale,
         "enable_gqa": query.shape[2] != key.shape[2],
@@ -51,14 +51,21 @@ def attend_by_flex(
     return add_sinks(out.permute(2, 0, 1, 3), aux.lse, span.sinks)[0]
 
 
-def _bound(soft_cap: float | None) -> Callable[..., Tensor] | None:
-    if soft_cap is None:
+def _of_scores(span: AttentionSpan, device: torch.device) -> Callable[..., Tensor] | None:
+    """Return what becomes of a scaled score, which a kernel inlines; None if it stays."""
+    soft_cap = span.soft_cap
+    slopes = None if span.slopes is None else span.slopes.on(device).float()
+    if soft_cap is None and slopes is None:
         return None
 
-    def bounded(score: Tensor, *_place: Tensor) -> Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
+    def changed(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        if slopes is not None:
+            score = score - slopes[head] * (query - key).abs()
+        return score
 
-    return bounded
+    return changed
 
 
 @cache

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
+from lightning_megatron.layers.dense_mask import KeyRows, biases_of, seen_pairs
 from lightning_megatron.shapes import Float
 
 
@@ -43,7 +43,7 @@ def masked_scores(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Float[Tensor, "batch heads seq _"]:
-    """Return scaled, bounded and masked scores in float32 or wider.
+    """Return scaled, bounded, biased and masked scores in float32 or wider.
 
     Args:
         query: Queries.
@@ -55,6 +55,9 @@ def masked_scores(
     scores = raw_scores(query, key, span)
     if span.soft_cap is not None:
         scores = span.soft_cap * (scores / span.soft_cap).tanh()
+    if span.slopes is not None:
+        rows = length, query.device, scores.dtype, keys
+        scores = scores - biases_of(span, span.slopes, *rows)
     if span.mask is not None and span.mask.dtype != torch.bool:
         return scores + span.mask
     seen = seen_pairs(span, num_sequences, length, query.device, keys)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -43,6 +44,10 @@ class AttentionSpan:
         prefix: First tokens of each row, to which every token of the row attends; None means none
             (tokens).
         soft_cap: Bound c of the scores s, which become ``c tanh(s / c)``; None means no bound.
+        slopes: What scores lose for each token between query and key, by head, after the bound;
+            None means nothing.
+        places: Place of every token of this rank in its row, from which these distances follow;
+            None counts along the row (tokens).
         sinks: Score of each head's sink, which takes part in the softmax and has the value 0; None
             means no sinks.
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
@@ -64,6 +69,8 @@ class AttentionSpan:
     window: int | None = None
     prefix: Int[Tensor, " batch"] | None = None
     soft_cap: float | None = None
+    slopes: AlibiSlopes | None = None
+    places: Int[Tensor, "#batch _"] | None = None
     sinks: Float[Tensor, " heads"] | None = None
     scale: float | None = None
     borders: Int[Tensor, " borders"] | None = None
@@ -181,6 +188,7 @@ class AttentionSpan:
             longest=rows.longest,
             mask=rows.mask,
             prefix=rows.prefix,
+            places=rows.places,
             borders=rows.borders,
             cut=rows.cut,
         )

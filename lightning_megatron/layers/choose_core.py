@@ -111,22 +111,29 @@ def _choose_kernel(
     head_dim: int,
 ) -> CoreChoice:
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
-    if plain and span.soft_cap is None and span.sinks is None:
+    if plain and not _has_own_scores(span) and span.sinks is None:
         return _plain(device, dtype, dropout)
     obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
     if obstacle is None:
         why = "documents, windows and sinks: variable-length attention needs no mask"
         return CoreChoice("flash", (), False, False, why)
-    if span.soft_cap is None and span.sinks is None and span.prefix is None:
+    if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
         return _masked(device, obstacle, span)
     obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, dropout, head_dim)
     if obstacle_to_a_kernel is None:
         return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {obstacle}")
     if span.soft_cap is not None:
         return _operators(device, f"soft caps: {obstacle_to_a_kernel}", plain)
+    if span.slopes is not None:
+        return _operators(device, f"ALiBi: {obstacle_to_a_kernel}", plain)
     if span.sinks is not None:
         return _operators(device, f"sinks: {obstacle_to_a_kernel}", plain)
     return _masked(device, f"{obstacle}, and {obstacle_to_a_kernel}", span)
+
+
+def _has_own_scores(span: AttentionSpan) -> bool:
+    """Return whether scores are more than scaled products that some pairs of tokens have."""
+    return span.soft_cap is not None or span.slopes is not None
 
 
 def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
@@ -164,6 +171,8 @@ def obstacle_to_flash(
     """
     if span.soft_cap is not None:
         return "flash attention does not bound scores"
+    if span.slopes is not None:
+        return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
         return "a prefix needs a mask"
     obstacle = _obstacle_to("variable-length attention", HALF_TYPES, device, dtype, span, dropout)

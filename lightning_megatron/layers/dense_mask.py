@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_megatron.layers.alibi import AlibiSlopes, distance_bias
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 
@@ -24,12 +25,15 @@ class KeyRows:
             one document per row (tokens).
         longest: Upper bound of the lengths; None means the length of the rows (tokens).
         behind: Distance of a document's last key behind its last query (tokens).
+        places: Place of every key in its row, as ``AttentionSpan.places`` has those of the queries;
+            None counts along the row (tokens).
     """
 
     seq_length: int
     borders: Int[Tensor, " borders"] | None = None
     longest: int | None = None
     behind: int = 0
+    places: Int[Tensor, "#batch _"] | None = None
 
 
 def is_plain(span: AttentionSpan, seq_length: int) -> bool:
@@ -78,6 +82,47 @@ def seen_pairs(
         seen = seen | (index < span.prefix[:, None])[:, None]
     seen = seen[:, None]
     return seen if span.mask is None else _never_alone(seen & span.mask)
+
+
+def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
+    """Return the places of the tokens of each row if hidden keys have none; None if all count.
+
+    Args:
+        span: Description of the attention.
+    """
+    slopes = span.slopes
+    if slopes is None or not slopes.skips_padding or span.mask is None:
+        return span.places
+    if span.mask.shape[2] != 1 or span.mask.dtype != torch.bool:
+        return span.places
+    return span.mask[:, 0, 0].cumsum(-1)
+
+
+def biases_of(
+    span: AttentionSpan,
+    slopes: AlibiSlopes,
+    seq_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    keys: KeyRows | None = None,
+) -> Float[Tensor, "#batch heads seq _"]:
+    """Return what the scores of all pairs of a query and a key lose by their distance.
+
+    Args:
+        span: Description of the attention.
+        slopes: Slopes of the heads.
+        seq_length: Length of the rows of queries (tokens).
+        device: Device of the result.
+        dtype: Dtype of the scores.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    queries = places_of_visible(span)
+    found = queries if keys is None else keys.places
+    if queries is None:
+        queries = torch.arange(seq_length, device=device)[None]
+    if found is None:
+        found = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
+    return distance_bias(slopes.on(device), queries, found, dtype)
 
 
 def _places(

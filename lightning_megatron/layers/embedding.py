@@ -210,7 +210,7 @@ class PositionEmbedding(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """Sum of scaled token embeddings and position embeddings, followed by dropout.
+    """Sum of scaled token embeddings and position embeddings, normed, followed by dropout.
 
     Args:
         word: The token embedding.
@@ -219,6 +219,7 @@ class InputEmbedding(nn.Module):
         dropout: Probability that an element is dropped.
         scale: Factor of the token vectors, rounded to their dtype.
         scales_vectors: Whether vectors that replace token vectors get the factor, too.
+        norm: Norm of the sum; None means no norm.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class InputEmbedding(nn.Module):
         dropout: float = 0.0,
         scale: float = 1.0,
         scales_vectors: bool = False,
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.word = word
@@ -238,6 +240,7 @@ class InputEmbedding(nn.Module):
         self.dropout = dropout
         self.scale = scale
         self.scales_vectors = scales_vectors
+        self.norm = norm
 
     def forward(
         self,
@@ -263,6 +266,8 @@ class InputEmbedding(nn.Module):
             given = tokens if vectors is None else vectors
             assert given is not None, "there are tokens where there are no vectors"
             hidden = hidden + self.position(given.shape[1], offset, positions)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
 
     def _own_part(self, vectors: Tensor) -> Tensor:

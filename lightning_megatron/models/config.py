@@ -11,7 +11,9 @@ from lightning_megatron.models.config_checks import (
     check_heads,
     check_latent_attention,
     check_length,
+    check_norms,
     check_padding,
+    check_positions,
     check_rotary,
     check_rotary_layers,
     check_windows,
@@ -67,7 +69,10 @@ class GPTConfig:
             ``post`` (after each residual sum, without a final norm), ``sandwich`` (before each
             sublayer and after it, before the residual sum, with a final norm) or ``output`` (after
             each sublayer, before the residual sum, with a final norm).
-        position: Kind of position encoding: ``learned`` or ``rotary``.
+        position: Kind of position encoding: ``learned``, ``rotary`` or ``alibi``, attention scores
+            that fall with the distance of query and key.
+        alibi_bias_max: Negative logarithm to base 2 of the smallest slope of ALiBi.
+        alibi_skips_padding: Whether distances leave out padding between tokens.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
         rotary_dim: Number of rotated elements of a head, from the first; None means all (elements).
         rotary_scaling: Scaling of rotary angles for longer sequences; None means no scaling.
@@ -86,6 +91,7 @@ class GPTConfig:
             or those of all heads of the queries or of the keys (``layer``).
         norm_offset: Constant added to the weights of RMSNorms.
         padding_id: Token whose vector gets no gradient from lookups; None means no such token.
+        embedding_norm: Whether a norm follows the embedding.
         embedding_scale: Factor of token vectors, rounded to the model's dtype.
         scales_vectors: Whether vectors that replace token vectors get this factor, too.
         causal: Whether a position attends only to itself and to earlier positions.
@@ -130,7 +136,9 @@ class GPTConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: NotNegative = 1e-5
     norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
-    position: Literal["learned", "rotary"] = "learned"
+    position: Literal["learned", "rotary", "alibi"] = "learned"
+    alibi_bias_max: Positive = 8.0
+    alibi_skips_padding: bool = False
     rotary_base: Positive = 10000.0
     rotary_dim: Count | None = None
     rotary_scaling: RotaryScaling | None = None
@@ -145,6 +153,7 @@ class GPTConfig:
     qk_norm_over: Literal["head", "layer"] = "head"
     norm_offset: float = 0.0
     padding_id: Index | None = None
+    embedding_norm: bool = False
     embedding_scale: Positive = 1.0
     scales_vectors: bool = False
     causal: bool = True
@@ -175,7 +184,7 @@ class GPTConfig:
         self._check_positions()
         check_windows(self.window_layers, self.sliding_window, self.num_layers)
         self._check_experts()
-        self._check_norms()
+        check_norms(self.norm, self.norm_offset, self.norm_position, self.parallel_residual)
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
@@ -235,7 +244,7 @@ class GPTConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Return the number of rotated elements of a head, 0 for learned positions (elements)."""
+        """Return the number of rotated elements of a head, 0 for other positions (elements)."""
         if self.latent_attention is not None:
             return self.latent_attention.rotary_dim
         return (self.rotary_dim or self.head_size) if self.position == "rotary" else 0
@@ -308,6 +317,8 @@ class GPTConfig:
             vocab_size=self.vocab_size,
             vocab_multiple=self.vocab_multiple,
             num_positions=self.max_seq_length if self.position == "learned" else 0,
+            alibi=self.position == "alibi",
+            embedding_norm=self.embedding_norm,
             max_seq_length=self.max_seq_length,
             gated=self.is_gated,
             activation=_MEMORY_OF[self.activation],
@@ -369,19 +380,13 @@ class GPTConfig:
         return self.rotary_size == self.head_size and not self.rotary_interleaved
 
     def _check_positions(self) -> None:
+        check_positions(self.position, vars(self))
         if self.position == "rotary":
             size = self.rotary_size if self.latent_attention else self.head_size
             check_rotary(size, self.rotary_dim, self.rotary_scaling)
             check_rotary_layers(
                 self.rotary_layers, self.window_rotary_base, self.sliding_window, self.num_layers
             )
-            return
-        why = f"position ({self.position}) has no rotary angles"
-        for name in ("rotary_dim", "rotary_scaling", "rotary_layers", "window_rotary_base"):
-            value = getattr(self, name)
-            require(value is None, name, value, "be None", why)
-        is_interleaved = self.rotary_interleaved
-        require(not is_interleaved, "rotary_interleaved", is_interleaved, "be False", why)
 
     def _check_experts(self) -> None:
         if self.experts is None:
@@ -390,11 +395,3 @@ class GPTConfig:
         has_bias = self.has_mlp_bias
         why = "experts have no biases"
         require(not has_bias, "mlp_bias", has_bias, "be False with experts", why)
-
-    def _check_norms(self) -> None:
-        is_legal = not self.norm_offset or self.norm == "rmsnorm"
-        why = f"norm ({self.norm}) adds no offset to its weight"
-        require(is_legal, "norm_offset", self.norm_offset, "be 0", why)
-        is_legal = not self.parallel_residual or self.norm_position == "pre"
-        why = "parallel_residual adds both branches in one sum"
-        require(is_legal, "norm_position", self.norm_position, "be pre", why)

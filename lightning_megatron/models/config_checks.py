@@ -12,6 +12,16 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
 
+#: Fields that belong to a kind of position encoding, with their defaults.
+_OF_ROTARY: Mapping[str, object] = {
+    "rotary_dim": None,
+    "rotary_scaling": None,
+    "rotary_layers": None,
+    "window_rotary_base": None,
+    "rotary_interleaved": False,
+}
+_OF_ALIBI: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
+
 
 def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None = None) -> None:
     """Raise if a layout needs expert or context parallelism that the model does not support.
@@ -152,6 +162,46 @@ def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, o
     )
     for name, legal, rule, why in rules:
         require(fields[name] in legal, name, fields[name], f"{rule} with latent_attention", why)
+
+
+def check_positions(position: str, fields: Mapping[str, object]) -> None:
+    """Raise if fields of another kind of position encoding are set.
+
+    Args:
+        position: Kind of position encoding.
+        fields: Fields of the model's configuration by name.
+
+    Raises:
+        ParallelPlanError: Naming the field.
+    """
+    kinds: dict[str, tuple[str, Mapping[str, object]]] = {
+        "rotary": ("rotary angles", _OF_ROTARY),
+        "alibi": ("slopes", _OF_ALIBI),
+    }
+    for kind, (what, defaults) in kinds.items():
+        for name, default in defaults.items() if kind != position else ():
+            rule, why = f"be {default}", f"position ({position}) has no {what}"
+            require(fields[name] == default, name, fields[name], rule, why)
+
+
+def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_residual: bool) -> None:
+    """Raise if the norms contradict each other or the residual sums.
+
+    Args:
+        norm: Kind of the norms.
+        norm_offset: Constant added to the weights of RMSNorms.
+        norm_position: Position of the norms.
+        parallel_residual: Whether attention and MLP of a block read the same residual stream.
+
+    Raises:
+        ParallelPlanError: Naming the field.
+    """
+    is_legal = not norm_offset or norm == "rmsnorm"
+    why = f"norm ({norm}) adds no offset to its weight"
+    require(is_legal, "norm_offset", norm_offset, "be 0", why)
+    is_legal = not parallel_residual or norm_position == "pre"
+    why = "parallel_residual adds both branches in one sum"
+    require(is_legal, "norm_position", norm_position, "be pre", why)
 
 
 def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:

@@ -103,6 +103,7 @@ class GPT(LayeredModule):
                 dropout=config.hidden_dropout,
                 scale=config.embedding_scale,
                 scales_vectors=config.scales_vectors,
+                norm=build_norm(config, mesh) if config.embedding_norm else None,
             )
         indices = [index for layers in self._layers_of_chunk for index in layers]
         self.layers = nn.ModuleDict(

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention import Attention, SelfAttention
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.block import NormPosition, TransformerBlock
@@ -35,7 +36,14 @@ def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
         window=config.window_of(index),
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
+        slopes=_slopes(config),
     )
+
+
+def _slopes(config: GPTConfig) -> AlibiSlopes | None:
+    if config.position != "alibi":
+        return None
+    return AlibiSlopes(config.num_heads, config.alibi_bias_max, config.alibi_skips_padding)
 
 
 def rotary_name(config: GPTConfig, index: int) -> str:

@@ -81,7 +81,7 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     return KeptActivations(
         hidden_copies=_hidden_copies(model),
         norm_bytes=8 if model.norm == "layernorm" else 4,
-        rotated_copies=int(model.qk_norm or not model.num_positions),
+        rotated_copies=int(model.qk_norm or not (model.num_positions or model.alibi)),
         padded_values=_pads_values(model),
         ffn_copies=ffn_copies,
         ffn_backward=ffn_backward,

@@ -31,7 +31,8 @@ class ModelShape:
         head_dim: Size of a query or key head.
         vocab_size: Size of the vocabulary, without padding.
         vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
-        num_positions: Rows of a learned position table; 0 for rotary positions.
+        num_positions: Rows of a learned position table; 0 for other positions.
+        alibi: Whether attention scores fall with the distance of query and key.
         max_seq_length: Longest sequence (tokens).
         gated: Whether the MLP has a gate projection in addition to the up projection.
         activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
@@ -50,6 +51,7 @@ class ModelShape:
         partly_rotated: Whether only a part of each head is rotated, or neighbouring elements are.
         parallel: Whether attention and MLP read the same residual stream.
         tied: Whether the output head shares its weight with the embedding.
+        embedding_norm: Whether there is a norm after the embedding.
         final_norm: Whether there is a norm before the head.
         dropout: Whether dropout is applied to the residual stream.
         window: Attention window of the layers that have one; they share a mask. None if no layer
@@ -68,6 +70,7 @@ class ModelShape:
     vocab_size: int
     vocab_multiple: int = 128
     num_positions: int = 0
+    alibi: bool = False
     max_seq_length: int = COUNTED_LENGTH
     gated: bool = False
     activation: Literal["gelu", "relu", "swiglu", "geglu"] = "swiglu"
@@ -83,6 +86,7 @@ class ModelShape:
     partly_rotated: bool = False
     parallel: bool = False
     tied: bool = False
+    embedding_norm: bool = False
     final_norm: bool = True
     dropout: bool = False
     window: int | None = None
@@ -190,6 +194,7 @@ class ModelShape:
         count += num_expert_layers * self.layer_parameters(layout.tp, has_experts=True)
         if is_first:
             count += table + self.num_positions * self.hidden_size
+            count += self._norm_parameters if self.embedding_norm else 0
         if is_last:
             count += self._norm_parameters if self.final_norm else 0
             count += 0 if self.tied and is_first else table

@@ -1,5 +1,5 @@
-"""On a GPU flash attention computes documents, windows and sinks, and FlexAttention soft caps and
-prefixes, like the formula, eagerly and in a replayed graph whose lengths change.
+"""On a GPU flash attention computes documents, windows and sinks, and FlexAttention soft caps,
+slopes and prefixes, like the formula, eagerly and in a replayed graph whose lengths change.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_core import attend, prepared
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -41,6 +42,9 @@ def flex_spans() -> dict[str, AttentionSpan]:
         "soft cap, window": AttentionSpan(soft_cap=0.7, window=33),
         "soft cap, documents": AttentionSpan(lengths, soft_cap=0.7, scale=0.2),
         "soft cap, documents, sinks": AttentionSpan(lengths, soft_cap=0.7, sinks=sinks),
+        "slopes": AttentionSpan(slopes=AlibiSlopes(H)),
+        "slopes, documents": AttentionSpan(lengths, slopes=AlibiSlopes(H, 4.0)),
+        "slopes, window": AttentionSpan(window=33, slopes=AlibiSlopes(H, 4.0), scale=0.2),
         "prefix": AttentionSpan(prefix=torch.tensor([200, 0], device="cuda")),
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_core import attend, prepared
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_parts import (
@@ -27,6 +28,7 @@ from tests.oracles import assert_equal
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
+HIDDEN = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])[:, None, None] > 0
 KINDS = {
     "causal": AttentionSpan(),
     "both ways": AttentionSpan(causal=False),
@@ -37,8 +39,15 @@ KINDS = {
     "documents both ways": AttentionSpan(LENGTHS, causal=False),
     "documents, window": AttentionSpan(LENGTHS, window=2),
     "prefix": AttentionSpan(prefix=torch.tensor([3, 0])),
-    "keys hidden": AttentionSpan(mask=torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])[:, None, None] > 0),
+    "keys hidden": AttentionSpan(mask=HIDDEN),
     "soft cap": AttentionSpan(LENGTHS, soft_cap=0.3),
+    "slopes": AttentionSpan(slopes=AlibiSlopes(4)),
+    "slopes both ways, documents": AttentionSpan(LENGTHS, causal=False, slopes=AlibiSlopes(4, 3.0)),
+    "slopes, window, cap": AttentionSpan(window=3, soft_cap=0.5, slopes=AlibiSlopes(4)),
+    "slopes, keys hidden": AttentionSpan(mask=HIDDEN, slopes=AlibiSlopes(4)),
+    "slopes, hidden keys have no place": AttentionSpan(
+        mask=HIDDEN, slopes=AlibiSlopes(4, 5.0, skips_padding=True)
+    ),
     "sinks": AttentionSpan(LENGTHS, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()),
     "sinks, cap, window": AttentionSpan(
         window=3, soft_cap=0.5, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()
@@ -65,10 +74,22 @@ def by_loops(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> 
         scores = keys @ query[place, row, head] * (span.scale or 6**-0.5)
         if span.soft_cap is not None:
             scores = span.soft_cap * torch.tanh(scores / span.soft_cap)
+        if span.slopes is not None:
+            # Four heads, whose slopes are powers of one number.
+            slope = 2.0 ** (-(head + 1) * span.slopes.bias_max / 4)
+            scores = scores - slope * distances(span, row, place, here).double()
         sink = 0.0 if span.sinks is None else span.sinks[head].exp()
         weights = scores.exp() / (scores.exp().sum() + sink)
         rows.append(weights @ values)
     return torch.stack(rows).view(*query.shape[:2], -1)
+
+
+def distances(span: AttentionSpan, row: int, place: int, keys: list[int]) -> Tensor:
+    """Count the tokens from a query to its keys."""
+    places = torch.arange(5)
+    if span.slopes is not None and span.slopes.skips_padding and span.mask is not None:
+        places = span.mask[row, 0, 0].cumsum(0)
+    return (places[place] - places[keys]).abs()
 
 
 def by_hand(span: AttentionSpan, length: int) -> list[list[list[int]]]:
@@ -165,6 +186,20 @@ def test_keys_of_a_document_end_where_its_queries_do() -> None:
     assert found.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
 
 
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 16, 71])
+def test_slopes_are_those_of_hugging_faces_families(num_heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    found = AlibiSlopes(num_heads).on(CPU).float()
+    torch.testing.assert_close(found, bloom._get_alibi_slopes(num_heads, CPU))
+    for most in (8, 4):
+        # What the score of the last query loses for the key before it.
+        theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, most)[:, 0, 0]
+        found = AlibiSlopes(num_heads, most).on(CPU).float()
+        torch.testing.assert_close(found, theirs)
+    assert torch.equal(AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float(), found[1:])
+
+
 def test_a_part_without_visible_keys_adds_nothing() -> None:
     query, key, value = (one.detach() for one in drawn(2))
     hidden = AttentionSpan(mask=torch.full((1, 1, 2, 2), -torch.inf, dtype=torch.float64))
@@ -252,4 +287,13 @@ def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -
     assert choose_core(cuda, half, KINDS["prefix"], head_dim=8).needs_mask
     assert choose_core(cuda, half, KINDS["soft cap"], head_dim=8).core == "operators"
     assert choose_core(cuda, half, KINDS["sinks"], head_dim=320).core == "flex"
+    slopes = KINDS["slopes"]
+    assert choose_core(cuda, half, slopes).core == "flex"
+    assert choose_core(cuda, torch.float32, slopes.over(KINDS["documents"])).core == "flex"
+    for stored in (
+        choose_core(cuda, torch.float64, slopes),
+        choose_core(cuda, half, KINDS["slopes, keys hidden"]),
+    ):
+        assert stored.core == "operators"
+        assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
     assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"

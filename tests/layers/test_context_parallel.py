@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_parts import forward_part
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
@@ -72,6 +73,12 @@ CASES = [
     Case(6, 3, AttentionSpan(), ((2, 0, 11), (9, 7))),
     Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS)),
     Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS), ODD),
+    Case(6, 3, AttentionSpan(slopes=AlibiSlopes(6))),
+    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3)),
+    Case(4, 1, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False)),
+    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0)), ODD),
+    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False), ODD),
+    Case(4, 4, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
 ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_megatron.layers import attention_flex
+from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_flex import attend_by_flex
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -76,9 +77,18 @@ def test_the_rule_for_pairs_is_that_of_the_dense_mask(kind: str) -> None:
         AttentionSpan(soft_cap=0.5, window=50),
         AttentionSpan(LENGTHS, soft_cap=0.3),
         AttentionSpan(prefix=torch.tensor([50, 0])),
+        AttentionSpan(LENGTHS, slopes=AlibiSlopes(4), window=50),
+        AttentionSpan(soft_cap=2.0, slopes=AlibiSlopes(4, 3.0), causal=False),
         AttentionSpan(soft_cap=2.0, sinks=torch.linspace(-1, 1, 4), scale=0.3),
     ],
-    ids=["cap and window", "cap and documents", "prefix", "cap and sinks"],
+    ids=[
+        "cap and window",
+        "cap and documents",
+        "prefix",
+        "slopes",
+        "cap and slopes",
+        "cap and sinks",
+    ],
 )
 def test_the_output_is_that_of_the_formula(
     span: AttentionSpan, monkeypatch: pytest.MonkeyPatch

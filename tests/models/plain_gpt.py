@@ -43,6 +43,7 @@ class PlainGPT:
             x = x * config.embedding_scale
         if config.position == "learned":
             x = x + w["embedding.position.weight"][self.positions(tokens)]
+        x = self.norm(x, "embedding.norm")
         for layer in range(config.num_layers):
             name = f"layers.{layer}"
             if config.parallel_residual:
@@ -128,6 +129,8 @@ class PlainGPT:
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
         scores = bounded(scores, config.attention_soft_cap)
+        if config.position == "alibi":
+            scores = scores - self.slopes() * self.distances(tokens)
         scores = scores.masked_fill(~self.seen(tokens, config.window_of(layer)), -torch.inf)
         exponents = scores.exp()
         total = exponents.sum(-1, keepdim=True)
@@ -135,6 +138,20 @@ class PlainGPT:
             total = total + self.weights[f"{name}.sinks"].exp()[:, None, None]
         weights = exponents / total
         return self.linear(torch.einsum("bhst,bthk->bshk", weights, v).flatten(2), f"{name}.output")
+
+    def slopes(self) -> Tensor:
+        """Return the slopes of the heads, which are powers of one number for four heads."""
+        assert self.config.num_heads == 4
+        return torch.tensor([2 ** (-self.config.alibi_bias_max * n / 4) for n in range(1, 5)])[
+            :, None, None
+        ]
+
+    def distances(self, tokens: Tensor) -> Tensor:
+        """Count the tokens between every two places, or those that the mask shows."""
+        places = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        if self.config.alibi_skips_padding and self.span.mask is not None:
+            places = self.span.mask[:, 0, 0].cumsum(-1).expand(tokens.shape)
+        return (places[:, None, :, None] - places[:, None, None, :]).abs()
 
     def rotated(self, heads: Tensor, layer: int, tokens: Tensor) -> Tensor:
         """Turn pairs of elements as complex numbers."""

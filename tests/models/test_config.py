@@ -121,6 +121,14 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
             {"sliding_window": 8, "window_layers": (True,)},
             "the number of window_layers (1) must be num_layers",
         ),
+        (
+            {"alibi_bias_max": 4.0},
+            "alibi_bias_max (4.0) must be 8.0, because position (learned) has no slopes",
+        ),
+        (
+            {"position": "alibi", "rotary_dim": 2},
+            "rotary_dim (2) must be None, because position (alibi) has no rotary angles",
+        ),
         ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
         ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),

@@ -42,6 +42,7 @@ CONFIGS = {
     "learned, windows": GPTConfig.gpt2(
         **SIZES, sliding_window=4, window_layers=(True, False, True, False), tie_embeddings=False
     ),
+    "slopes": GPTConfig.gpt2(**SIZES, position="alibi", embedding_norm=True, tie_embeddings=False),
     "experts": GPTConfig.llama(
         **SIZES, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
     ),
@@ -61,6 +62,10 @@ LAYOUTS: list[tuple[dict[str, Any], bool, str, str]] = [
     ({"cp": 4, "transport": "ring"}, False, "none", "learned, windows"),
     ({"cp": 4, "transport": "all_gather"}, False, "full", "learned, windows"),
     ({"cp": 4, "transport": "hierarchical"}, False, "none", "rotary"),
+    ({"cp": 4, "transport": "hierarchical"}, False, "none", "slopes"),
+    ({"cp": 4, "transport": "all_to_all"}, False, "none", "slopes"),
+    ({"cp": 2, "tp": 2, "transport": "ring"}, True, "selective", "slopes"),
+    ({"cp": 2, "pp": 2, "transport": "all_gather"}, False, "none", "slopes"),
     ({"cp": 2, "tp": 2, "transport": "ring"}, True, "none", "rotary"),
     ({"cp": 2, "pp": 2, "vpp": 2, "transport": "ring"}, False, "none", "learned, windows"),
 ]

@@ -171,6 +171,18 @@ CASES = {
     "embeddings": Case(
         GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
     ),
+    "slopes, norm of the embedding, documents": Case(
+        GPTConfig.gpt2(
+            **SIZES, position="alibi", embedding_norm=True, alibi_bias_max=3.0, sliding_window=4
+        ),
+        AttentionSpan(PACKED),
+        recompute="selective",
+    ),
+    "slopes, keys hidden without places": Case(
+        GPTConfig.gpt2(**SIZES, position="alibi", alibi_skips_padding=True, bias=False),
+        AttentionSpan(mask=KEYS),
+        recompute="full",
+    ),
     "embeddings, window, keys hidden": Case(
         GPTConfig.llama(**LLAMA, sliding_window=3), AttentionSpan(mask=KEYS), embeds=True
     ),

@@ -123,6 +123,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Starcoder2ForCausalLM",
         {**_SIZES, "num_key_value_heads": 2, "sliding_window": 6, "pad_token_id": 0},
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": V, "hidden_size": 48, "n_layer": LAYERS, "n_head": HEADS},
+    ),
+    "mpt": (
+        "MptForCausalLM",
+        {"vocab_size": V, "d_model": 48, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_SIZES, "rope_parameters": _PART}),
     "gpt_neox in sequence without biases": (
         "GPTNeoXForCausalLM",

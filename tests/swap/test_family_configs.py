@@ -111,6 +111,8 @@ def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None
         ("olmo3", {"attention_bias": True, "sliding_window": 64}),
         ("smollm3", {"use_sliding_window": False, "no_rope_layers": [0, 0, 1]}),
         ("starcoder2", {"hidden_act": "relu", "head_dim": 6, "tie_word_embeddings": False}),
+        ("bloom", {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+        ("mpt", {"attn_config": {"softmax_scale": 0.2}, "n_heads": 3}),
         ("granite", {"attention_bias": True, "mlp_bias": False, "embedding_multiplier": 1.0}),
     ],
 )
@@ -209,6 +211,14 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
             "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1",
         ),
         ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
+        ("bloom", {"hidden_dropout": 0.1}, "hidden_dropout of a BLOOM .* 0.1"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm .*True"),
+        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv of a MPT .* 6.0"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max of a MPT .* 16"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln of a MPT .*True"),
+        ("mpt", {"attn_config": {"rope": True}}, "rope of a MPT .*True"),
+        ("mpt", {"attn_config": 3}, "attn_config of a MPT configuration must be a mapping .* 3"),
+        ("mpt", {"expansion_ratio": 3}, "expansion_ratio of a MPT .* 3"),
         (
             "gpt_neox",
             {"rope_parameters": {"partial_rotary_factor": 0.3}},

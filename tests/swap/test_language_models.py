@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.context_transport import ContextLinks, ContextTransport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
@@ -28,6 +30,8 @@ transformers = pytest.importorskip("transformers")
 eager_mask = pytest.importorskip("transformers.masking_utils").eager_mask
 
 B, S = 3, 10
+#: Cases and model types whose scores fall with the distance of tokens.
+WITH_SLOPES = ("bloom", "mpt")
 #: Logits, loss and gradients by name.
 Truth = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -43,6 +47,16 @@ class Exact(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight + self.offset, self.eps)
+
+
+class ExactGelu(nn.Module):
+    """Compute the approximation of gelu with all digits of its constants; BLOOM's has eight."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
 
 
 def exact_twin(case: str, **changes: Any) -> nn.Module:
@@ -63,6 +77,8 @@ def eager_in_float64(module: nn.Module, *inputs: Any, **how: Any) -> Any:
 
 def attention_of(case: str) -> str:
     """Return an attention that computes in float64 all that the family's own does."""
+    if case in WITH_SLOPES:
+        return "eager"
     if case not in ("gemma2",):
         return "sdpa"
     transformers.AttentionInterface.register("eager_in_float64", eager_in_float64)
@@ -80,6 +96,8 @@ def normalise_exactly(twin: nn.Module) -> nn.Module:
                 setattr(
                     module, name, kind(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0)
                 )
+            if type(child).__name__ == "BloomGelu":
+                setattr(module, name, type("Exact", (ExactGelu, type(child)), {})())
     return twin
 
 
@@ -121,10 +139,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
 def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
     """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
     twin.zero_grad()
-    # With a cache theirs does not see that sequences are packed.
-    logits = twin(
-        **{name: value for name, value in call.items() if name != "labels"}, use_cache=False
-    ).logits
+    logits = logits_of(twin, {name: one for name, one in call.items() if name != "labels"})
     shifted = F.pad(call["labels"], (0, 1), value=-100)[:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
     loss.backward()
@@ -135,13 +150,27 @@ def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
     )
 
 
+def logits_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Tensor:
+    """Return Hugging Face's logits, in float64 throughout."""
+    # With a cache theirs does not see that sequences are packed.
+    if twin.config.model_type not in WITH_SLOPES:
+        found: Tensor = twin(**call, use_cache=False).logits
+        return found
+    with float32_as_float64():
+        if "position_ids" in call and "attention_mask" not in call:
+            # Theirs do not know packed sequences.
+            parts = call["input_ids"].split([4, S - 4], 1)
+            return torch.cat([twin(input_ids=part, use_cache=False).logits for part in parts], 1)
+        return twin(**call, use_cache=False).logits
+
+
 def compare(case: str, *meshes: ParallelMesh) -> None:
     # A token that is read and whose vector some families do not train.
     changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
     twin = exact_twin(case, **changes)
     truths = {kind: expected_of(twin, call) for kind, call in inputs().items()}
     vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
-    from_vectors = twin(inputs_embeds=vectors).logits
+    from_vectors = logits_of(twin, {"inputs_embeds": vectors})
     for mesh in meshes:
         root = nn.ModuleDict({"model": exact_twin(case, **changes)})
         parallelize(root, mesh)
@@ -162,11 +191,11 @@ def compare_with(
         assert_same_gradients(model, mesh, expected_gradients(model, gradients), what)
 
 
-def check_generation(mesh: ParallelMesh) -> None:
-    changes = {"pad_token_id": 0, "eos_token_id": None, "num_hidden_layers": 4}
+def check_generation(mesh: ParallelMesh, case: str = "llama", **changes: Any) -> None:
+    changes |= {"pad_token_id": 0, "eos_token_id": None}
     twin, root = (
-        twin_of("llama", **changes).eval(),
-        nn.ModuleDict({"model": twin_of("llama", **changes)}),
+        twin_of(case, **changes).eval(),
+        nn.ModuleDict({"model": twin_of(case, **changes)}),
     )
     parallelize(root, mesh)
     prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
@@ -187,7 +216,7 @@ def check_twins(rank: int, size: int) -> None:
         if size == 2 or "tied" in case or case in ("gpt2", "gpt_neox", "llama with one key head"):
             compare(case, *meshes)
     for mesh in meshes:
-        check_generation(mesh)
+        check_generation(mesh, num_hidden_layers=4)
         mesh.destroy()
 
 
@@ -223,7 +252,7 @@ def check_stages(rank: int, size: int) -> None:
                         1e-9,
                     )
                     assert_equal(output.loss, expected[1], f"{case}, {kind}, {layout}: loss", 1e-9)
-        check_generation(mesh)
+        check_generation(mesh, num_hidden_layers=4)
         mesh.destroy()
 
 
@@ -234,7 +263,8 @@ def test_stages_compute_in_turn_what_hugging_face_does() -> None:
 def test_one_process_computes_what_hugging_face_does() -> None:
     for case in CASES:
         compare(case, ParallelMesh.single())
-    check_generation(ParallelMesh.single())
+    for case in ("llama", *WITH_SLOPES):
+        check_generation(ParallelMesh.single(), case)
 
 
 def test_two_ranks_compute_what_hugging_face_does() -> None:
@@ -243,6 +273,58 @@ def test_two_ranks_compute_what_hugging_face_does() -> None:
 
 def test_three_ranks_compute_what_hugging_face_does() -> None:
     run_world(check_twins, 3)
+
+
+@pytest.mark.parametrize("case", WITH_SLOPES)
+def test_distances_over_padding_between_tokens_are_those_of_the_family(case: str) -> None:
+    call = inputs()["whole"]
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[0, 3:5], mask[1, :2], mask[1, 6], mask[2, 8:] = 0, 0, 0, 0
+    unseen = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
+    call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(unseen, -100)}
+    root = nn.ModuleDict({"model": exact_twin(case)})
+    logits, loss, gradients = expected_of(exact_twin(case), call)
+    parallelize(root, ParallelMesh.single())
+    check_call(root["model"], call, logits, loss, case)
+    model = root["model"]
+    expected = expected_gradients(model, gradients)
+    assert_same_gradients(model, ParallelMesh.single(), expected, case)
+
+
+def check_slopes(rank: int, size: int) -> None:
+    """Compare the families with slopes under stages and every transport of attention."""
+    layouts: tuple[tuple[dict[str, int], ContextTransport], ...] = (
+        ({"pp": 2}, "auto"),
+        *(({"cp": 2}, one) for one in ("ring", "all_gather", "all_to_all")),
+    )
+    for sizes, transport in layouts:
+        layout = ParallelLayout(size, **sizes)
+        mesh = ParallelMesh.create(layout, context=ContextLinks.of(transport, layout, size))
+        for case in WITH_SLOPES:
+            twin, root = exact_twin(case), nn.ModuleDict({"model": exact_twin(case)})
+            parallelize(root, mesh)
+            for kind in ("whole", "padded left", "packed"):
+                call, what = inputs()[kind], f"{case}, {kind}, {sizes}, {transport}"
+                logits, loss, gradients = expected_of(twin, call)
+                model = root["model"]
+                if mesh.pp.size > 1:
+                    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+                    with torch.no_grad():
+                        output = model(**call)
+                    assert_equal(output.logits[seen], logits[seen], what, 1e-9)
+                    assert_equal(output.loss, loss, what, 1e-9)
+                    continue
+                check_call(model, call, logits, loss, what)
+                for parameter in model.parameters():
+                    # The mean over cp, whose ranks are data ranks.
+                    dist.all_reduce(parameter.grad, group=mesh.cp.group)
+                    parameter.grad /= mesh.cp.size
+                assert_same_gradients(model, mesh, expected_gradients(model, gradients), what)
+        mesh.destroy()
+
+
+def test_slopes_are_hugging_faces_under_stages_and_every_transport() -> None:
+    run_world(check_slopes, 2)
 
 
 def test_padding_needs_no_more_than_it_says() -> None:

@@ -38,7 +38,9 @@ class Block:
     key_rows: KeyRows
 
 
-def ring_blocks(span: AttentionSpan, seq_part: int, size: int, rank: int) -> list[list[Block]]:
+def ring_blocks(
+    span: AttentionSpan, seq_part: int, size: int, rank: int, device: torch.device
+) -> list[list[Block]]:
     """Return the attention of a rank's queries to the keys of every rank of a ring.
 
     Args:
@@ -46,15 +48,27 @@ def ring_blocks(span: AttentionSpan, seq_part: int, size: int, rank: int) -> lis
         seq_part: Positions of a row that a rank holds (tokens).
         size: Ranks of the ring (ranks).
         rank: Rank that holds the queries.
+        device: Device of the queries.
     """
-    if span.cut is not None:
-        return [_of_documents(span, span.cut, seq_part, rank, source) for source in range(size)]
-    cut = ContextCut(size, size * seq_part)
-    planned = [cut.ring_blocks(rank, source, span.causal, span.window) for source in range(size)]
-    return [[_of_rows(span, one) for one in blocks] for blocks in planned]
+    cut = span.cut
+    rows = ContextCut(size, size * seq_part)
+    if cut is not None:
+        found = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
+    else:
+        planned = (rows.ring_blocks(rank, one, span.causal, span.window) for one in range(size))
+        found = [[_of_rows(span, one) for one in blocks] for blocks in planned]
+    if span.slopes is None:
+        return found
+    held = [_places_of(source, cut or rows, device) for source in range(size)]
+    return [
+        [_placed(one, held[rank], keys) for one in blocks]
+        for blocks, keys in zip(found, held, strict=True)
+    ]
 
 
-def gathered_blocks(span: AttentionSpan, seq_part: int, size: int, rank: int) -> list[Block]:
+def gathered_blocks(
+    span: AttentionSpan, seq_part: int, size: int, rank: int, device: torch.device
+) -> list[Block]:
     """Return the attention of a rank's queries to the keys of whole rows, in their order.
 
     Args:
@@ -62,12 +76,27 @@ def gathered_blocks(span: AttentionSpan, seq_part: int, size: int, rank: int) ->
         seq_part: Positions of a row that a rank holds (tokens).
         size: Ranks that share the rows (ranks).
         rank: Rank that holds the queries.
+        device: Device of the queries.
     """
     length = size * seq_part
-    cut = span.cut
-    if cut is None:
-        planned = ContextCut(size, length).gathered_blocks(rank, span.causal, span.window)
-        return [_of_rows(span, one) for one in planned]
+    rows = ContextCut(size, length)
+    if span.cut is None:
+        planned = rows.gathered_blocks(rank, span.causal, span.window)
+        found = [_of_rows(span, one) for one in planned]
+    else:
+        found = _of_whole_documents(span, span.cut, length, rank)
+    if span.slopes is None:
+        return found
+    held = _places_of(rank, span.cut or rows, device)
+    keys = torch.arange(length, device=device)[None].expand(len(held), -1)
+    return [_placed(one, held, keys) for one in found]
+
+
+def _of_whole_documents(
+    span: AttentionSpan, cut: DocumentCut, length: int, rank: int
+) -> list[Block]:
+    """Return the blocks of a rank's queries with the keys of whole rows."""
+    size = cut.size
     if not span.causal:
         whole = KeyRows(length, span.borders, cut.longest)
         borders = cut.part_borders[rank]
@@ -172,3 +201,24 @@ def _documents(
     span: AttentionSpan, borders: Tensor, longest: int, *, causal: bool
 ) -> AttentionSpan:
     return replace(span, borders=borders, longest=longest, causal=causal, sinks=None, cut=None)
+
+
+def _places_of(rank: int, cut: ContextCut | DocumentCut, device: torch.device) -> Tensor:
+    """Return the place in its row of every token that a rank holds."""
+    if isinstance(cut, DocumentCut):
+        return cut.order[:, rank]
+    pieces = (torch.arange(one.start, one.stop, device=device) for one in cut.ranges(rank))
+    return torch.cat(tuple(pieces))[None]
+
+
+def _placed(block: Block, queries: Tensor, keys: Tensor) -> Block:
+    """Return a block that knows the places of its queries and keys, from those of all rows."""
+
+    def chosen(places: Tensor, rows: Rows) -> Tensor:
+        return places[:, rows] if isinstance(rows, slice) else places.gather(1, rows)
+
+    return replace(
+        block,
+        span=replace(block.span, places=chosen(queries, block.queries)),
+        key_rows=replace(block.key_rows, places=chosen(keys, block.keys)),
+    )

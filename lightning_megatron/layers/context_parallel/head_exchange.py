@@ -106,10 +106,12 @@ def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSp
         heads: Query heads that are divided (heads).
         axis: Ranks that divide the heads.
     """
-    if span.sinks is None:
-        return span
     share = split_heads_over(heads, axis.size)[axis.rank]
-    return replace(span, sinks=span.sinks[share.start : share.stop])
+    if span.sinks is not None:
+        span = replace(span, sinks=span.sinks[share.start : share.stop])
+    if span.slopes is not None:
+        span = replace(span, slopes=span.slopes.of(share))
+    return span
 
 
 def _exchanged(

@@ -54,8 +54,8 @@ def ring_attention(
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
         axis: Ranks that share the sequence, in the order of the cut.
-        span: Who attends to whom in whole rows: causality, window, soft cap, sinks, scale, and
-            documents with their cut over the axis.
+        span: Who attends to whom in whole rows: causality, window, soft cap, slopes, sinks, scale,
+            and documents with their cut over the axis.
 
     Communication: forward ``axis.size - 1`` exchanges with both neighbours, of keys and values;
         backward the same, and ``axis.size`` exchanges of their gradients in at least float32.
@@ -63,7 +63,7 @@ def ring_attention(
     """
     if span.cut is not None and span.window is not None:
         return gathered_attention(query, key, value, axis, span)
-    blocks = ring_blocks(span, query.shape[0], axis.size, axis.rank)
+    blocks = ring_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
     return _attend(query, torch.stack((key, value)), span.sinks, axis, blocks)
 
 
@@ -92,7 +92,7 @@ def gathered_attention(
     cut = span.cut or ContextCut(axis.size, axis.size * query.shape[0])
     joined = all_gather_sequence(torch.stack((key, value), dim=2), axis)
     both = in_sequence_order(joined, cut).movedim(2, 0)
-    blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank)
+    blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
     # A ring of one rank, which holds all keys.
     return _attend(query, both, span.sinks, MeshAxis(axis.name), [blocks])
 

@@ -123,6 +123,7 @@ class Names:
         mlp_output_norm: Norm of the MLP's output before the residual sum, if there is one.
         sinks: Scores of the heads' sinks, if there are any; the name of the tensor.
         position: Position embedding, if there is one.
+        embedding_norm: Norm after the embedding, if there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
         latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` does not
@@ -145,6 +146,7 @@ class Names:
     mlp_output_norm: str = ""
     sinks: str = ""
     position: str | None = None
+    embedding_norm: str = ""
     head: str = "lm_head"
     latent: LatentNames | None = None
     experts: ExpertNames | None = None
@@ -159,6 +161,8 @@ class Names:
         if self.position is not None:
             shape = (config.max_seq_length, size)
             found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
+        if config.embedding_norm:
+            found += self._norm("embedding.norm", self.embedding_norm, config)
         found += [
             tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
         ]

@@ -33,12 +33,11 @@ _ROTARY: Mapping[str, Any] = {
 
 #: Legal values of each field, by name; for a mapping by the names of its entries.
 KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(
-        ("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size
-    ),
+    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size"), Size),
     **dict.fromkeys(
         (
-            *("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"),
+            *("num_attention_heads", "n_head", "n_heads", "type_vocab_size"),
+            *("num_experts_per_tok", "moe_intermediate_size"),
             "shared_expert_intermediate_size",
         ),
         Size,
@@ -50,9 +49,16 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
     **dict.fromkeys(("q_lora_rank", "qk_head_dim"), Size | None),
     **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "decoder_sparse_step", "no_rope_layer_interval"), Layers
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "decoder_sparse_step",
+            "no_rope_layer_interval",
+        ),
+        Layers,
     ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), Count),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), Count),
     **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), Count | None),
     **dict.fromkeys(
         ("n_shared_experts", "first_k_dense_replace", "max_window_layers"), Number | None

@@ -7,6 +7,7 @@ from functools import cache
 from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families.alibi import BLOOM, MPT
 from lightning_megatron.swap.families.bert import (
     BERT,
     BERT_CLASSES,
@@ -35,7 +36,7 @@ ENTRY_POINTS = "lightning_megatron.families"
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
     *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
-    *(ERNIE45, HELIUM),
+    *(ERNIE45, HELIUM, BLOOM, MPT),
     *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )

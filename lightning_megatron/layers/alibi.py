@@ -1,0 +1,78 @@
+"""Attention with linear biases: scores that fall with the distance of query and key, by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class AlibiSlopes:
+    """Slopes of the heads of a layer, which the score of a query loses for each token to a key.
+
+    For a power of two of heads, head ``i`` of 1 to ``num_heads`` has the slope
+    ``2 ** (-i bias_max / num_heads)``. Further heads have the slopes of the odd ``i`` of twice as
+    many heads.
+
+    Equal to the slopes of Hugging Face's BLOOM (with a ``bias_max`` of 8) and MPT.
+
+    Args:
+        num_heads: Query heads of the full layer (heads).
+        bias_max: Negative logarithm to base 2 of the smallest slope.
+        skips_padding: Whether distances leave out the keys that a mask of keys hides; otherwise
+            they count every token.
+        heads: Heads of this rank, by number; None means all.
+
+    Source: Press et al. 2022 (ALiBi), section 3.
+    """
+
+    num_heads: int
+    bias_max: float = 8.0
+    skips_padding: bool = False
+    heads: range | None = None
+
+    def of(self, heads: range) -> AlibiSlopes:
+        """Return the slopes of some of these heads.
+
+        Args:
+            heads: Heads, counted from the first of these.
+        """
+        own = range(self.num_heads) if self.heads is None else self.heads
+        return replace(self, heads=own[heads.start : heads.stop])
+
+    def on(self, device: torch.device) -> Float[Tensor, " heads"]:
+        """Return the slopes on a device, in float64.
+
+        The device computes them, so that a captured region may call this.
+
+        Args:
+            device: Device of the scores.
+        """
+        own = range(self.num_heads) if self.heads is None else self.heads
+        heads = torch.arange(own.start, own.stop, dtype=torch.float64, device=device)
+        power = 1 << (self.num_heads.bit_length() - 1)
+        further = (heads - power) + 0.5
+        steps = torch.where(heads < power, heads + 1, further) / power
+        return torch.exp2(-self.bias_max * steps)
+
+
+def distance_bias(
+    slopes: Float[Tensor, " heads"],
+    queries: Int[Tensor, "#batch seq"],
+    keys: Int[Tensor, "#batch _"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "#batch heads seq _"]:
+    """Return what the scores of all pairs of a query and a key lose.
+
+    Args:
+        slopes: Slope of each head.
+        queries: Place of each query in its row (tokens).
+        keys: Place of each key in its row (tokens).
+        dtype: Dtype of the scores.
+    """
+    distances = (queries[:, :, None] - keys[:, None, :]).abs()
+    return slopes.to(dtype)[:, None, None] * distances[:, None].to(dtype)

@@ -1,0 +1,171 @@
+"""BLOOM and MPT: decoders without positions, whose scores fall with the distance of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.settings import shown
+from lightning_megatron.swap.families.family import Family, Names
+from lightning_megatron.swap.families.field_kinds import Factor
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
+
+#: BLOOM has no table of positions, so nothing bounds its rows (tokens).
+_LONGEST = 1 << 20
+_NO_DROPOUT = Field(
+    "hidden_dropout", 0.0, only=(0.0,), why="dropout would also apply to the embedding"
+)
+
+BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    ConfigTable(
+        "BLOOM",
+        (
+            Field("vocab_size", 250880, "vocab_size"),
+            Field("hidden_size", 64, "hidden_size", also=("n_embed",)),
+            Field("n_layer", 2, "num_layers", also=("num_hidden_layers",)),
+            Field("n_head", 8, "num_heads", also=("num_attention_heads",)),
+            Field("layer_norm_epsilon", 1e-5, "norm_eps"),
+            Field("initializer_range", 0.02, "init_std"),
+            Field("attention_dropout", 0.0, "attention_dropout"),
+            _NO_DROPOUT,
+            Field("tie_word_embeddings", True, "tie_embeddings"),
+            Field(
+                "apply_residual_connection_post_layernorm",
+                False,
+                only=(False,),
+                why="the residual stream goes past the norms",
+            ),
+        ),
+        {
+            "norm": "layernorm",
+            "position": "alibi",
+            "alibi_skips_padding": True,
+            "bias": True,
+            "activation": "gelu_tanh",
+            "embedding_norm": True,
+            "max_seq_length": _LONGEST,
+        },
+        # A slower order of the same sums; the length of the training's rows, which the class does
+        # not read; names of earlier code.
+        frozenset(
+            {
+                *("slow_but_exact", "seq_length", "attention_softmax_in_fp32"),
+                *("masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add"),
+                *("skip_bias_add_qkv", "offset_alibi", "unk_token_id"),
+            }
+        ),
+    ),
+    Names(
+        embedding="transformer.word_embeddings",
+        embedding_norm="transformer.word_embeddings_layernorm",
+        final_norm="transformer.ln_f",
+        attention_norm="transformer.h.{}.input_layernorm",
+        mlp_norm="transformer.h.{}.post_attention_layernorm",
+        qkv=("transformer.h.{}.self_attention.query_key_value",),
+        output="transformer.h.{}.self_attention.dense",
+        up=("transformer.h.{}.mlp.dense_h_to_4h",),
+        down="transformer.h.{}.mlp.dense_4h_to_h",
+        by_heads=True,
+    ),
+    base="transformer.",
+    embedding="transformer.word_embeddings.weight",
+)
+
+_ATTENTION = ConfigTable(
+    "MPT",
+    (
+        Field(
+            "attn_type",
+            "multihead_attention",
+            only=("multihead_attention",),
+            why="each head has keys and values of its own, as in Hugging Face's class",
+        ),
+        Field(
+            "attn_pdrop",
+            0.0,
+            only=(0.0,),
+            why="dropout of weights would also apply to the embedding",
+        ),
+        Field("clip_qkv", None, only=(None,), why="queries, keys and values are not bounded"),
+        Field("softmax_scale", None, "attention_scale", kind=Factor | None),
+        Field("prefix_lm", False, only=(False,), why="no position attends to a later one"),
+        Field("qk_ln", False, only=(False,), why="queries and keys are not normed"),
+        Field(
+            "attn_uses_sequence_id",
+            False,
+            only=(False,),
+            why="packed documents are told apart by their positions",
+        ),
+        Field("alibi", True, only=(True,), why="the class of Hugging Face always has slopes"),
+        # Hugging Face's class passes over it and has 8.
+        Field("alibi_bias_max", 8, only=(8,), why="Hugging Face's class always takes 8"),
+    ),
+    {},
+    frozenset({"attn_impl"}),
+    builds=dict,
+)
+
+
+def _attention(values: Values) -> Mapping[str, Any]:
+    given = values["attn_config"]
+    if given is not None and not isinstance(given, Mapping):
+        raise UnsupportedError(
+            "attn_config of a MPT configuration must be a mapping or None, because it has fields "
+            f"of its own: it is {shown(given)}. Correct the configuration."
+        )
+    found: Any = _ATTENTION(given or {})
+    return dict(found)
+
+
+MPT = Family(
+    "mpt",
+    "MptForCausalLM",
+    ConfigTable(
+        "MPT",
+        (
+            Field("vocab_size", 50368, "vocab_size"),
+            Field("d_model", 2048, "hidden_size", also=("hidden_size",)),
+            Field("n_layers", 24, "num_layers", also=("num_hidden_layers",)),
+            Field("n_heads", 16, "num_heads", also=("num_attention_heads",)),
+            Field("max_seq_len", 2048, "max_seq_length"),
+            Field("layer_norm_epsilon", 1e-5, "norm_eps"),
+            Field("initializer_range", 0.02, "init_std"),
+            Field("tie_word_embeddings", True, "tie_embeddings"),
+            Field("attn_config", None, _attention),
+            Field(
+                "expansion_ratio",
+                4,
+                only=(4,),
+                why="the MLP has 4 d_model features, as in Hugging Face's class",
+            ),
+            Field("no_bias", True, only=(True,), why="Hugging Face's class has no biases"),
+            Field("logit_scale", None, only=(None,), why="Hugging Face's class passes over it"),
+            Field(
+                "embedding_fraction",
+                1.0,
+                only=(1.0,),
+                why="Hugging Face's class passes over it",
+            ),
+            Field("emb_pdrop", 0.0, only=(0.0,), why="Hugging Face's class passes over it"),
+            Field("resid_pdrop", 0.0, only=(0.0,), why="Hugging Face's class passes over it"),
+        ),
+        {"norm": "layernorm", "position": "alibi", "bias": False, "activation": "gelu"},
+        # The class has slopes in any case, one kind of norm, and no other device.
+        frozenset({"learned_pos_emb", "norm_type", "init_device"}),
+    ),
+    Names(
+        embedding="transformer.wte",
+        final_norm="transformer.norm_f",
+        attention_norm="transformer.blocks.{}.norm_1",
+        mlp_norm="transformer.blocks.{}.norm_2",
+        qkv=("transformer.blocks.{}.attn.Wqkv",),
+        output="transformer.blocks.{}.attn.out_proj",
+        up=("transformer.blocks.{}.ffn.up_proj",),
+        down="transformer.blocks.{}.ffn.down_proj",
+    ),
+    base="transformer.",
+    embedding="transformer.wte.weight",
+)
