@@ -40,7 +40,7 @@ def attend_by_flex(
     blocks = visible_blocks(span, num_sequences, length, query.device)
     rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     options = {
-        "score_mod": _of_scores(span, query.device),
+        "score_mod": _of_scores(span, query),
         "block_mask": blocks,
         "scale": span.scale,
         "enable_gqa": query.shape[2] != key.shape[2],
@@ -51,10 +51,13 @@ def attend_by_flex(
     return add_sinks(out.permute(2, 0, 1, 3), aux.lse, span.sinks)[0]
 
 
-def _of_scores(span: AttentionSpan, device: torch.device) -> Callable[..., Tensor] | None:
+def _of_scores(span: AttentionSpan, like: Tensor) -> Callable[..., Tensor] | None:
     """Return what becomes of a scaled score, which a kernel inlines; None if it stays."""
     soft_cap = span.soft_cap
-    slopes = None if span.slopes is None else span.slopes.on(device).float()
+    slopes = None
+    if span.slopes is not None:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        slopes = span.slopes.on(like.device).to(wide)
     if soft_cap is None and slopes is None:
         return None
 

@@ -180,8 +180,8 @@ def check_positions(position: str, fields: Mapping[str, object]) -> None:
     }
     for kind, (what, defaults) in kinds.items():
         for name, default in defaults.items() if kind != position else ():
-            rule, why = f"be {default}", f"position ({position}) has no {what}"
-            require(fields[name] == default, name, fields[name], rule, why)
+            why = f"position ({position}) has no {what}"
+            require(fields[name] == default, name, fields[name], f"be {default}", why)
 
 
 def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_residual: bool) -> None:

@@ -217,7 +217,7 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
         ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max of a MPT .* 16"),
         ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln of a MPT .*True"),
         ("mpt", {"attn_config": {"rope": True}}, "rope of a MPT .*True"),
-        ("mpt", {"attn_config": 3}, "attn_config of a MPT configuration must be a mapping .* 3"),
+        ("mpt", {"attn_config": 3}, "attn_config of a MPT configuration must be .* 3"),
         ("mpt", {"expansion_ratio": 3}, "expansion_ratio of a MPT .* 3"),
         (
             "gpt_neox",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.family import Family, Names
 from lightning_megatron.swap.families.field_kinds import Factor
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
@@ -110,13 +108,7 @@ _ATTENTION = ConfigTable(
 
 
 def _attention(values: Values) -> Mapping[str, Any]:
-    given = values["attn_config"]
-    if given is not None and not isinstance(given, Mapping):
-        raise UnsupportedError(
-            "attn_config of a MPT configuration must be a mapping or None, because it has fields "
-            f"of its own: it is {shown(given)}. Correct the configuration."
-        )
-    found: Any = _ATTENTION(given or {})
+    found: Any = _ATTENTION(values["attn_config"] or {})
     return dict(found)
 
 

@@ -101,6 +101,7 @@ KINDS: Mapping[str, Any] = {
     "router_aux_loss_coef": NotNegative | None,
     "layer_types": list[str] | None,
     **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), list[Number] | None),
+    "attn_config": dict[Any, Any] | None,
     "id2label": dict[Any, Any] | None,
 }
 
