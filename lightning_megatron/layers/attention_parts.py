@@ -28,7 +28,9 @@ from lightning_megatron.layers.attention_operators import (
 from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import obstacle_to_flash
+from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.flash_kernels import FlashCall
 from lightning_megatron.shapes import Float
 
 #: Out, and the log-sum-exp of the scores of every query.
@@ -165,9 +167,7 @@ def _rows(tensor: Tensor, has_documents: bool) -> Tensor:
     return rows.flatten(0, 1) if has_documents else rows
 
 
-def _flash_arguments(
-    query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _flash_call(query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows | None) -> FlashCall:
     keys = keys or KeyRows(key.shape[0], span.borders, span.longest)
     bounds = [
         min(longest or length, length)
@@ -180,27 +180,27 @@ def _flash_arguments(
     if span.causal:
         right = keys.behind
     is_plainly_causal = span.causal and span.window is None and not keys.behind
-    options = {
-        "scale": scale_of(span, query),
-        "window_size_left": left,
-        "window_size_right": right,
-    }
-    return (span.borders, keys.borders, *bounds, 0.0, is_plainly_causal), options
+    return FlashCall(
+        *(span.borders, keys.borders, bounds[0], bounds[1], is_plainly_causal, left, right),
+        scale_of(span, query),
+        span.soft_cap or 0.0,
+    )
 
 
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan, keys: KeyRows | None
 ) -> Part:
     length, num_sequences = query.shape[:2]
-    arguments, options = _flash_arguments(query, key, span, keys)
+    call = _flash_call(query, key, span, keys)
     packed = span.borders is not None
-    rows = (_rows(tensor, packed) for tensor in (query, key, value))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *arguments, False, **options)
+    kernel = choose_flash(query.device, query.shape[-1]).kernel
+    queries, keys_of, values = (_rows(tensor, packed) for tensor in (query, key, value))
+    out, lse = kernel.forward(queries, keys_of, values, call)
     if packed:
         out = out.view(num_sequences, length, *out.shape[1:])
         lse = lse.view(-1, num_sequences, length).transpose(0, 1)
     if keys is not None:
-        # The kernel gives queries without keys the log-sum-exp plus infinity.
+        # Torch's kernel gives queries without keys the log-sum-exp plus infinity.
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
     return out.transpose(0, 1), lse
 
@@ -215,16 +215,15 @@ def _flash_backward(
     span: AttentionSpan,
     keys: KeyRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    arguments, options = _flash_arguments(query, key, span, keys)
-    without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     packed = span.borders is not None
-    gradients = torch.ops.aten._flash_attention_backward(
-        *(_rows(tensor, packed) for tensor in (grad_out, query, key, value, out)),
+    kernel = choose_flash(query.device, query.shape[-1]).kernel
+    grad_rows, queries, keys_of, values, out_rows = (
+        _rows(tensor, packed) for tensor in (grad_out, query, key, value, out)
+    )
+    gradients = kernel.backward(
+        *(grad_rows, queries, keys_of, values, out_rows),
         (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
-        *arguments,
-        without_dropout,
-        torch.empty(0, device=query.device),
-        **options,
+        _flash_call(query, key, span, keys),
     )
     both = zip(gradients, (query, key, value), strict=True)
     found = [

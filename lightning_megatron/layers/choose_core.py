@@ -11,11 +11,13 @@ from torch.nn.attention import SDPBackend
 
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import is_plain
 
-#: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` its flash attention for documents,
-#: windows and sinks without a mask, ``flex`` its FlexAttention, which compiles a kernel for the
-#: span, and ``operators`` the formula in operators of torch.
+#: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` the flash attention that
+#: ``layers.choose_flash`` finds, for documents, windows and sinks without a mask, ``flex`` torch's
+#: FlexAttention, which compiles a kernel for the span, and ``operators`` the formula in operators
+#: of torch.
 Core = Literal["sdpa", "flash", "flex", "operators"]
 
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -41,6 +43,7 @@ class CoreChoice:
         reason: Reason for the choice, for the log.
         remedy: Way to a faster kernel, as whole sentences; None if this one costs no speed.
         pads_values: Whether smaller values must be padded to the size of keys.
+        package: Name of the package of flash attention, if it computes.
     """
 
     core: Core
@@ -50,13 +53,14 @@ class CoreChoice:
     reason: str
     remedy: str | None = None
     pads_values: bool = False
+    package: str = ""
 
     @property
     def name(self) -> str:
         """Return the name of the kernels for the log."""
         if self.core != "sdpa":
             return {
-                "flash": "flash without a mask",
+                "flash": f"{self.package} without a mask",
                 "flex": "FlexAttention",
                 "operators": "operators of torch",
             }[self.core]
@@ -115,8 +119,9 @@ def _choose_kernel(
         return _plain(device, dtype, dropout)
     obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
     if obstacle is None:
-        why = "documents, windows and sinks: variable-length attention needs no mask"
-        return CoreChoice("flash", (), False, False, why)
+        found = choose_flash(device, head_dim)
+        why = f"documents, windows and sinks need no mask; {found.reason}"
+        return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
     if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
         return _masked(device, obstacle, span)
     obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, dropout, head_dim)
@@ -169,8 +174,6 @@ def obstacle_to_flash(
         dropout: Probability that an attention weight is dropped.
         head_dim: Size of a head (elements).
     """
-    if span.soft_cap is not None:
-        return "flash attention does not bound scores"
     if span.slopes is not None:
         return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
@@ -183,6 +186,8 @@ def obstacle_to_flash(
             f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
             f"not {head_dim}"
         )
+    if span.soft_cap is not None and not choose_flash(device, head_dim).bounds_scores:
+        return "flash attention of torch does not bound scores"
     return None
 
 

@@ -1,0 +1,159 @@
+"""Choice among the installed packages of flash attention."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lightning_megatron.layers.flash_kernels import (
+    FlashAttention3,
+    FlashAttention4,
+    FlashKernel,
+    TorchFlash,
+)
+
+#: Compute capabilities of Hopper, of data center GPUs of Blackwell, and largest heads of flash
+#: attention 4 on the latter (elements).
+_HOPPER = 9
+_BLACKWELL = (10, 11)
+_BLACKWELL_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class FlashChoice:
+    """Package of flash attention, with the reason for the choice.
+
+    Args:
+        kernel: The package.
+        reason: Reason for the choice, for the log.
+        bounds_scores: Whether the package has soft caps.
+    """
+
+    kernel: FlashKernel
+    reason: str
+    bounds_scores: bool
+
+
+@dataclass(frozen=True)
+class FlashPackage:
+    """Package of flash attention that may be installed.
+
+    Args:
+        make: Maker of the kernel from the package's module.
+        name: Name for the log.
+        module: Name of the module.
+        functions: Functions that are called, with arguments that they must have.
+        obstacle: Function of the compute capability's first number and of the size of heads that
+            returns why the package does not serve, or None.
+    """
+
+    make: Callable[[ModuleType], FlashKernel]
+    name: str
+    module: str
+    functions: tuple[tuple[str, tuple[str, ...]], ...]
+    obstacle: Callable[[int, int], str | None]
+
+
+def _obstacle_to_third(capability: int, head_dim: int) -> str | None:
+    return None if capability == _HOPPER else "is for compute capability 9.0"
+
+
+def _obstacle_to_fourth(capability: int, head_dim: int) -> str | None:
+    if capability == _HOPPER:
+        return None
+    if capability not in _BLACKWELL:
+        return "is for compute capability 9.0, 10.x and 11.0"
+    if head_dim > _BLACKWELL_HEAD_DIM:
+        return f"has heads of at most {_BLACKWELL_HEAD_DIM} elements there"
+    return None
+
+
+_CALL = ("cu_seqlens_q", "max_seqlen_k", "softmax_scale", "softcap", "window_size_left")
+#: Packages in the order of preference.
+PACKAGES = (
+    FlashPackage(
+        *(FlashAttention3, FlashAttention3.name, "flash_attn_interface"),
+        (
+            ("_flash_attn_forward", (*_CALL, "causal")),
+            ("_flash_attn_backward", (*_CALL, "is_causal", "dq", "deterministic")),
+        ),
+        _obstacle_to_third,
+    ),
+    FlashPackage(
+        *(FlashAttention4, FlashAttention4.name, "flash_attn.cute.interface"),
+        (
+            ("_flash_attn_fwd", (*_CALL, "causal", "return_lse")),
+            ("_flash_attn_bwd", (*_CALL, "causal", "deterministic")),
+        ),
+        _obstacle_to_fourth,
+    ),
+)
+
+
+#: Inside ``torch.compile`` no package is imported, and the compiler knows torch's kernel.
+_TRACED = FlashChoice(TorchFlash(), "torch's, which torch.compile knows", bounds_scores=False)
+
+
+def choose_flash(device: torch.device, head_dim: int) -> FlashChoice:
+    """Choose the package of flash attention for a GPU: the fastest one that is installed.
+
+    Flash attention 3 is compiled for Hopper. Flash attention 4 compiles its kernels at the first
+    call, for Hopper and newer GPUs. Torch contains flash attention 2.
+
+    Args:
+        device: GPU.
+        head_dim: Size of a head (elements).
+    """
+    if torch.compiler.is_compiling():
+        return _TRACED
+    return _choose(torch.cuda.get_device_capability(device), head_dim)
+
+
+@cache
+def _choose(capability: tuple[int, int], head_dim: int) -> FlashChoice:
+    obstacles = []
+    for package in PACKAGES:
+        obstacle = package.obstacle(capability[0], head_dim)
+        if obstacle is None:
+            module, obstacle = loaded(package)
+            if module is not None:
+                why = f"{package.name} is installed"
+                return FlashChoice(package.make(module), why, bounds_scores=True)
+        obstacles.append(f"{package.name} {obstacle}")
+    return FlashChoice(TorchFlash(), f"torch's, because {', '.join(obstacles)}", False)
+
+
+@cache
+def loaded(package: FlashPackage) -> tuple[ModuleType | None, str | None]:
+    """Return the module of a package, or the reason why it cannot be used.
+
+    Args:
+        package: Package to import.
+    """
+    try:
+        module = import_module(package.module)
+    except (ImportError, OSError) as error:
+        if isinstance(error, ModuleNotFoundError) and package.module.startswith(error.name or "?"):
+            return None, "is not installed"
+        return None, f"cannot be imported ({error})"
+    for function, arguments in package.functions:
+        missing = [
+            one for one in arguments if one not in _arguments(getattr(module, function, None))
+        ]
+        if missing:
+            return None, f"has another interface ({function} without {missing[0]})"
+    return module, None
+
+
+def _arguments(function: Any) -> tuple[str, ...]:
+    if function is None:
+        return ()
+    # An operator of torch.library keeps the Python function that it was made from.
+    return tuple(inspect.signature(getattr(function, "_init_fn", function)).parameters)

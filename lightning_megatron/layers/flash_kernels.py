@@ -1,0 +1,245 @@
+"""Flash attention of torch and of installed packages, forward and backward with log-sum-exps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.shapes import Float, Int
+
+#: Rows ``(B, S, H, D)``, or the tokens of all documents ``(tokens, H, D)``.
+Rows = Tensor
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class FlashCall:
+    """What a flash kernel is told beside queries, keys and values.
+
+    Args:
+        query_borders: Cumulative lengths of the documents of the queries; None means rows (tokens).
+        key_borders: Cumulative lengths of the documents of the keys; None means rows (tokens).
+        longest_query: Upper bound of the queries of a document (tokens).
+        longest_key: Upper bound of the keys of a document (tokens).
+        causal: Whether a query, counted from the end of its document, attends to no later key.
+        left: Keys before its own that a query attends to; -1 means all (tokens).
+        right: Keys after its own that a query attends to; -1 means all (tokens).
+        scale: Factor of the scores.
+        soft_cap: Bound of the scores; 0 means none.
+    """
+
+    query_borders: Int[Tensor, " borders"] | None
+    key_borders: Int[Tensor, " borders"] | None
+    longest_query: int
+    longest_key: int
+    causal: bool
+    left: int
+    right: int
+    scale: float
+    soft_cap: float = 0.0
+
+    @staticmethod
+    def bound(borders: Int[Tensor, " borders"] | None, longest: int) -> int | None:
+        """Return the bound of the lengths of documents; None for rows, whose length is known.
+
+        Args:
+            borders: Cumulative lengths of the documents; None means rows (tokens).
+            longest: Upper bound of the lengths (tokens).
+        """
+        return None if borders is None else longest
+
+
+class FlashKernel(Protocol):
+    """Flash attention of some package."""
+
+    @property
+    def name(self) -> str:
+        """Return the name for the table at fit start."""
+
+    def forward(
+        self, query: Rows, key: Rows, value: Rows, call: FlashCall
+    ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+        """Return the output and the log-sum-exps, ``(B, H, S)`` or ``(H, tokens)`` in float32."""
+
+    def backward(
+        self,
+        grad_out: Rows,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        out: Rows,
+        lse: Float[Tensor, "... heads _"],
+        call: FlashCall,
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values."""
+
+
+class TorchFlash:
+    """Flash attention 2, which torch contains; it does not bound scores."""
+
+    name = "flash"
+
+    def forward(
+        self, query: Rows, key: Rows, value: Rows, call: FlashCall
+    ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+        """Return the output and the log-sum-exps."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(query, key, value, call.query_borders, call.key_borders),
+            *(call.longest_query, call.longest_key, 0.0, call.causal, False),
+            scale=call.scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Rows,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        out: Rows,
+        lse: Float[Tensor, "... heads _"],
+        call: FlashCall,
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values."""
+        without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found: Gradients = torch.ops.aten._flash_attention_backward(
+            *(grad_out, query, key, value, out, lse, call.query_borders, call.key_borders),
+            *(call.longest_query, call.longest_key, 0.0, call.causal, without_dropout),
+            torch.empty(0, device=query.device),
+            scale=call.scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
+        )
+        return found
+
+
+@dataclass(frozen=True)
+class FlashAttention3:
+    """Flash attention 3 for Hopper, the module ``flash_attn_interface``.
+
+    Args:
+        module: The module.
+    """
+
+    module: ModuleType
+    name = "flash attention 3"
+
+    def forward(
+        self, query: Rows, key: Rows, value: Rows, call: FlashCall
+    ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+        """Return the output and the log-sum-exps."""
+        out, lse, *_ = self.module._flash_attn_forward(
+            query,
+            key,
+            value,
+            cu_seqlens_q=call.query_borders,
+            cu_seqlens_k=call.key_borders,
+            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
+            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            softcap=call.soft_cap,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Rows,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        out: Rows,
+        lse: Float[Tensor, "... heads _"],
+        call: FlashCall,
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values."""
+        like = torch.contiguous_format
+        dq, dk, dv = (torch.empty_like(one, memory_format=like) for one in (query, key, value))
+        self.module._flash_attn_backward(
+            *(grad_out, query, key, value, out, lse),
+            cu_seqlens_q=call.query_borders,
+            cu_seqlens_k=call.key_borders,
+            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
+            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=call.scale,
+            is_causal=call.causal,
+            window_size_left=call.left,
+            window_size_right=call.right,
+            softcap=call.soft_cap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class FlashAttention4:
+    """Flash attention 4 for Hopper and newer, the module ``flash_attn.cute.interface``.
+
+    Args:
+        module: The module.
+    """
+
+    module: ModuleType
+    name = "flash attention 4"
+
+    def forward(
+        self, query: Rows, key: Rows, value: Rows, call: FlashCall
+    ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+        """Return the output and the log-sum-exps."""
+        out, lse, *_ = self.module._flash_attn_fwd(
+            query,
+            key,
+            value,
+            cu_seqlens_q=call.query_borders,
+            cu_seqlens_k=call.key_borders,
+            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
+            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size_left=_bound(call.left),
+            window_size_right=_bound(call.right),
+            softcap=call.soft_cap,
+            return_lse=True,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Rows,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        out: Rows,
+        lse: Float[Tensor, "... heads _"],
+        call: FlashCall,
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values."""
+        dq, dk, dv = self.module._flash_attn_bwd(
+            *(query, key, value, out, grad_out, lse),
+            softmax_scale=call.scale,
+            causal=call.causal,
+            softcap=call.soft_cap,
+            window_size_left=_bound(call.left),
+            window_size_right=_bound(call.right),
+            cu_seqlens_q=call.query_borders,
+            cu_seqlens_k=call.key_borders,
+            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
+            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+def _bound(distance: int) -> int | None:
+    return None if distance < 0 else distance

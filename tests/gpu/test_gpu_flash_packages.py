@@ -1,0 +1,61 @@
+"""On a GPU, installed packages of flash attention compute what torch's operators do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers import attention_parts
+from lightning_megatron.layers.attention_parts import backward_part, forward_part
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_flash import PACKAGES, FlashChoice, loaded
+from lightning_megatron.layers.dense_mask import KeyRows
+
+pytestmark = pytest.mark.gpu
+
+S, B, H, K, D = 512, 2, 8, 2, 128
+LENGTHS = [[200, 1, 100], [37, 475, 0]]
+KINDS: dict[str, tuple[AttentionSpan, KeyRows | None]] = {
+    "causal": (AttentionSpan(), None),
+    "both ways": (AttentionSpan(causal=False), None),
+    "window": (AttentionSpan(window=100), None),
+    "soft cap": (AttentionSpan(soft_cap=2.0), None),
+    "documents": (AttentionSpan.packed(LENGTHS, S), None),
+    "documents, window": (replace(AttentionSpan.packed(LENGTHS, S), window=50), None),
+    "keys behind": (AttentionSpan(), KeyRows(S, behind=128)),
+}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_computes_parts(
+    package: object, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capability = torch.cuda.get_device_capability()[0]
+    obstacle = package.obstacle(capability, D)  # type: ignore[attr-defined]
+    module, reason = loaded(package)  # type: ignore[arg-type]
+    if obstacle or module is None:
+        pytest.skip(f"{package.name} {obstacle or reason}")  # type: ignore[attr-defined]
+    span, keys = KINDS[kind]
+    span = span.laid_out(B, S, torch.device("cuda"))
+    query, grad = draw(S, B, H, D, seed=1), draw(S, B, H, D, seed=4)
+    key, value = draw(S, B, K, D, seed=2), draw(S, B, K, D, seed=3)
+    wide = [one.double() for one in (query, key, value, grad)]
+    out, lse = forward_part(*wide[:3], span, keys)
+    expected = out, lse, *backward_part(wide[3], *wide[:3], out, lse, span, keys)
+    choice = FlashChoice(package.make(module), "", bounds_scores=True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
+    own, sums = forward_part(query, key, value, span, keys)
+    found = own, sums, *backward_part(grad, query, key, value, own, sums, span, keys)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        distance = float((one.double() - other).norm() / other.norm())
+        assert distance < 0.01, f"result {number} is off by {distance:.3g}"

@@ -1,0 +1,169 @@
+"""Stand-ins for packages of flash attention: their functions' arguments, computed by torch."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _documents(rows: Tensor, borders: Tensor | None) -> list[Tensor]:
+    if borders is None:
+        return list(rows.unbind())
+    return [rows[a:b] for a, b in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
+
+
+def _joined(parts: list[Tensor], borders: Tensor | None, dim: int = 0) -> Tensor:
+    return torch.stack(parts) if borders is None else torch.cat(parts, dim)
+
+
+def _scores(
+    query: Tensor, key: Tensor, scale: float, cap: float, causal: bool, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    """Return the bounded, masked scores (heads, queries, keys), and the slope of the bound."""
+    shared = query.shape[1] // key.shape[1]
+    scores = torch.einsum("shd,thd->hst", query, key.repeat_interleave(shared, 1)) * scale
+    slope = torch.ones_like(scores)
+    if cap:
+        bounded = (scores / cap).tanh()
+        scores, slope = cap * bounded, 1 - bounded**2
+    at = torch.arange(len(query))[:, None] + len(key) - len(query)
+    keys = torch.arange(len(key))[None]
+    hidden = torch.zeros(len(query), len(key), dtype=torch.bool)
+    if left >= 0:
+        hidden |= keys < at - left
+    if right >= 0 or causal:
+        hidden |= keys > at + (0 if causal else right)
+    return scores.masked_fill(hidden, -torch.inf), slope
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, q: Any, k: Any, **how: Any) -> Any:
+    outs, sums = [], []
+    parts = (_documents(one, own) for one, own in ((query, q), (key, k), (value, k)))
+    for queries, keys, values in zip(*parts, strict=True):
+        scores, _ = _scores(queries, keys, **how)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+        shared = queries.shape[1] // keys.shape[1]
+        outs.append(torch.einsum("hst,thd->shd", weights, values.repeat_interleave(shared, 1)))
+        sums.append(lse)
+    return _joined(outs, q), _joined(sums, q, 1)
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    q: Any, k: Any, **how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found: tuple[list[Tensor], ...] = ([], [], [])
+    pairs = ((grad, q), (query, q), (key, k), (value, k), (out, q))
+    sums = _documents(lse.transpose(-1, -2), q)
+    parts = (_documents(one, own) for one, own in pairs)
+    for grads, queries, keys, values, outs, own in zip(*parts, sums, strict=True):
+        scores, slope = _scores(queries, keys, **how)
+        weights = (scores - own.t()[..., None]).exp().nan_to_num(0.0, posinf=0.0)
+        shared = queries.shape[1] // keys.shape[1]
+        wide_keys, wide_values = (one.repeat_interleave(shared, 1) for one in (keys, values))
+        of_weights = torch.einsum("shd,thd->hst", grads, wide_values)
+        delta = (grads * outs).sum(-1).t()[..., None]
+        of_scores = weights * (of_weights - delta) * slope * how["scale"]
+        found[0].append(torch.einsum("hst,thd->shd", of_scores, wide_keys))
+        for number, one in enumerate(
+            (
+                torch.einsum("hst,shd->thd", of_scores, queries),
+                torch.einsum("hst,shd->thd", weights, grads),
+            )
+        ):
+            found[1 + number].append(one.unflatten(1, (-1, shared)).sum(2))
+    joined = [_joined(one, own) for one, own in zip(found, (q, k, k), strict=True)]
+    return joined[0], joined[1], joined[2]
+
+
+# The arguments of flash_attn_interface, whose functions torch.library wraps.
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+    seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+    rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    assert (max_seqlen_q is None) == (cu_seqlens_q is None)
+    out, lse = _forward(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k), scale=softmax_scale, cap=softcap, causal=causal,
+        left=window_size_left, right=window_size_right,
+    )  # fmt: skip
+    return out, lse, torch.tensor([]), torch.tensor([])
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+    sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+    softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    deterministic=False, sm_margin=0,
+):  # fmt: skip
+    found = _backward(
+        *(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k), scale=softmax_scale,
+        cap=softcap, causal=is_causal, left=window_size_left, right=window_size_right,
+    )  # fmt: skip
+    for given, one in zip((dq, dk, dv), found, strict=True):
+        assert given.is_contiguous()
+        given.copy_(one)
+    return torch.zeros(())
+
+
+# The arguments of flash_attn.cute.interface.
+def _flash_attn_fwd(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+    causal=False, softcap=None, window_size_left=None, window_size_right=None,
+    learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
+    num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
+    block_sparse_tensors=None, return_lse=False, out=None, lse=None, aux_tensors=None,
+    aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, gather_kv_indices=None,
+    scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+    gather_bwd_recompute_p=False,
+):  # fmt: skip
+    assert return_lse
+    left, right = (-1 if one is None else one for one in (window_size_left, window_size_right))
+    how = {"scale": softmax_scale, "cap": softcap, "causal": causal, "left": left, "right": right}
+    return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **how), None, None, None)
+
+
+def _flash_attn_bwd(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+    num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False,
+    AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None,
+    cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
+    mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+    learnable_sink=None,
+):  # fmt: skip
+    left, right = (-1 if one is None else one for one in (window_size_left, window_size_right))
+    how = {"scale": softmax_scale, "cap": softcap, "causal": causal, "left": left, "right": right}
+    return _backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **how)
+
+
+class Wrapped(SimpleNamespace):
+    """Call a function through another object, as torch.library does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._init_fn(*args, **kwargs)
+
+
+def third() -> ModuleType:
+    """Return a stand-in for ``flash_attn_interface``."""
+    module = ModuleType("flash_attn_interface")
+    for function in (_flash_attn_forward, _flash_attn_backward):
+        setattr(module, function.__name__, Wrapped(_init_fn=function))
+    return module
+
+
+def fourth() -> ModuleType:
+    """Return a stand-in for ``flash_attn.cute.interface``."""
+    module = ModuleType("flash_attn.cute.interface")
+    for function in (_flash_attn_fwd, _flash_attn_bwd):
+        setattr(module, function.__name__, function)
+    return module

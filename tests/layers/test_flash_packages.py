@@ -1,0 +1,156 @@
+"""Which package of flash attention computes, and with which arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers import attention_parts
+from lightning_megatron.layers import choose_flash as choosing
+from lightning_megatron.layers.attention_parts import attend_by_parts, backward_part, forward_part
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_flash import FlashChoice, choose_flash
+from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashAttention4
+from tests.layers import flash_packages
+
+S, B, H, K, D = 12, 2, 4, 2, 8
+CUDA = torch.device("cuda")
+PACKED = AttentionSpan.packed([[5, 3], [1, 11]], S).laid_out(B, S, torch.device("cpu"))
+CASES: dict[str, tuple[AttentionSpan, KeyRows | None]] = {
+    "causal": (AttentionSpan(), None),
+    "both ways": (AttentionSpan(causal=False, scale=0.3), None),
+    "window": (AttentionSpan(window=4), None),
+    "window to both sides": (AttentionSpan(window=4, causal=False), None),
+    "soft cap": (AttentionSpan(soft_cap=0.8), None),
+    "documents": (PACKED, None),
+    "documents, window, soft cap": (replace(PACKED, window=3, soft_cap=0.8), None),
+    "keys behind": (AttentionSpan(), KeyRows(S, behind=2)),
+    "keys behind a window": (AttentionSpan(window=5), KeyRows(S, behind=2)),
+    "other documents of keys": (
+        replace(PACKED, causal=False),
+        KeyRows(S, torch.tensor([0, 4, 8, 12, 13, 23, 24], dtype=torch.int32), 10),
+    ),
+}
+KERNELS = {
+    "third": FlashAttention3(flash_packages.third()),
+    "fourth": FlashAttention4(flash_packages.fourth()),
+}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install stand-ins, on a GPU that the test names."""
+
+    def install(capability: tuple[int, int], **modules: Any) -> None:
+        for name in ("flash_attn_interface", "flash_attn.cute.interface"):
+            monkeypatch.setitem(sys.modules, name, modules.get(name.split(".")[0]))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        choosing._choose.cache_clear()
+        choosing.loaded.cache_clear()
+
+    yield install
+    choosing._choose.cache_clear()
+    choosing.loaded.cache_clear()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_packages_get_the_arguments_of_a_span(
+    name: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span, keys = CASES[case]
+    query, grad = (draw(S, B, H, D, seed=seed) for seed in (1, 4))
+    key, value = (draw(S, B, K, D, seed=seed) for seed in (2, 3))
+    out, lse = forward_part(query, key, value, span, keys)
+    # Statistics of a larger softmax, of which these keys are a part.
+    merged = lse.masked_fill(lse == -torch.inf, 0.0) + 0.2, out * 0.7
+    expected = backward_part(grad, query, key, value, merged[1], merged[0], span, keys)
+    choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
+    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
+    found, sums = forward_part(query, key, value, span, keys)
+    torch.testing.assert_close(found, out)
+    torch.testing.assert_close(sums, lse)
+    gradients = backward_part(grad, query, key, value, merged[1], merged[0], span, keys)
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sinks_are_merged_with_the_part_of_a_package(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [draw(S, B, heads, D, seed=heads).requires_grad_() for heads in (H, K, K)]
+    sinks = draw(H, seed=9).requires_grad_()
+    span = replace(PACKED, window=3, sinks=sinks)
+
+    def run() -> list[Tensor]:
+        mixed = attend_by_parts(inputs[0], inputs[1], inputs[2], span)
+        return [mixed, *torch.autograd.grad(mixed.square().sum(), [*inputs, sinks])]
+
+    expected = run()
+    choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
+    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
+    for one, other in zip(run(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_fastest_installed_package_is_chosen(
+    packages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {
+        "flash_attn_interface": flash_packages.third(),
+        "flash_attn": flash_packages.fourth(),
+    }
+    packages((9, 0), **both)
+    assert choose_flash(CUDA, 128).kernel.name == "flash attention 3"
+    packages((9, 0), flash_attn=both["flash_attn"])
+    assert choose_flash(CUDA, 256).kernel.name == "flash attention 4"
+    packages((10, 0), **both)
+    assert choose_flash(CUDA, 128).reason == "flash attention 4 is installed"
+    assert "at most 128 elements" in choose_flash(CUDA, 256).reason
+    packages((8, 0), **both)
+    choice = choose_flash(CUDA, 128)
+    assert choice.kernel.name == "flash"
+    assert "flash attention 3 is for compute capability 9.0" in choice.reason
+    packages((9, 0))
+    assert choose_flash(CUDA, 128).reason.startswith("torch's, because flash attention 3 ")
+    packages((9, 0), **both)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose_flash(CUDA, 128).kernel.name == "flash"
+
+
+def test_a_package_with_another_interface_is_not_called(packages: Any) -> None:
+    module = flash_packages.third()
+
+    def earlier(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None) -> None:
+        """Take fewer arguments."""
+
+    module._flash_attn_forward = earlier  # type: ignore[attr-defined]
+    packages((9, 0), flash_attn_interface=module)
+    reason = choose_flash(CUDA, 128).reason
+    assert "another interface (_flash_attn_forward without max_seqlen_k)" in reason
+
+
+def test_packages_bound_scores_where_torch_needs_a_compiled_kernel(packages: Any) -> None:
+    bounded = AttentionSpan(soft_cap=50.0, window=4)
+    packages((9, 0))
+    assert choose_core(CUDA, torch.bfloat16, bounded).core == "flex"
+    assert "does not bound scores" in choose_core(CUDA, torch.bfloat16, bounded).reason
+    packages((9, 0), flash_attn_interface=flash_packages.third())
+    choice = choose_core(CUDA, torch.bfloat16, bounded)
+    assert (choice.core, choice.name) == ("flash", "flash attention 3 without a mask")
+    assert "flash attention 3 is installed" in choice.reason
