@@ -99,8 +99,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "no mixing at all": (lambda: {"mix": nn.Linear(16, 16)}, "Plain has none."),
     "other architecture": (
-        lambda: {"model": hugging_face("BloomForCausalLM", n_layer=1, n_head=2)},
-        "'model' (BloomForCausalLM) is no language model of a supported family",
+        lambda: {"model": hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16)},
+        "'model' (OPTForCausalLM) is no language model of a supported family",
     ),
     "other head": (
         lambda: {"model": hugging_face("LlamaForSequenceClassification")},
