@@ -24,9 +24,9 @@ from lightning_megatron.experts.transport.transit import Dispatched, Prepared, R
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.layers.segments import Segment, SegmentList
+from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.shapes import Float
@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     Equal to ``sum of probability_e * MLP_e(x)`` over the selected experts of each token, plus the
     output of the shared expert. Also equal to Hugging Face's MixtralSparseMoeBlock,
-    Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
+    Qwen3MoeSparseMoeBlock, DeepseekV3MoE and GptOssMLP with the same weights.
 
     The layer runs as a list of segments. Those from ``send`` to ``send_back`` are static if the
     dispatcher is, the others always. Without sequence parallelism all tp ranks have the same

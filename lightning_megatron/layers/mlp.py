@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.clamped_swiglu import apply_clamped_swiglu
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.recompute import output_recomputed, recomputed
+from lightning_megatron.plan.activation_kinds import GATED, Activation
 from lightning_megatron.plan.shards import gated_ranges
 from lightning_megatron.shapes import Float
-
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
-_GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class MLP(nn.Module):
@@ -25,14 +23,15 @@ class MLP(nn.Module):
 
     Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
-    ``geglu_tanh`` use GELU in place of SiLU.
+    ``geglu_tanh`` use GELU in place of SiLU; ``clamped_swiglu`` is that of
+    :func:`~lightning_megatron.layers.clamped_swiglu.apply_clamped_swiglu`.
 
     Args:
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features (elements).
         mesh: Process groups of this rank.
         activation: Activation without a gate (``gelu``, ``gelu_tanh``, ``relu``) or with one
-            (``swiglu``, ``geglu``, ``geglu_tanh``); ``gelu`` is exact.
+            (``swiglu``, ``geglu``, ``geglu_tanh``, ``clamped_swiglu``); ``gelu`` is exact.
         bias: Whether both projections add a bias.
         initializer: Initializer of the first weight.
         output_initializer: Initializer of the second weight.
@@ -105,7 +104,7 @@ class MLP(nn.Module):
 
 def is_gated(activation: Activation) -> bool:
     """Return whether an activation multiplies one half of the features by the other."""
-    return activation in _GATED
+    return activation in GATED
 
 
 def activate(
@@ -126,6 +125,8 @@ def gated_activation(
     gate_up: Float[Tensor, "*tokens gate_up"], activation: Activation
 ) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU, or GELU, of the first half of the features by the second half."""
+    if activation == "clamped_swiglu":
+        return apply_clamped_swiglu(gate_up)
     kernels = fused_kernels(gate_up) if activation == "swiglu" else None
     if kernels is not None:
         return kernels.apply_swiglu(gate_up)

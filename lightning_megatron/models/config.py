@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from lightning_megatron.models.config_checks import (
     check_windows,
     require,
 )
+from lightning_megatron.plan.activation_kinds import GATED, MEMORY_OF, Activation
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -34,17 +34,6 @@ from lightning_megatron.plan.settings import (
     coerce_fields,
 )
 from lightning_megatron.plan.shards import attention_ranges, even_range
-
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
-#: Activation with the same memory use, among those that the memory estimate knows.
-_MEMORY_OF: Mapping[Activation, Literal["gelu", "relu", "swiglu", "geglu"]] = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu",
-    "relu": "relu",
-    "swiglu": "swiglu",
-    "geglu": "geglu",
-    "geglu_tanh": "geglu",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +51,7 @@ class GPTConfig:
         head_dim: Size of a head; None means hidden_size / num_heads (elements).
         ffn_hidden_size: Inner features of the MLP; None means 4 hidden_size (elements).
         activation: Activation of the MLP: ``gelu`` (exact), ``gelu_tanh`` or ``relu``, or with a
-            gate ``swiglu``, ``geglu`` or ``geglu_tanh``.
+            gate ``swiglu``, ``geglu``, ``geglu_tanh`` or ``clamped_swiglu`` (gpt-oss).
         norm: Kind of the norms: ``layernorm`` or ``rmsnorm``.
         norm_eps: Constant added to variances.
         norm_position: Position of the norms: ``pre`` (before each sublayer, with a final norm),
@@ -252,7 +241,7 @@ class GPTConfig:
     @property
     def is_gated(self) -> bool:
         """Return whether the MLP has a gate."""
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation in GATED
 
     @property
     def norms_per_layer(self) -> int:
@@ -321,7 +310,7 @@ class GPTConfig:
             embedding_norm=self.embedding_norm,
             max_seq_length=self.max_seq_length,
             gated=self.is_gated,
-            activation=_MEMORY_OF[self.activation],
+            activation=MEMORY_OF[self.activation],
             norm=self.norm,
             bias=self.bias,
             qkv_bias=self.qkv_bias,
@@ -393,5 +382,5 @@ class GPTConfig:
             return
         self.experts.check_num_layers(self.num_layers)
         has_bias = self.has_mlp_bias
-        why = "experts have no biases"
+        why = "linear_bias of experts says whether experts have biases"
         require(not has_bias, "mlp_bias", has_bias, "be False with experts", why)

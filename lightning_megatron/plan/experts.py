@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.plan.settings import (
     Count,
@@ -32,8 +32,7 @@ class ExpertsConfig:
     Args:
         num_experts: Number of experts of a layer (experts).
         top_k: Number of experts for each token (experts).
-        ffn_hidden_size: Inner features of an expert. An expert has the model's activation and no
-            biases (elements).
+        ffn_hidden_size: Inner features of an expert, which has the model's activation (elements).
         layers: Layers with experts. An integer n means every n-th layer, starting with layer n - 1.
             A tuple has one truth value for each layer. All other layers have an MLP.
         scoring: Function that turns the router's logits into scores: ``softmax`` over all experts,
@@ -61,6 +60,8 @@ class ExpertsConfig:
             uniform random numbers between 1 - jitter and 1 + jitter.
         capacity_factor: Limit on the tokens of an expert, as a multiple of its even share of a
             microbatch's tokens, rounded up. Later tokens are dropped. None drops none.
+        linear_bias: Whether both projections of every expert add a bias.
+        router_bias: Whether the router adds a bias to its logits.
         shared_ffn_hidden_size: Inner features of a shared MLP that every token passes through in
             addition to its experts; None disables it (elements).
         shared_gate: Whether the output of the shared MLP is multiplied by the sigmoid of a
@@ -91,6 +92,8 @@ class ExpertsConfig:
     z_loss: NotNegative = 0.0
     jitter: Probability = 0.0
     capacity_factor: Positive | None = None
+    linear_bias: bool = False
+    router_bias: bool = False
     shared_ffn_hidden_size: Count | None = None
     shared_gate: bool = False
 
@@ -123,6 +126,18 @@ class ExpertsConfig:
         return (
             (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]
         )
+
+    def check_clones(self) -> None:
+        """Check that experts can have clones on other ranks.
+
+        Raises:
+            UnsupportedError: If experts have biases.
+        """
+        if self.linear_bias:
+            raise UnsupportedError(
+                "clones need experts without biases: linear_bias of experts is True. Only weight "
+                "matrices travel to the places of clones. Leave clones out."
+            )
 
     def check_num_layers(self, num_layers: int) -> None:
         """Check that ``layers`` fits a model with this number of layers.

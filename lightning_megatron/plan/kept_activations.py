@@ -74,8 +74,10 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     ffn_copies = 2
     ffn_backward = 1
     if model.gated:
-        ffn_copies = 4
-        ffn_backward = 2
+        # One operator keeps gate and up, and makes everything else again.
+        is_one = model.activation == "clamped_swiglu"
+        ffn_copies = 3 if is_one else 4
+        ffn_backward = 6 if is_one else 2
     elif model.activation == "relu":
         ffn_copies = 1
     return KeptActivations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_megatron.plan.activation_kinds import MemoryKind
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -36,7 +37,8 @@ class ModelShape:
         max_seq_length: Longest sequence (tokens).
         gated: Whether the MLP has a gate projection in addition to the up projection.
         activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
-            result; of the gated ones, "swiglu" has a fused kernel and "geglu" has none.
+            result; of the gated ones, "swiglu" has a fused kernel, "geglu" has none, and
+            "clamped_swiglu" always keeps only its input.
         norm: "layernorm" (with a bias if ``bias``) or "rmsnorm" (without).
         bias: Whether linear layers have biases.
         qkv_bias: Whether the projections to queries, keys and values have biases; None means
@@ -73,7 +75,7 @@ class ModelShape:
     alibi: bool = False
     max_seq_length: int = COUNTED_LENGTH
     gated: bool = False
-    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "swiglu"
+    activation: MemoryKind = "swiglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = False
     qkv_bias: bool | None = None
@@ -171,7 +173,10 @@ class ModelShape:
         """
         if self.experts is None:
             return 0
-        one = self._num_matrices * self.hidden_size * (self.experts.ffn_hidden_size // layout.etp)
+        inner = self.experts.ffn_hidden_size // layout.etp
+        one = self._num_matrices * self.hidden_size * inner
+        if self.experts.linear_bias:
+            one += (self._num_matrices - 1) * inner + self.hidden_size // layout.etp
         return self.experts.num_experts // layout.ep * one
 
     def stage_parameters(
@@ -226,7 +231,7 @@ class ModelShape:
         columns = (
             self.experts.num_experts + self._num_matrices * shared + int(self.experts.shared_gate)
         )
-        return self.hidden_size * columns
+        return self.hidden_size * columns + self.experts.router_bias * self.experts.num_experts
 
     @property
     def _num_matrices(self) -> int:

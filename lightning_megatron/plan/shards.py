@@ -82,6 +82,17 @@ def even_range(
     return ShardRange(index * part, (index + 1) * part)
 
 
+def uneven_range(size: int, parts: int, index: int) -> ShardRange:
+    """Return the range of part ``index`` of a dimension whose parts differ by at most one row.
+
+    Args:
+        size: Rows of the full tensor.
+        parts: Number of ranks that share them.
+        index: Position on the axis.
+    """
+    return ShardRange(size * index // parts, size * (index + 1) // parts)
+
+
 def whole_range(size: int, copy: int = 0) -> ShardRange:
     """Return the full range of a dimension that is not sharded, as copy ``copy``."""
     return ShardRange(0, size, copy)

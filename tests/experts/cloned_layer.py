@@ -15,8 +15,8 @@ from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
+from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ExpertsConfig
 

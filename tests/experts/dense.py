@@ -19,8 +19,15 @@ def _swiglu(inner: Tensor) -> Tensor:
     return inner[:half] * torch.sigmoid(inner[:half]) * inner[half:]
 
 
+def _clamped_swiglu(inner: Tensor) -> Tensor:
+    half = inner.shape[0] // 2
+    gate, up = inner[:half].clamp(max=7), inner[half:].clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
+    "clamped_swiglu": _clamped_swiglu,
     "gelu": F.gelu,
     "relu": F.relu,
 }
@@ -63,13 +70,19 @@ def route(case: str, num_tokens: int, size: int, num_experts: int, *what: object
 CASES = ("random", "all to one", "every expert", "some without tokens", "dropped")
 
 
-def dense(routed: Routed, weights: list[tuple[Tensor, Tensor]], activation: str) -> Tensor:
+def dense(
+    routed: Routed,
+    weights: list[tuple[Tensor, Tensor]],
+    activation: str,
+    biases: list[tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
     """Return the mixture's output.
 
     Args:
         routed: Tokens and choices.
         weights: First and second matrix of every expert.
         activation: What is between them.
+        biases: First and second bias of every expert, if there are any.
     """
     outputs = []
     for token, chosen, scales in zip(
@@ -79,6 +92,8 @@ def dense(routed: Routed, weights: list[tuple[Tensor, Tensor]], activation: str)
         for expert, scale in zip(chosen, scales, strict=True):
             if expert >= 0:
                 first, second = weights[expert]
-                total = total + scale * (second @ ACTIVATIONS[activation](first @ token))
+                of_first, of_second = (0.0, 0.0) if biases is None else biases[expert]
+                inner = ACTIVATIONS[activation](first @ token + of_first)
+                total = total + scale * (second @ inner + of_second)
         outputs.append(total)
     return torch.stack(outputs) if outputs else routed.hidden * 1.0

@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import MixtralConfig
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.experts.compute import grouped_mlp
 from lightning_megatron.experts.compute.backends import stacked
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
@@ -29,6 +31,7 @@ from lightning_megatron.experts.transport.permute import (
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import even_range
 from lightning_megatron.training import MainParameters
@@ -46,9 +49,12 @@ def _poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def experts_of(activation: str = "swiglu", mesh: ParallelMesh | None = None) -> GroupedMLP:
+def experts_of(
+    activation: str = "swiglu", mesh: ParallelMesh | None = None, **settings: Any
+) -> GroupedMLP:
     mesh = mesh or ParallelMesh.single()
-    module = GroupedMLP(SIZE, CONFIG, mesh, activation=activation).double()  # type: ignore[arg-type]
+    config = replace(CONFIG, **settings)
+    module = GroupedMLP(SIZE, config, mesh, activation=activation).double()  # type: ignore[arg-type]
     for name, parameter in module.named_parameters():
         parameter.data = draw(name, shape=tuple(parameter.shape))
     return module
@@ -56,6 +62,12 @@ def experts_of(activation: str = "swiglu", mesh: ParallelMesh | None = None) -> 
 
 def weights_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]]:
     return list(zip(module.weights(module.first_name), module.weights("down"), strict=True))
+
+
+def biases_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]] | None:
+    if not module.has_biases:
+        return None
+    return list(zip(module.biases(module.first_name), module.biases("down"), strict=True))
 
 
 def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
@@ -68,13 +80,15 @@ def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
 
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
-    activation: str, case: str, num_tokens: int
+    activation: str, has_biases: bool, case: str, num_tokens: int
 ) -> None:
-    module, routed = experts_of(activation), route(case, num_tokens, SIZE, NUM_EXPERTS)
+    module = experts_of(activation, linear_bias=has_biases)
+    routed = route(case, num_tokens, SIZE, NUM_EXPERTS)
     inputs = (routed.hidden, routed.probabilities, *module.parameters())
-    expected = dense(routed, weights_of(module), activation)
+    expected = dense(routed, weights_of(module), activation, biases_of(module))
     wanted = torch.autograd.grad(
         (expected * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True
     )
@@ -135,6 +149,70 @@ def test_experts_equal_those_of_hugging_face(case: str) -> None:
     ]
     for one, other in zip([*found[:2], *stacks], wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_experts_equal_those_of_gpt_oss_within_and_beyond_its_limits(scale: float) -> None:
+    module = experts_of("clamped_swiglu", linear_bias=True)
+    routed = route("random", 9, SIZE, NUM_EXPERTS)
+    sizes = GptOssConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
+    sizes._experts_implementation = "eager"
+    theirs: Any = GptOssExperts(sizes).double()
+    names = ("gate_up", "down")
+    with torch.no_grad():
+        for one in module.weights("gate_up"):
+            one.mul_(scale)
+        for name in names:
+            # They are stored input first, and gate and up alternate.
+            stack, bias = torch.stack(module.weights(name)), torch.stack(module.biases(name))
+            if name == "gate_up":
+                stack, bias = (
+                    torch.stack(one.chunk(2, dim=1), 2).flatten(1, 2) for one in (stack, bias)
+                )
+            getattr(theirs, f"{name}_proj").copy_(stack.transpose(1, 2))
+            getattr(theirs, f"{name}_proj_bias").copy_(bias)
+    expected = theirs(routed.hidden, routed.experts, routed.probabilities)
+    inputs = (routed.hidden, routed.probabilities)
+    leaves = (*inputs, *(getattr(theirs, f"{name}_proj_bias") for name in names))
+    wanted = torch.autograd.grad((expected * routed.outer).sum(), (*leaves, theirs.down_proj))
+    output = mixture(routed, module)
+    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
+    found = torch.autograd.grad(
+        (output * routed.outer).sum(),
+        (*inputs, *module.biases("gate_up"), *module.biases("down"), *module.weights("down")),
+    )
+    first, second, down = (
+        torch.stack(found[start : start + NUM_EXPERTS])
+        for start in range(2, len(found), NUM_EXPERTS)
+    )
+    first = torch.stack(first.chunk(2, dim=1), 2).flatten(1)
+    for one, other in zip((*found[:2], first, second, down.transpose(1, 2)), wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-9, rtol=0)
+
+
+def test_experts_with_biases_have_no_clones() -> None:
+    module = experts_of(linear_bias=True)
+    rows, ends = torch.zeros(3, SIZE), torch.full((NUM_EXPERTS,), 3, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="clones need experts without biases"):
+        module(rows.double(), torch.ones(3), ends, clones=())
+
+
+def test_biases_of_all_experts_lie_together_and_weights_as_far_apart_as_without() -> None:
+    strides = []
+    for has_biases in (False, True):
+        experts = experts_of(linear_bias=has_biases)
+        parameters = dict(experts.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        both = (*experts.biases("gate_up"), *experts.biases("down")) if has_biases else ()
+        stacks = [tuple(names[id(one)] for one in both)]
+        MainParameters(parameters, ParallelMesh.single(), stacks=stacks).attach(
+            torch.optim.AdamW(experts.parameters())
+        )
+        for read in (experts.weights, experts.biases) if has_biases else (experts.weights,):
+            for name in ("gate_up", "down"):
+                assert stacked_view(read(name)) is not None, name
+        strides.append(stacked(experts.weights("gate_up")).stride(0))
+    assert strides[0] == strides[1]
 
 
 def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_those_of_the_operands() -> None:

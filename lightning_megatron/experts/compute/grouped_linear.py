@@ -18,8 +18,9 @@ from lightning_megatron.experts.compute.choose_backend import BackendName, choos
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
 from lightning_megatron.layers.handed_gradients import hand_over
-from lightning_megatron.layers.mlp import Activation, activate
+from lightning_megatron.layers.mlp import activate
 from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.shapes import Float, Int
 
 #: Function from rows, weights (or their stack) and ends to the output.

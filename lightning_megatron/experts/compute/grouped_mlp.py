@@ -18,6 +18,7 @@ from lightning_megatron.experts.compute.cloned_linear import (
     cloned_linear,
     cloned_swiglu,
 )
+from lightning_megatron.experts.compute.expert_biases import add_expert_biases
 from lightning_megatron.experts.compute.grouped_linear import (
     grouped_linear,
     grouped_swiglu,
@@ -26,11 +27,12 @@ from lightning_megatron.experts.compute.grouped_linear import (
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.init import Initializer, sharded_parameter
-from lightning_megatron.layers.mlp import Activation, is_gated
+from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.mlp import is_gated
 from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
+from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges, uneven_range
 from lightning_megatron.shapes import Float, Int
 
 #: Operators of a compiled graph choose their backends when they run; the compiler fuses the rest.
@@ -38,7 +40,7 @@ _CHOSEN_AT_RUN_TIME = LayerBackends(None, None, fuses_swiglu=False)
 
 
 class ExpertWeight(nn.Module):
-    """One weight matrix of one expert.
+    """One weight matrix of one expert, and the bias of its product if there is one.
 
     It has no ``forward``: :class:`GroupedMLP` multiplies by the matrices of all experts at once.
 
@@ -48,7 +50,10 @@ class ExpertWeight(nn.Module):
         ranges: Ranges of the full matrix that this rank holds.
         dim: Dimension that the ranges cut.
         initializer: Initializer of the full matrix.
+        bias: Range or ranges of the full bias that this rank holds; None means no bias.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -57,19 +62,30 @@ class ExpertWeight(nn.Module):
         ranges: tuple[ShardRange, ...],
         dim: int,
         initializer: Initializer | None,
+        bias: tuple[ShardRange, ...] | None = None,
     ) -> None:
         super().__init__()
         drawn = initializer or Initializer.normal()
-        weight = sharded_parameter((out_features, in_features), ranges, drawn, dim=dim)
-        self.weight = set_shard_spec(weight, replace(shard_spec_of(weight), is_expert=True))
+        # Before the weight: flat buffers put all biases of a layer in the place of the first one,
+        # where they do not come between the weights.
+        self.bias = None
+        if bias is not None:
+            self.bias = _of_expert(sharded_parameter((out_features,), bias, ZEROS))
+        self.weight = _of_expert(
+            sharded_parameter((out_features, in_features), ranges, drawn, dim=dim)
+        )
 
 
 class GroupedMLP(nn.ModuleDict):
     """Apply to each row the MLP of its expert, and multiply the result by the row's probability.
 
-    Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp`` without biases. The
-    probability multiplies the inner features. Applied after the second product, its backward pass
-    would need that product's output.
+    Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp``. The probability multiplies
+    the inner features, and the bias of the second product. Applied after that product, its backward
+    pass would need the product's output.
+
+    Over etp, biases of the first product are cut like its output. Biases of the second product are
+    cut by its output, too, although every rank computes a partial sum of all of it: each rank adds
+    its part, so that the sum over ranks has every bias once, and no rank has a copy.
 
     Every expert has its own parameters, named by its index in the layer (``3.gate_up.weight``).
     Names, initial values, checkpoints and optimizer state are therefore the same in every layout,
@@ -107,6 +123,7 @@ class GroupedMLP(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.config = config
         # The backends, with the kind of rows and weights that they were chosen for.
         self._backends_of_kind: tuple[tuple[object, ...], LayerBackends] | None = None
         self.first_name = "gate_up" if is_gated(activation) else "up"
@@ -117,12 +134,23 @@ class GroupedMLP(nn.ModuleDict):
         here = even_range(
             config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"
         )
+        of_first = of_down = None
+        if config.linear_bias:
+            of_first = parts
+            of_down = (uneven_range(hidden_size, etp.size, etp.rank),)
+            #: First feature of an output whose bias is here.
+            self.first_output = of_down[0].start
         # In reverse, because flat buffers store parameters in reverse: the experts then lie in
         # ascending order.
         for number in reversed(range(here.start, here.stop)):
-            first = ExpertWeight(len(parts) * inner, hidden_size, parts, 0, initializer)
-            second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer)
+            first = ExpertWeight(len(parts) * inner, hidden_size, parts, 0, initializer, of_first)
+            second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer, of_down)
             self[str(number)] = nn.ModuleDict({self.first_name: first, "down": second})
+
+    @property
+    def has_biases(self) -> bool:
+        """Return whether both products of every expert have biases."""
+        return self.config.linear_bias
 
     def weights(self, name: str) -> list[Float[Tensor, "out_local in_local"]]:
         """Return one matrix of every local expert, in ascending order of experts.
@@ -133,6 +161,15 @@ class GroupedMLP(nn.ModuleDict):
         return [
             _weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))
         ]
+
+    def biases(self, name: str) -> list[Float[Tensor, "_"]]:
+        """Return one bias of every local expert, in ascending order of experts.
+
+        Args:
+            name: Name of the matrix whose product has it: ``gate_up``, ``up`` or ``down``.
+        """
+        experts: list[Any] = list(self._modules.values())
+        return [expert._modules[name].bias for expert in reversed(experts)]
 
     def matrices(self) -> tuple[list[Float[Tensor, "_ hidden"]], list[Float[Tensor, "hidden ffn"]]]:
         """Return the first matrix of every local expert, and the second."""
@@ -157,6 +194,9 @@ class GroupedMLP(nn.ModuleDict):
                 that this rank has no places for clones.
             rows_again: How the backward pass makes the rows again; None keeps them.
 
+        Raises:
+            UnsupportedError: If experts with biases have clones.
+
         Communication: that of ``clones``, for each of the two matrices.
         """
         first, down = self.matrices()
@@ -167,6 +207,7 @@ class GroupedMLP(nn.ModuleDict):
         backends = self._backends(rows, first, down, autocast_dtype is not None)
         given = rows, first, probabilities, ends
         if clones is not None:
+            self.config.check_clones()
             if backends.fuses_swiglu:
                 weighted, again = cloned_swiglu(*given, clones[0], rows_again)
             else:
@@ -177,8 +218,14 @@ class GroupedMLP(nn.ModuleDict):
             weighted, again = grouped_swiglu(*given, rows_again)
         else:
             inner = grouped_linear(rows, first, ends, backends.first, rows_again)
+            if self.has_biases:
+                inner = add_expert_biases(inner, self.biases(self.first_name), ends)
             weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
-        return grouped_linear(weighted, down, ends, backends.down, again)
+        output = grouped_linear(weighted, down, ends, backends.down, again)
+        if self.has_biases:
+            here = self.biases("down"), ends, probabilities, self.first_output
+            output = add_expert_biases(output, *here)
+        return output
 
     def _backends(
         self, rows: Tensor, first: Sequence[Tensor], down: Sequence[Tensor], is_autocast: bool
@@ -189,12 +236,18 @@ class GroupedMLP(nn.ModuleDict):
         # Autocast excludes the fused kernels, even where it does not change the dtype.
         kind = (rows.device, rows.dtype, is_autocast, first[0].shape, len(first))
         if self._backends_of_kind is None or self._backends_of_kind[0] != kind:
-            can_fuse = self.activation == "swiglu" and fused_kernels(rows) is not None
+            # The kernel adds no biases between the product and SwiGLU.
+            is_plain = self.activation == "swiglu" and not self.has_biases
+            can_fuse = is_plain and fused_kernels(rows) is not None
             backends = choose_layer_backends(
                 rows.device, rows.dtype, first, down, can_fuse=can_fuse
             )
             self._backends_of_kind = (kind, backends)
         return self._backends_of_kind[1]
+
+
+def _of_expert(parameter: nn.Parameter) -> nn.Parameter:
+    return set_shard_spec(parameter, replace(shard_spec_of(parameter), is_expert=True))
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:

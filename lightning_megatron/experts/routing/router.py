@@ -64,8 +64,9 @@ class Router(nn.Module):
     """Choose the experts of each token.
 
     The router computes in float32, or in float64 for float64 inputs, also under autocast. It equals
-    Hugging Face's MixtralTopKRouter and Qwen3MoeTopKRouter (``softmax``) and DeepseekV3TopkRouter
-    (``sigmoid``, groups, ``expert_bias``) for the corresponding settings.
+    Hugging Face's MixtralTopKRouter, Qwen3MoeTopKRouter and GptOssTopKRouter (``softmax``, the last
+    with ``router_bias``) and DeepseekV3TopkRouter (``sigmoid``, groups, ``expert_bias``) for the
+    corresponding settings.
 
     Losses are computed in training only. The scope of the auxiliary loss sets which selections it
     counts:
@@ -84,7 +85,7 @@ class Router(nn.Module):
         config: Settings of the mixture.
         hidden_size: Size of each token's vector (elements).
         mesh: The groups and random streams of this rank.
-        initializer: Initializer of the weight.
+        initializer: Initializer of the weight and of the bias of the logits.
         forced_balance: Whether experts are assigned round-robin instead of by score, for
             benchmarks.
 
@@ -95,6 +96,7 @@ class Router(nn.Module):
 
     expert_bias: Float[Tensor, "experts"] | None
     step_shares: Float[Tensor, "experts"] | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -110,13 +112,14 @@ class Router(nn.Module):
         self.mesh = mesh
         self.forced_balance = forced_balance
         num_experts = config.num_experts
-        self.weight = sharded_parameter(
-            (num_experts, hidden_size),
-            [whole_range(num_experts, mesh.tp.rank)],
-            initializer or Initializer.normal(),
-            # Under sequence parallelism each rank routes its own tokens only.
-            partial=mesh.sequence_parallel,
-        )
+        here = [whole_range(num_experts, mesh.tp.rank)]
+        drawn = initializer or Initializer.normal()
+        # Under sequence parallelism each rank routes its own tokens only.
+        of_tokens = {"partial": mesh.sequence_parallel}
+        self.weight = sharded_parameter((num_experts, hidden_size), here, drawn, **of_tokens)
+        self.bias = None
+        if config.router_bias:
+            self.bias = sharded_parameter((num_experts,), here, drawn, **of_tokens)
         # On an explicit device: a model on the meta device initialises its parameters later, but
         # not its buffers.
         even = torch.full(
@@ -212,6 +215,8 @@ class Router(nn.Module):
         config = self.config
         length, num_sequences = hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
+        if self.bias is not None:
+            logits = logits + self.bias.to(logits.dtype)
         round_robin_start = None
         if self.forced_balance:
             # Ranks that share a sequence continue each other's rounds.

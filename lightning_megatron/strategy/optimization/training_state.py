@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -88,7 +89,7 @@ class TrainingState:
         self._chunks = self._chunks_of_parameters()
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        stacks = [tuple(names[id(part)] for part in stack.parts) for stack in self._stacks()]
+        stacks = [tuple(names[id(part)] for part in stack) for stack in self._stacks()]
         self.main = MainParameters(
             parameters, mesh, division, lambda name: self._chunks.get(id(parameters[name])), stacks
         )
@@ -296,8 +297,12 @@ class TrainingState:
                 found.setdefault(id(parameter), set()).add(model.chunk_of(name))
         return {key: chunks.pop() if len(chunks) == 1 else None for key, chunks in found.items()}
 
-    def _stacks(self) -> Iterator[ParameterStack]:
+    def _stacks(self) -> Iterator[tuple[Tensor, ...]]:
+        """List the parameters that must be neighbours in flat buffers."""
         for model in self._models:
             for part in model.modules():
                 if isinstance(part, ParameterStack):
-                    yield part
+                    yield part.parts
+                elif isinstance(part, GroupedMLP) and part.has_biases:
+                    # Between the weights of experts they would take these whole rows apart.
+                    yield (*part.biases(part.first_name), *part.biases("down"))

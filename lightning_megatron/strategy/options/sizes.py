@@ -73,7 +73,7 @@ def check_sizes(
 
 
 def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
-    """Refuse more places for clones on a rank than other ranks have experts.
+    """Refuse places for clones of experts with biases, and more than other ranks have experts.
 
     Args:
         config: Configuration of a model.
@@ -81,8 +81,10 @@ def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
 
     Raises:
         ParallelPlanError: If there are more.
+        UnsupportedError: If the experts have biases.
     """
     if options.clones is not None and config.experts is not None:
+        config.experts.check_clones()
         options.clones.check(config.experts.num_experts, options.ep)
 
 

@@ -1,0 +1,174 @@
+"""Addition of the bias of each row's expert, for a number of rows that only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.gradient_slot import (
+    GradientSlot,
+    SlotRow,
+    remembered_stack,
+    slots_of,
+)
+from lightning_megatron.shapes import Bool, Float, Int
+
+
+def add_expert_biases(
+    rows: Float[Tensor, "rows features"],
+    biases: Sequence[Float[Tensor, "_"]],
+    ends: Int[Tensor, "experts"],
+    factors: Float[Tensor, "rows"] | None = None,
+    first_column: int = 0,
+) -> Float[Tensor, "rows features"]:
+    """Add to each row, in place, the bias of its expert times the row's factor.
+
+    Equal to ``rows[ends[e - 1]:ends[e]] += factors[ends[e - 1]:ends[e], None] * biases[e]`` for
+    every expert ``e``. The sums, forward and backward, are products with the matrix of which row
+    belongs to which expert: one kernel each, whose order of sums is fixed. Rows past the last end
+    are not changed, and their gradients are undefined and reach no bias.
+
+    Args:
+        rows: Rows sorted by expert, which no gradient needs as they are.
+        biases: Bias of each local expert.
+        ends: Index one past the last row of each expert (int32, on the device).
+        factors: Factor of each row's bias; None means 1.
+        first_column: First of the features that the biases are added to; there may be fewer of
+            these than features (elements).
+    """
+    if torch.compiler.is_compiling():
+        return _compiled(rows, biases, ends, factors, first_column)
+    return _AddBiases.apply(rows, factors, ends, first_column, *biases)
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        factors: Tensor | None,
+        ends: Tensor,
+        first_column: int,
+        *biases: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(ends, factors, *biases)
+        ctx.slots = slots_of(biases)
+        ctx.columns = slice(first_column, first_column + len(biases[0]))
+        ctx.mark_dirty(rows)
+        shares = _shares(members(ends, len(rows)), factors, rows.dtype)
+        return rows.addmm_(shares, _whole(biases, ctx.slots, rows, first_column))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ends, factors, *biases = ctx.saved_tensors
+        member = members(ends, len(grads[0]))
+        # Rows past the last end may hold anything, which no product makes zero.
+        is_row = member.any(-1, keepdim=True)
+        grad = grads[0][:, ctx.columns].masked_fill(~is_row, 0)
+        of_factors = None
+        if ctx.needs_input_grad[1]:
+            stack = _stacked(biases, ctx.slots).to(grad.dtype)
+            of_factors = (_product(grad, stack.t()) * member).sum(-1).to(factors.dtype)
+        needed = ctx.needs_input_grad[4:]
+        of_biases: list[Tensor | None] = [None] * len(needed)
+        if any(needed):
+            sums = _product(_shares(member, factors, grad.dtype).t(), grad)
+            of_biases = _hand_over(sums, biases, ctx.slots, needed)
+        return grads[0], of_factors, None, None, *of_biases
+
+
+def members(ends: Int[Tensor, "experts"], num_rows: int) -> Bool[Tensor, "{num_rows} experts"]:
+    """Return which row belongs to which expert.
+
+    Args:
+        ends: Index one past the last row of each expert.
+        num_rows: Number of rows; those past the last end belong to none (rows).
+    """
+    positions = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    # True from a row's own expert on.
+    is_before = positions.unsqueeze(-1) < ends
+    return is_before ^ F.pad(is_before[:, :-1], (1, 0))
+
+
+def _shares(member: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the factor of each expert's bias in each row."""
+    if factors is None:
+        return member.to(dtype)
+    return torch.where(member, factors.unsqueeze(-1), 0).to(dtype)
+
+
+def _stacked(biases: Sequence[Tensor], slots: Sequence[GradientSlot | None]) -> Tensor:
+    """Return biases as one tensor: a view if they have a constant stride, else a copy."""
+    view = remembered_stack(biases, slots)
+    return torch.stack(tuple(biases)) if view is None else view
+
+
+def _whole(
+    biases: Sequence[Tensor],
+    slots: Sequence[GradientSlot | None],
+    rows: Tensor,
+    first_column: int,
+) -> Tensor:
+    """Return the biases as one tensor with a column for each feature."""
+    stack = _stacked(biases, slots).to(rows.dtype)
+    after = rows.shape[1] - first_column - stack.shape[1]
+    return F.pad(stack, (first_column, after)) if first_column or after else stack
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices; half types are not rounded to, if the device can."""
+    if left.is_cuda and left.dtype in HALF_TYPES:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _hand_over(
+    sums: Tensor,
+    biases: Sequence[Tensor],
+    slots: Sequence[GradientSlot | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Add the gradients of biases to their slots, or return them for autograd."""
+    found: list[Tensor | None] = [None] * len(biases)
+    present = [slot for slot in slots if slot is not None]
+    if len(present) < len(slots):
+        for number, (slot, bias) in enumerate(zip(slots, biases, strict=True)):
+            if slot is not None:
+                slot.add(sums[number])
+            elif needed[number]:
+                found[number] = sums[number].to(bias.dtype)
+        return found
+    row = SlotRow.of(present)
+
+    def add(total: Tensor, overwrite: bool) -> None:
+        if overwrite:
+            total.copy_(sums).mul_(row.scale)
+        else:
+            total.add_(sums, alpha=row.scale)
+
+    if not row.add(add):
+        for slot, one in zip(present, sums, strict=True):
+            slot.add(one)
+    return found
+
+
+def _compiled(
+    rows: Tensor,
+    biases: Sequence[Tensor],
+    ends: Tensor,
+    factors: Tensor | None,
+    first_column: int,
+) -> Tensor:
+    member = members(ends, len(rows))
+    shares = _shares(member, factors, rows.dtype)
+    none = [None] * len(biases)
+    total = torch.addmm(rows, shares, _whole(biases, none, rows, first_column))
+    # The gradients of rows past the last end stay behind this choice.
+    return torch.where(member.any(-1, keepdim=True), total, rows)

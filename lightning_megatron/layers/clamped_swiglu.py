@@ -1,0 +1,58 @@
+"""SwiGLU of bounded features, as in gpt-oss, which keeps only its input for the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.shapes import Float
+
+#: Factor of the gate inside the sigmoid, which makes the product close to GELU.
+GATE_FACTOR = 1.702
+#: Bound of the features: gates have it above only.
+FEATURE_LIMIT = 7.0
+
+
+def apply_clamped_swiglu(
+    gate_up: Float[Tensor, "*tokens gate_up"],
+) -> Float[Tensor, "*tokens gate_up//2"]:
+    """Bound both halves of the features, and multiply a gated half by the other half plus 1.
+
+    Equal to ``gate * sigmoid(1.702 * gate) * (up + 1)``, where ``gate`` is the first half, at most
+    7, and ``up`` is the second half, between -7 and 7. Bounded features have no gradient. The
+    backward pass computes everything else again from the input.
+
+    Source: the reference implementation of OpenAI 2025 (gpt-oss).
+    """
+    return _ClampedSwiGLU.apply(gate_up)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = _bounded(gate_up)
+        return (gate * GATE_FACTOR).sigmoid_().mul_(gate).mul_(up.add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        first, second = gate_up.chunk(2, dim=-1)
+        gate, up = _bounded(gate_up)
+        sigmoid = (gate * GATE_FACTOR).sigmoid_()
+        glu = gate * sigmoid
+        # d glu / d gate = sigmoid * (1 + factor * gate * (1 - sigmoid))
+        slope = gate.sub_(glu).mul_(GATE_FACTOR).add_(1).mul_(sigmoid)
+        of_gate = slope.mul_(up.add_(1)).mul_(grads[0])
+        of_gate.masked_fill_(first > FEATURE_LIMIT, 0)
+        of_up = glu.mul_(grads[0]).masked_fill_(second.abs() > FEATURE_LIMIT, 0)
+        return torch.cat((of_gate, of_up), dim=-1)
+
+
+def _bounded(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.clamp(max=FEATURE_LIMIT), up.clamp(-FEATURE_LIMIT, FEATURE_LIMIT)
