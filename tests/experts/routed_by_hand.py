@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "score_scale": 16.0,
     },
     "biases": {"expert_bias": True, "normalize_top_k": False},
+    "logits with biases": {"router_bias": True},
     "one choice": {"top_k": 1},
     "all experts": {"top_k": E},
     "the last step's load": {"aux_loss_scope": "global"},
@@ -62,6 +63,8 @@ def router_of(config: ExpertsConfig, mesh: ParallelMesh | None = None, **options
     router = Router(config, D, mesh or ParallelMesh.single(), **options).double()
     with torch.no_grad():
         router.weight.copy_(draw(E, D, seed=1))
+        if router.bias is not None:
+            router.bias.copy_(draw(E, seed=5))
     if router.expert_bias is not None:
         router.expert_bias.copy_(draw(E, seed=2) * 0.2)
     if router.step_shares is not None:
@@ -112,7 +115,8 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
     load, taken, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
     probabilities, experts, unbiased, shares, squares = [], [], [], [], []
     for token in hidden.flatten(0, 1):
-        powers = (router.weight @ token).exp()
+        logits = router.weight @ token
+        powers = (logits if router.bias is None else logits + router.bias).exp()
         scores = powers / powers.sum() if config.scoring == "softmax" else powers / (1 + powers)
         shares.append(scores / scores.sum())
         squares.append(powers.sum().log() ** 2)

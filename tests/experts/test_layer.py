@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sigmoid with biases": {"scoring": "sigmoid", "expert_bias": True, "shared_ffn_hidden_size": 4},
     "capacity": {"capacity_factor": 0.6},
     "one choice": {"top_k": 1},
+    "experts with biases": {"linear_bias": True, "router_bias": True},
 }
 
 
@@ -87,8 +88,10 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.zeros_like(token)
         for expert, scale in zip(chosen, scales, strict=True):
             if expert >= 0:
-                inner = ACTIVATIONS["swiglu"](weights[f"{expert}.gate_up.weight"] @ token)
-                total = total + scale * (weights[f"{expert}.down.weight"] @ inner)
+                own = weights[f"{expert}.gate_up.weight"] @ token
+                inner = ACTIVATIONS["swiglu"](own + weights.get(f"{expert}.gate_up.bias", 0.0))
+                update = weights[f"{expert}.down.weight"] @ inner
+                total = total + scale * (update + weights.get(f"{expert}.down.bias", 0.0))
         if layer.shared is not None:
             update = layer.shared.down.weight @ ACTIVATIONS["swiglu"](
                 layer.shared.gate_up.weight @ token

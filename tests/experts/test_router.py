@@ -75,7 +75,8 @@ def test_router_equals_a_loop_over_tokens(name: str) -> None:
 
 
 def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, (hidden, router.weight), retain_graph=True))
+    leaves = (hidden, *router.parameters())
+    return list(torch.autograd.grad(loss, leaves, retain_graph=True))
 
 
 def test_settings_drop_some_choices_or_none() -> None:
