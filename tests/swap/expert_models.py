@@ -74,6 +74,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_SIZES,
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+        },
+    ),
 }
 
 
@@ -103,6 +114,8 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
     else:
         sizes |= {"head_dim": 8}
     sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
+    # Sinks have no fused attention.
+    sizes |= {"attn_implementation": "eager"} if case == "gpt_oss" else {}
     if case == "olmoe":
         # The norms of its queries have as many features as the residual stream.
         del sizes["head_dim"]

@@ -21,6 +21,9 @@ class ExpertNames:
     Every expert has tensors of its own, so that any group of ranks can read and write the tensors
     of its experts.
 
+    Biases of the products of experts, and of the router's logits, have the names of the weights
+    with ``bias`` in place of ``weight``.
+
     Args:
         router: Projection of tokens to the router's logits.
         up: First projections of an expert: gate and up, the joint one, or the one before the
@@ -55,7 +58,9 @@ class ExpertNames:
         for number in range(experts.num_experts):
             up = tuple(name.format(layer, number) for name in self.up)
             down = self.down.format(layer, number)
-            found += _mlp(f"{ours}.experts.{number}", up, down, config, experts.ffn_hidden_size)
+            target = f"{ours}.experts.{number}"
+            inner = experts.ffn_hidden_size
+            found += _mlp(target, up, down, config, inner, experts.linear_bias)
         shared = experts.shared_ffn_hidden_size
         if shared is not None:
             up = tuple(name.format(layer) for name in self.shared_up)
@@ -68,7 +73,10 @@ class ExpertNames:
 
     def _router(self, experts: ExpertsConfig, size: int, ours: str, layer: int) -> list[TensorMap]:
         count = experts.num_experts
-        found = [_joined(f"{ours}.router.weight", (count, size), self.router.format(layer))]
+        router = self.router.format(layer)
+        found = [_joined(f"{ours}.router.weight", (count, size), router)]
+        if experts.router_bias:
+            found.append(_joined(f"{ours}.router.bias", (count,), router))
         if experts.expert_bias:
             name = self.bias.format(layer)
             # Its steps would be rounded away in a half type.
@@ -85,15 +93,27 @@ def is_training_only(name: str) -> bool:
 
 
 def _mlp(
-    target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int
+    target: str,
+    up: tuple[str, ...],
+    down: str,
+    config: GPTConfig,
+    inner: int,
+    has_biases: bool = False,
 ) -> list[TensorMap]:
     kind, num_rows = ("gate_up", 2 * inner) if config.is_gated else ("up", inner)
-    return [
+    found = [
         _joined(f"{target}.{kind}.weight", (num_rows, config.hidden_size), *up),
         _joined(f"{target}.down.weight", (config.hidden_size, inner), down),
     ]
+    if has_biases:
+        found += [
+            _joined(f"{target}.{kind}.bias", (num_rows,), *up),
+            _joined(f"{target}.down.bias", (config.hidden_size,), down),
+        ]
+    return found
 
 
-def _joined(target: str, shape: tuple[int, int], *sources: str) -> TensorMap:
+def _joined(target: str, shape: tuple[int, ...], *sources: str) -> TensorMap:
     num_rows = shape[0] // len(sources)
-    return TensorMap(target, shape, tuple(Source(f"{name}.weight", num_rows) for name in sources))
+    kind = target.rpartition(".")[2]
+    return TensorMap(target, shape, tuple(Source(f"{name}.{kind}", num_rows) for name in sources))

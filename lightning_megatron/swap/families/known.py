@@ -23,6 +23,7 @@ from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gemma import GEMMA, GEMMA2, GEMMA3
 from lightning_megatron.swap.families.glm import GLM, GLM4
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
+from lightning_megatron.swap.families.gpt_oss import GPT_OSS
 from lightning_megatron.swap.families.granite import GRANITE
 from lightning_megatron.swap.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from lightning_megatron.swap.families.olmo import OLMO2, OLMO3, OLMOE
@@ -37,7 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
     *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
     *(ERNIE45, HELIUM, BLOOM, MPT),
-    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )
 

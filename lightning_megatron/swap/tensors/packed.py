@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,40 +24,64 @@ class PackedRows:
         index: Index in the first dimension of a stack; None if the tensor is no stack.
         first: First row in the containing tensor (elements).
         num_rows: Number of rows; None means all (elements).
+        step: Distance between two rows in the containing tensor (elements).
+        is_transposed: Whether rows of the tensor are columns of the containing tensor, or of an
+            element of the stack.
     """
 
     name: str
     index: int | None = None
     first: int = 0
     num_rows: int | None = None
+    step: int = 1
+    is_transposed: bool = False
 
     def shape(self, outer: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tensor's shape, from that of the tensor that contains it (elements)."""
         shape = outer if self.index is None else outer[1:]
+        shape = shape[::-1] if self.is_transposed else shape
         return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
     def slices(self, inner: Slices) -> Slices:
         """Return the slices of a part of the tensor in the tensor that contains it."""
-        rows = slice(self.first + inner[0].start, self.first + inner[0].stop) if inner else None
-        inner = inner if rows is None else (rows, *inner[1:])
+        if inner:
+            rows = inner[0]
+            start = self.first + rows.start * self.step
+            stop = max(start, self.first + (rows.stop - 1) * self.step + 1)
+            own = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
+            inner = (own, *inner[1:])
+        inner = inner[::-1] if self.is_transposed else inner
         return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
+
+    def found(self, part: Tensor) -> Tensor:
+        """Return a part of the tensor from what :meth:`slices` reads, as a view."""
+        part = part if self.index is None else part[0]
+        return part.t() if self.is_transposed else part
 
 
 @dataclass(frozen=True)
 class Packed:
     """Rule for tensors of files that form one tensor of the class.
 
-    The parts are concatenated along the first dimension. If the names of the parts contain a
-    further number, such as that of an expert, the tensor is a stack of the parts, ordered by that
-    number.
+    The parts are concatenated along the first dimension, or their rows alternate. If the names of
+    the parts contain a further number, such as that of an expert, the tensor is a stack of the
+    parts, ordered by that number.
 
     Args:
         name: Name of the tensor, with one ``{}`` for the layer.
         parts: Names of the parts, with one ``{}`` for the layer, and one for the number.
+        alternates: Whether the first rows of all parts are followed by their second rows.
+        is_transposed: Whether the tensor, or each element of the stack, has rows of the parts as
+            columns.
+        is_in_files: Whether files store the tensor, too; the parts are then names for the table
+            alone.
     """
 
     name: str
     parts: tuple[str, ...]
+    alternates: bool = False
+    is_transposed: bool = False
+    is_in_files: bool = False
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
@@ -91,7 +116,7 @@ class Packed:
         assert match is not None, "only tensors of this name are unpacked"
         counts = shape[: int(self.is_stack)]
         num_parts = len(self.parts)
-        rows = shape[len(counts) : len(counts) + 1]
+        rows = shape[len(counts) :][:: -1 if self.is_transposed else 1][:1]
         if len(counts) < self.is_stack or not rows or rows[0] % num_parts:
             what = "experts and equally many rows" if self.is_stack else "equally many rows"
             raise CheckpointMismatchError(
@@ -102,7 +127,18 @@ class Packed:
         for index in range(counts[0]) if self.is_stack else (None,):
             numbers = match.groups() if index is None else (*match.groups(), index)
             for number, part in enumerate(self.parts):
-                yield part.format(*numbers), PackedRows(key, index, number * size, size)
+                first, step = (number, num_parts) if self.alternates else (number * size, 1)
+                rows_of_part = PackedRows(key, index, first, size, step, self.is_transposed)
+                yield part.format(*numbers), rows_of_part
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor, or an element of the stack, of its parts in order."""
+        whole = (
+            torch.stack(tuple(parts), 1).flatten(0, 1)
+            if self.alternates
+            else torch.cat(tuple(parts))
+        )
+        return whole.t() if self.is_transposed else whole
 
     def position_of(self, part: str) -> tuple[str, int, int] | None:
         """Return the tensor, index and number of a part; None if the name is no part."""
@@ -138,26 +174,55 @@ def packed_rows(
 def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Tensor]:
     """Pack the files' tensors into the tensors of the class."""
     found: dict[str, Tensor] = {}
-    parts: dict[tuple[str, bool], dict[tuple[int, int], Tensor]] = {}
+    rules = tuple(rules)
+    parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = next(
-            (
-                (rule, position)
-                for rule in rules
-                if (position := rule.position_of(name)) is not None
-            ),
-            None,
-        )
+        hit = _hit(name, rules)
         if hit is None:
             found[name] = tensor
         else:
-            rule, (whole, index, number) = hit
-            parts.setdefault((whole, rule.is_stack), {})[index, number] = tensor
-    for (name, is_stack), pieces in parts.items():
+            whole, rule, index, number = hit
+            parts.setdefault((whole, rule), {})[index, number] = tensor
+    for (name, rule), pieces in parts.items():
         indices = sorted({index for index, _ in pieces})
         rows = [
-            torch.cat([pieces[key] for key in sorted(pieces) if key[0] == index])
+            rule.joined([pieces[key] for key in sorted(pieces) if key[0] == index])
             for index in indices
         ]
-        found[name] = torch.stack(rows) if is_stack else rows[0]
+        found[name] = torch.stack(rows) if rule.is_stack else rows[0]
     return found
+
+
+def packed_for_files(
+    tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], rules: Iterable[Packed]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pack the parts of tensors that files store whole, as soon as all parts are there.
+
+    Args:
+        tensors: Names and values by the names of a table, one after the other.
+        names: All names of the table.
+        rules: Rules of the packed tensors of the class.
+    """
+    rules = tuple(rule for rule in rules if rule.is_in_files)
+    hits = (_hit(name, rules) for name in names)
+    missing = Counter(hit[0] for hit in hits if hit is not None)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        hit = _hit(name, rules)
+        if hit is None:
+            yield name, tensor
+            continue
+        whole = hit[0]
+        parts.setdefault(whole, {})[name] = tensor
+        if len(parts[whole]) == missing[whole]:
+            yield from pack(parts.pop(whole), rules).items()
+
+
+def _hit(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
+    """Return the tensor that has a part, its rule, and the index and number of the part."""
+    for rule in rules:
+        position = rule.position_of(name)
+        if position is not None:
+            whole, index, number = position
+            return whole, rule, index, number
+    return None

@@ -16,6 +16,7 @@ from lightning_megatron.swap.families.expert_names import SETTINGS, is_training_
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
+from lightning_megatron.swap.tensors.packed import packed_for_files
 from lightning_megatron.swap.weights.file_format import FileFormat
 from lightning_megatron.swap.weights.safetensors_folder import CONFIG, INDEX
 from lightning_megatron.swap.weights.safetensors_writer import (
@@ -50,9 +51,20 @@ def foreign_tensors(
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
     """
-    known = {
-        tensor.target: tensor for tensor in (family.tensors(config) if table is None else table)
-    }
+    table = family.tensors(config) if table is None else table
+    names = [source.name for tensor in table for source in tensor.sources]
+    parts = _parts_of_files(full_tensors, family, config, table)
+    yield from packed_for_files(parts, names, family.packed)
+
+
+def _parts_of_files(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    family: Family,
+    config: ModelConfig,
+    table: tuple[TensorMap, ...],
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert full tensors to those of the table, one after the other."""
+    known = {tensor.target: tensor for tensor in table}
     left = dict(known)
     for name, full in full_tensors:
         is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(
@@ -127,7 +139,13 @@ def export_folder(
     config = family.config(hf_config)
     target = _new_folder(folder)
     table = family.class_tensors(config) if has_class_names else family.tensors(config)
-    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
+    parts = {
+        name: torch.empty(shape, device="meta")
+        for tensor in table
+        for name, shape in tensor.source_shapes.items()
+    }
+    whole = packed_for_files(parts.items(), parts, family.packed)
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole}
     kept = {
         source.name: tensor.dtype
         for tensor in table

@@ -224,8 +224,7 @@ class RenamedTensors:
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
         rows = self.own[name]
-        found = self.reader.read(rows.name, rows.slices(slices))
-        return found if rows.index is None else found[0]
+        return rows.found(self.reader.read(rows.name, rows.slices(slices)))
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
