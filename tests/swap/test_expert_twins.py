@@ -61,9 +61,33 @@ def truths() -> dict[str, dict[str, Truth]]:
     with float32_as_float64():
         twins = {case: exact_twin_of(case) for case in CASES}
         return {
-            case: {kind: expected_of(twin, call) for kind, call in inputs().items()}
+            case: {
+                kind: expected_of(twin, seen_by_theirs(case, kind, call))
+                for kind, call in inputs().items()
+            }
             for case, twin in twins.items()
         }
+
+
+def seen_by_theirs(case: str, kind: str, call: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a call for Hugging Face's model; the class of gpt-oss needs masks to know where
+    sequences start.
+    """
+    if (case, kind) != ("gpt_oss", "packed"):
+        return call
+    # A sequence starts where positions do.
+    number = (call["position_ids"] == 0).cumsum(-1)
+    index = torch.arange(number.shape[-1])
+    distance = index[:, None] - index
+    sees = (number[:, :, None] == number[:, None]) & (distance >= 0)
+    window = config_of(case).sliding_window
+    masks = {"full_attention": sees, "sliding_attention": sees & (distance < window)}
+    lowest = torch.finfo(torch.float64).min
+    added = {
+        name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, lowest)[:, None]
+        for name, mask in masks.items()
+    }
+    return {**call, "attention_mask": added}
 
 
 def replaced(
