@@ -93,7 +93,8 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ),
         (
             {"activation": "tanh"},
-            "activation must be gelu, gelu_tanh, relu, swiglu, geglu or geglu_tanh: it is 'tanh'",
+            "activation must be gelu, gelu_tanh, relu, swiglu, geglu, geglu_tanh or clamped_swiglu: "
+            "it is 'tanh'",
         ),
         ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
         ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),

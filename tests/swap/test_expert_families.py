@@ -120,6 +120,29 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
+#: As it is published, but for how its weights are quantized.
+GPT_OSS_20B: dict[str, Any] = {
+    **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0},
+    **{"eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},
+    **{"hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02},
+    **{"intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12},
+    **{"max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64},
+    **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8},
+    **{"num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999},
+    **{"rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9},
+    **{"sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    **{"transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088},
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+}
+
+
 def ours(case: str, **changes: Any) -> GPTConfig:
     config = family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
     assert isinstance(config, GPTConfig)
@@ -501,9 +524,36 @@ def test_deepseek_v3_is_read_as_it_is_published() -> None:
     assert experts_of("deepseek_v3", {}) == expected
 
 
+def test_gpt_oss_is_read_as_it_is_published() -> None:
+    family: Any = family_of("gpt_oss")
+    found = family.config(GPT_OSS_20B)
+    assert found.experts == ExpertsConfig(
+        num_experts=32, top_k=4, ffn_hidden_size=2880, linear_bias=True, router_bias=True
+    )
+    assert found.rotary_scaling == RotaryScaling(
+        kind="yarn", factor=32.0, original_length=4096, truncate=False
+    )
+    assert (found.sliding_window, found.window_layers) == (128, (True, False) * 12)
+    assert (found.activation, found.attention_sinks) == ("clamped_swiglu", True)
+    assert (found.has_qkv_bias, found.has_output_bias, found.has_mlp_bias) == (True, True, False)
+    shape, whole = found.memory_shape(), ParallelLayout(1)
+    num_parameters = shape.stage_parameters(whole, 0, 24, 24) + 24 * shape.expert_parameters(whole)
+    assert num_parameters == 20_914_757_184
+    in_table = sum(math.prod(tensor.shape) for tensor in family.tensors(found))
+    assert in_table == num_parameters
+    # What a configuration leaves out is as in the class.
+    bare = family.config({})
+    assert bare == family.config(transformers.GptOssConfig().to_dict())
+    assert (bare.num_layers, bare.experts.num_experts) == (36, 128)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit of a gpt-oss .* must be 7.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act of a gpt-oss .* 'gelu'"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must have one entry"),
+        ("gpt_oss", {"output_router_logits": True}, "output_router_logits .*True"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a Mixtral .*0.1"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits .*True"),
         (

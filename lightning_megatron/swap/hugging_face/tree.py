@@ -76,7 +76,14 @@ def install_layers(
     for path, module in list(source.named_modules()):
         become_stub(module, path)
     source.__class__ = stub_class(own_class, kind)
-    for one in named:
+    places = {path: number for number, path in enumerate(trained)}
+
+    def place(one: _Named) -> int:
+        stack = places.get(one.path.rpartition(".")[0], len(places))
+        return places.get(one.path, stack)
+
+    # Stacks become modules here, in the order of the class.
+    for one in sorted(named, key=place):
         _place(source, one.path, one.parameter)
         if not is_factor(one.path):
             one.parameter.requires_grad_(
