@@ -95,6 +95,14 @@ def test_more_places_than_experts_of_other_ranks_are_refused_before_a_launch(
         trainer.fit(module, loader())
 
 
+def test_clones_of_experts_with_biases_are_refused_before_a_launch() -> None:
+    module: Any = Watched(mlp_bias=False, experts={**EXPERTS, "linear_bias": True})
+    strategy = MegatronStrategy(ep=4, expert_clones=1)
+    trainer = Trainer(accelerator="cpu", devices=4, logger=False, strategy=strategy)
+    with pytest.raises(UnsupportedError, match="clones need experts without biases"):
+        trainer.fit(module, loader())
+
+
 def test_more_places_are_refused_once_the_model_is_known(found: Any) -> None:
     for ranks in found:
         assert ranks["too many"].startswith("expert_clones (3) must be at most 2: with ep (2) the")
