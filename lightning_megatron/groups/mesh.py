@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collective_matmul import release_workspace
+from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.launcher import CollectiveLauncher
 from lightning_megatron.groups.mesh_groups import GroupBuilder, Rendezvous
@@ -75,6 +76,7 @@ class ParallelMesh:
     launcher: CollectiveLauncher = field(
         default_factory=CollectiveLauncher, repr=False, compare=False
     )
+    host_values: HostValues = field(default_factory=HostValues, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
     owns_world: bool = field(default=False, repr=False, compare=False)
 
@@ -166,6 +168,7 @@ class ParallelMesh:
             context=context,
             journal=builder.journal,
             launcher=builder.launcher,
+            host_values=HostValues(),
             owned_groups=tuple(builder.created),
             owns_world=owns_world,
         )

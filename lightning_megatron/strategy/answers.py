@@ -119,6 +119,11 @@ class TrainerAnswers(RankStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        # What the host must know of masks and lengths is then found without waiting for the device.
+        with self.mesh.host_values.noting():
+            return self._moved(batch, device, dataloader_idx)
+
+    def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         move = super().batch_to_device
         if isinstance(batch, list) and batch and all(isinstance(p, Microbatch) for p in batch):
             for part in batch:

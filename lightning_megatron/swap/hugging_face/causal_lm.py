@@ -23,7 +23,12 @@ from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
-from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, padded_span, span_of
+from lightning_megatron.swap.hugging_face.packed_rows import (
+    PackedRow,
+    padded_span,
+    shifted,
+    span_of,
+)
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 T = TypeVar("T")
@@ -132,9 +137,15 @@ class HuggingFaceLM(ReplacedModel):
         _refuse({"past_key_values": past_key_values, **others})
         given = _one_input(input_ids, inputs_embeds)
         length = given.shape[1]
-        shift_labels = _shifted(labels) if shift_labels is None else shift_labels
         packed = PackedRow(cu_seq_lens_q, max_length_q)
-        span = span_of(attention_mask, position_ids, packed, given.shape[:2], shift_labels)
+        shifts = shift_labels is None
+        of_user = labels if shifts else shift_labels
+        span = span_of(
+            *(attention_mask, position_ids, packed, given.shape[:2], of_user),
+            host=self.mesh.host_values,
+            shifts=shifts,
+        )
+        shift_labels = shifted(labels) if shifts else shift_labels
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
             # Appended positions change no earlier one, and their results are dropped.
@@ -256,11 +267,6 @@ def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: DocumentCut | None 
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
     return joined_parts(full, mesh.cp, cut=cut).transpose(0, 1)
-
-
-def _shifted(labels: Tensor | None) -> Tensor | None:
-    """Return the label of each position's next token."""
-    return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:

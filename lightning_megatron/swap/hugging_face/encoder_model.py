@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput
@@ -72,7 +73,7 @@ class HuggingFaceEncoder(ReplacedModel):
         _refuse({**others, **({} if head in ("masked_lm", "classifier") else {"labels": labels})})
         rows = EncoderInput(input_ids, inputs_embeds, None, position_ids, token_type_ids)
         shape = rows.given.shape[:2]
-        valid = _valid(attention_mask, shape)
+        valid = _valid(attention_mask, shape, self.mesh.host_values)
         if position_ids is not None:
             position_ids = position_ids.expand(shape)
         if token_type_ids is not None:
@@ -164,8 +165,8 @@ class HuggingFaceEncoder(ReplacedModel):
         return F.binary_cross_entropy_with_logits(logits, labels)
 
 
-def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return the mask of real tokens; None if all are (synchronizes the host with the GPU)."""
+def _valid(attention_mask: Tensor | None, shape: torch.Size, host: HostValues) -> Tensor | None:
+    """Return the mask of real tokens; None if all are."""
     if attention_mask is None:
         return None
     if attention_mask.shape != shape:
@@ -174,8 +175,7 @@ def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
             f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are not "
             "supported. Mark padding with 0 in a mask of that shape."
         )
-    mask = attention_mask.to(torch.bool)
-    return None if bool(mask.all()) else mask
+    return None if bool(host.read(attention_mask).all()) else attention_mask.to(torch.bool)
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, pad_batch
 
@@ -32,13 +34,15 @@ def span_of(
     packed: PackedRow,
     shape: torch.Size,
     labels: Tensor | None = None,
+    host: HostValues | None = None,
+    shifts: bool = False,
 ) -> AttentionSpan | None:
     """Return the span of padded rows, or of rows whose positions restart; None for plain rows.
 
     Attention is causal, so only padding attends to the padding after the last token. If no padding
     has labels, it need not be told apart, which is fastest. Otherwise padding before the tokens is
-    a document of its own. Padding between tokens, or with labels, needs a mask. The check
-    synchronizes the host with the GPU.
+    a document of its own. Padding between tokens, or with labels, needs a mask. The host decides by
+    what it knows of the arguments, and waits for the device only for values that it does not know.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
@@ -48,10 +52,13 @@ def span_of(
         shape: Number of sequences and their length.
         labels: Label of every position, or -100; None if the results at padding positions are not
             used.
+        host: Values that the host knows; None means only those of tensors on the host.
+        shifts: Whether the label of a position is still that of its token, and not of the next one.
 
     Raises:
         UnsupportedError: If the mask has another shape, or is given beside packed sequences.
     """
+    host = host or HostValues()
     positions = None if position_ids is None else position_ids.expand(shape)
     if packed.borders is not None:
         _check_no_mask(attention_mask)
@@ -59,18 +66,30 @@ def span_of(
         return AttentionSpan(lengths, packed.longest, positions, restarts=False)
     if attention_mask is not None:
         _check_mask(attention_mask, shape)
-        return _padding(attention_mask.to(torch.bool), positions, labels)
+        wanted = None if labels is None else host.read(labels)
+        known = host.read(attention_mask).to(torch.bool)
+        kind = _kind_of(known, shifted(wanted) if shifts else wanted)
+        return _padding(attention_mask.to(torch.bool), positions, kind)
     if position_ids is None:
         return None
-    begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
-    most = int(begins.sum(1).max())
+    most = int(_begins(host.read(position_ids)).sum(1).max())
     if most == 0:
         return AttentionSpan(positions=positions)
+    begins = _begins(position_ids)
     # A power of two, so that steps with nearly as many documents have the same form.
     columns = 1 << most.bit_length()
     lengths = position_ids.new_zeros(len(begins), columns)
     lengths.scatter_add_(1, begins.cumsum(1), torch.ones_like(position_ids))
     return AttentionSpan(lengths=lengths.expand(shape[0], -1), positions=positions)
+
+
+def shifted(labels: Tensor | None) -> Tensor | None:
+    """Return the label of each position's next token.
+
+    Args:
+        labels: Label of each position's own token, or -100; None stays None.
+    """
+    return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def padded_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
@@ -94,19 +113,28 @@ def padded_span(span: AttentionSpan | None, extra: int, num_rows: int) -> Attent
     return replace(span, lengths=lengths, longest=longest, positions=positions, mask=mask)
 
 
-def _padding(mask: Tensor, positions: Tensor | None, labels: Tensor | None) -> AttentionSpan | None:
+def _begins(position_ids: Tensor) -> Tensor:
+    """Return whether a new sequence begins at each position."""
+    return position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+
+
+def _kind_of(mask: Tensor, labels: Tensor | None) -> Literal["plain", "separate", "mixed"]:
+    """Return how padding can be told apart: not at all, as a document, or by a mask only."""
+    if labels is not None and not bool((mask | (labels == IGNORED)).all()):
+        return "mixed"
     begins = mask[:, 1:] > mask[:, :-1]
-    is_unlabelled = mask.new_ones(())
-    if labels is not None:
-        is_unlabelled = (mask | (labels == IGNORED)).all()
-    is_right = ~begins.any()
+    if not bool(begins.any()):
+        return "plain"
     # Between a first begin and the last token of a row there must be no padding.
-    is_whole = (begins.sum(1) + mask[:, 0] <= 1).all()
-    both = torch.stack((is_right & is_unlabelled, is_whole & is_unlabelled))
-    is_plain, is_separate = both.tolist()
-    if is_plain:
+    return "separate" if bool((begins.sum(1) + mask[:, 0] <= 1).all()) else "mixed"
+
+
+def _padding(
+    mask: Tensor, positions: Tensor | None, kind: Literal["plain", "separate", "mixed"]
+) -> AttentionSpan | None:
+    if kind == "plain":
         return None if positions is None else AttentionSpan(positions=positions)
-    if not is_separate:
+    if kind == "mixed":
         return AttentionSpan(positions=positions, mask=mask[:, None, None, :])
     before = mask.int().argmax(1)
     # Padding after the tokens attends to them, as in plain rows: its states, which the losses of

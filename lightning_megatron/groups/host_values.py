@@ -1,0 +1,145 @@
+"""What the host knows of tensors on a device: the values that a batch had before it moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+#: Largest ratio of a storage to a part of it for which the whole storage is read.
+_MOST_PARTS = 1024
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """Values of a storage, and the versions of both sides that they belong to."""
+
+    storage: StorageWeakRef
+    values: Tensor
+    version: int
+    version_on_host: int
+
+
+class HostValues:
+    """Values on the host of integer tensors that lie on a device.
+
+    A batch has its masks, positions and labels on the host before it moves. Decisions by these
+    values take them from there, also for the parts that microbatches are, so that the host does not
+    wait for the device. Tensors that were made on the device are read once as a whole, for all of
+    their parts. A tensor that is written in place afterwards is read again.
+
+    No value is given out while a graph is captured, which would repeat the decision of the capture.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        #: Number of reads for which the host waited for a device.
+        self.num_reads = 0
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note the values of integer tensors that move from the host to a device in the block.
+
+        Those of the last batch are forgotten. Results are no tensors of inference mode, because
+        these have no versions by which a later write can be seen.
+        """
+        self._known.clear()
+        has_gradients = torch.is_grad_enabled()
+        # Outside of inference mode gradients would be enabled.
+        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), _NotedMoves(self):
+            yield
+
+    def note(self, tensor: Tensor, values: Tensor) -> None:
+        """Note the values of a tensor that fills its storage.
+
+        Args:
+            tensor: Tensor on a device.
+            values: The same values on the host.
+        """
+        is_whole = tensor.is_contiguous() and not tensor.storage_offset()
+        if not is_whole or tensor.is_inference() or values.is_inference():
+            return
+        storage = StorageWeakRef(tensor.untyped_storage())
+        values = values.contiguous().view(-1)
+        known = _Known(storage, values, tensor._version, values._version)
+        self._known = {key: one for key, one in self._known.items() if not one.storage.expired()}
+        self._known[storage.cdata] = known
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor on the host; None if the host would have to read them.
+
+        Args:
+            tensor: Tensor on any device.
+        """
+        if type(tensor) is not Tensor or _is_capturing(tensor.device):
+            return None
+        if tensor.is_inference():
+            return tensor if _is_on_host(tensor) else None
+        known = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        if known is None:
+            return tensor if _is_on_host(tensor) else None
+        versions = tensor._version, known.values._version
+        if versions != (known.version, known.version_on_host):
+            return None
+        if known.values.dtype != tensor.dtype:
+            return None
+        return known.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor on the host.
+
+        The host waits for the device where it does not know them.
+
+        Args:
+            tensor: Tensor on any device.
+        """
+        found = self.of(tensor)
+        if found is not None or _is_on_host(tensor):
+            return tensor if found is None else found
+        self.num_reads += 1
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if type(tensor) is not Tensor or not 0 < size <= _MOST_PARTS * tensor.numel():
+            return tensor.cpu()
+        whole = tensor.as_strided((size,), (1,), 0)
+        self.note(whole, whole.cpu())
+        found = self.of(tensor)
+        return tensor.cpu() if found is None else found
+
+
+class _NotedMoves(TorchFunctionMode):
+    """Note where integer tensors go that leave the host."""
+
+    def __init__(self, host: HostValues) -> None:
+        super().__init__()
+        self._host = host
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.to, torch.Tensor.cuda):
+            source = args[0]
+            has_left = source.device.type == "cpu" != result.device.type
+            if has_left and not source.is_floating_point() and source.dtype == result.dtype:
+                self._host.note(result, source)
+        return result
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

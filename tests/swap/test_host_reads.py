@@ -1,0 +1,115 @@
+"""Replaced Hugging Face models decide by masks and positions once a step, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatron.groups import host_values
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from tests.swap.families import twin_of
+
+pytest.importorskip("transformers")
+
+B, S, MICROBATCHES = 8, 12, 4
+_READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Reads(TorchFunctionMode):
+    """Count reads of whatever is computed from given tensors, as if these were on a GPU."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.storages = {one.untyped_storage()._cdata for one in tensors}
+        self.kept = list(tensors)
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if self.has(one)]
+        name = getattr(func, "__name__", "")
+        if given and name in _READS:
+            self.names.append(name)
+        result = func(*args, **(kwargs or {}))
+        if given:
+            for one in torch.utils._pytree.tree_leaves(result):
+                if isinstance(one, Tensor):
+                    self.kept.append(one)
+                    self.storages.add(one.untyped_storage()._cdata)
+        return result
+
+    def has(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, 50, (B, S), generator=generator)
+    left = (torch.arange(S) >= (torch.arange(B) % 4)[:, None]).long()
+    labels = tokens.masked_fill((left * left.roll(1, 1)) == 0, -100)
+    packed = torch.cat([torch.arange(5), torch.arange(S - 5)]).expand(B, S).contiguous()
+    return {
+        "padded": {"input_ids": tokens, "attention_mask": left, "labels": labels},
+        "padded on the right": {
+            "input_ids": tokens,
+            "attention_mask": left.flip(1).contiguous(),
+            "labels": tokens.masked_fill(left.flip(1) == 0, -100),
+        },
+        "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
+    }
+
+
+def replaced(mesh: ParallelMesh) -> Any:
+    root = nn.Module()
+    root.model = twin_of("llama")
+    parallelize(root, mesh)
+    assert isinstance(root.model, ReplacedModel)
+    return root.model
+
+
+def test_microbatches_of_a_batch_that_moved_read_nothing() -> None:
+    mesh = ParallelMesh.single()
+    model = twin_of("llama")
+    for name, batch in batches().items():
+        parts = [{key: one[at::MICROBATCHES] for key, one in batch.items()} for at in range(2)]
+        expected = [model(**part, use_cache=False).loss.detach() for part in parts]
+        found = replaced(mesh)
+        moved = {key: one.clone() for key, one in batch.items()}
+        mesh.host_values._known.clear()
+        with Reads(list(moved.values())) as unknown:
+            losses_of(found, moved)
+        # Without a note of the batch each microbatch has its reads.
+        assert len(unknown.names) >= 2, name
+        for key, one in moved.items():
+            mesh.host_values.note(one, batch[key])
+        with Reads(list(moved.values())) as known:
+            losses = losses_of(found, moved)
+        assert known.names == [], name
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
+def losses_of(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+    parts = [{key: one[at::MICROBATCHES] for key, one in batch.items()} for at in range(2)]
+    return [model(**part).loss.detach() for part in parts]
+
+
+def test_a_batch_that_lies_on_the_device_is_read_once_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_values, "_is_on_host", lambda tensor: False)
+    mesh = ParallelMesh.single()
+    model = replaced(mesh)
+    reads = {"padded": 2, "padded on the right": 2, "packed": 1}
+    for name, batch in batches().items():
+        before = mesh.host_values.num_reads
+        for at in range(0, B, B // MICROBATCHES):
+            model(**{key: one[at : at + B // MICROBATCHES] for key, one in batch.items()})
+        assert mesh.host_values.num_reads - before == reads[name], name
