@@ -159,10 +159,7 @@ class ParallelMesh:
             device=device,
         )
         return cls(
-            layout,
-            builder.rank,
-            device,
-            random,
+            *(layout, builder.rank, device, random),
             sequence_parallel and layout.tp > 1,
             **axes,
             context=context,

@@ -16,6 +16,8 @@ from tests.swap.families import twin_of
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.gpu
+
 S, BATCH, WARM = 16, 4, 2
 
 

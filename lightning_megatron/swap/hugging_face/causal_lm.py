@@ -138,14 +138,8 @@ class HuggingFaceLM(ReplacedModel):
         given = _one_input(input_ids, inputs_embeds)
         length = given.shape[1]
         packed = PackedRow(cu_seq_lens_q, max_length_q)
-        shifts = shift_labels is None
-        of_user = labels if shifts else shift_labels
-        span = span_of(
-            *(attention_mask, position_ids, packed, given.shape[:2], of_user),
-            host=self.mesh.host_values,
-            shifts=shifts,
-        )
-        shift_labels = shifted(labels) if shifts else shift_labels
+        described = attention_mask, position_ids, packed, given.shape[:2]
+        span, shift_labels = self._span_and_labels(*described, labels, shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
             # Appended positions change no earlier one, and their results are dropped.
@@ -174,6 +168,23 @@ class HuggingFaceLM(ReplacedModel):
         (loss, shard), states = self._with_states(run, span)
         states = tuple(one[: len(given), :length] for one in states)
         return CausalLMOutput(loss, lambda: gather(shard), states)
+
+    def _span_and_labels(
+        self,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        packed: PackedRow,
+        shape: torch.Size,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+    ) -> tuple[AttentionSpan | None, Tensor | None]:
+        """Return who attends to whom, and the label of each position's next token."""
+        # The host knows the labels of the batch, and not what is computed of them.
+        described = attention_mask, position_ids, packed, shape
+        host = self.mesh.host_values
+        if shift_labels is None:
+            return span_of(*described, labels, host, shifts=True), shifted(labels)
+        return span_of(*described, shift_labels, host), shift_labels
 
     def _with_states(
         self, run: Callable[[], T], span: AttentionSpan | None
