@@ -150,16 +150,13 @@ class ParallelMesh:
         axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
         where = layout.coordinates(builder.rank)
         experts = layout.expert_coordinates(builder.rank)
-        random = RandomStreams(
-            seed,
-            tp=where["tp"],
-            cp=where["cp"],
-            ep=experts["ep"],
-            etp=experts["etp"],
-            device=device,
-        )
+        places = {"tp": where["tp"], "cp": where["cp"], "ep": experts["ep"], "etp": experts["etp"]}
+        random = RandomStreams(seed, **places, device=device)
         return cls(
-            *(layout, builder.rank, device, random),
+            layout,
+            builder.rank,
+            device,
+            random,
             sequence_parallel and layout.tp > 1,
             **axes,
             context=context,
