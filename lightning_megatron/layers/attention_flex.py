@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from lightning_megatron.layers.attention_sinks import add_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.visible_blocks import visible_blocks
 from lightning_megatron.shapes import Float
 
@@ -36,39 +37,140 @@ def attend_by_flex(
         value: Values.
         span: Description of the attention, laid out or without documents, and without a mask.
     """
+    if span.sinks is None:
+        mixed: Tensor = _called(query, key, value, span).permute(2, 0, 1, 3)
+        return mixed
+    return add_sinks(*flex_forward(query, key, value, span), span.sinks)[0]
+
+
+def flex_forward(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads head_dim"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]:
+    """Compute attention to a part of the keys and its log-sum-exps, differentiably.
+
+    Equal to ``attention_parts.forward_part``.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention; its sinks do not count.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    out, aux = _called(query, key, value, span, keys, return_aux=AuxRequest(lse=True))
+    return out.permute(2, 0, 1, 3), aux.lse
+
+
+def flex_backward(
+    grad_out: Float[Tensor, "seq batch heads head_dim"],
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads head_dim"],
+    out: Float[Tensor, "seq batch heads head_dim"],
+    lse: Float[Tensor, "batch heads seq"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> tuple[
+    Float[Tensor, "seq batch heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+]:
+    """Compute the gradients of queries, keys and values of a part from the merged results.
+
+    The kernel's backward pass takes gradients of a part's own output ``o_p`` and log-sum-exps
+    ``l_p``, not the merged ``o`` and ``l``. With ``l = log sum_p exp l_p`` and
+    ``o = sum_p exp(l_p - l) o_p``, and with the gradient ``do`` of ``o``, these are::
+
+        do_p = exp(l_p - l) do        dl_p = exp(l_p - l) sum(do (o_p - o))
+
+    The part computes ``o_p`` and ``l_p`` again, because keeping them for each part would take the
+    memory of the outputs of whole rows. Sinks are a part that ``o`` and ``l`` include.
+
+    Equal to ``attention_parts.backward_part``.
+
+    Args:
+        grad_out: Gradient of the merged output.
+        query: Queries.
+        key: Keys of the part.
+        value: Values of the part.
+        out: Merged output of all parts.
+        lse: Merged log-sum-exps of all parts.
+        span: Description of the attention; its sinks do not count.
+        keys: Rows of the keys; None means those of the queries.
+    """
+    query, key, value = inputs = tuple(one.detach().requires_grad_() for one in (query, key, value))
+    with torch.enable_grad():
+        own, own_lse = flex_forward(query, key, value, span, keys)
+    # Of queries without keys both log-sum-exps may be minus infinity.
+    share = (own_lse.detach() - lse).exp().masked_fill(own_lse == -torch.inf, 0.0)
+    wide = grad_out.to(share.dtype)
+    grad_own = wide * share.permute(2, 0, 1)[..., None]
+    lean = (wide * (own.detach().to(share.dtype) - out.to(share.dtype))).sum(-1)
+    gradients = grad_own.to(own.dtype), share * lean.permute(1, 2, 0)
+    found = torch.autograd.grad((own, own_lse), inputs, gradients)
+    return found[0], found[1], found[2]
+
+
+def _called(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+    **wanted: Any,
+) -> Any:
+    """Call the kernel with heads before positions."""
     length, num_sequences = query.shape[:2]
-    blocks = visible_blocks(span, num_sequences, length, query.device)
-    rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     options = {
-        "score_mod": _of_scores(span, query),
-        "block_mask": blocks,
+        "score_mod": _of_scores(span, query, keys),
+        "block_mask": visible_blocks(span, num_sequences, length, query.device, keys),
         "scale": span.scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
-    if span.sinks is None:
-        return _compiled()(*rows, **options).permute(2, 0, 1, 3)
-    out, aux = _compiled()(*rows, **options, return_aux=AuxRequest(lse=True))
-    return add_sinks(out.permute(2, 0, 1, 3), aux.lse, span.sinks)[0]
+    rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    return _compiled()(*rows, **options, **wanted)
 
 
-def _of_scores(span: AttentionSpan, like: Tensor) -> Callable[..., Tensor] | None:
+def _of_scores(
+    span: AttentionSpan, query: Tensor, keys: KeyRows | None
+) -> Callable[..., Tensor] | None:
     """Return what becomes of a scaled score, which a kernel inlines; None if it stays."""
     soft_cap = span.soft_cap
-    slopes = None
+    slopes = places = None
     if span.slopes is not None:
-        wide = torch.promote_types(like.dtype, torch.float32)
-        slopes = span.slopes.on(like.device).to(wide)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        slopes = span.slopes.on(query.device).to(wide)
+        places = _places(span, query, keys)
     if soft_cap is None and slopes is None:
         return None
 
-    def changed(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def changed(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
         if slopes is not None:
-            score = score - slopes[head] * (query - key).abs()
+            distance = query - key
+            if places is not None:
+                distance = places[0][row, query] - places[1][row, key]
+            score = score - slopes[head] * distance.abs()
         return score
 
     return changed
+
+
+def _places(
+    span: AttentionSpan, query: Tensor, keys: KeyRows | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return the places of queries and keys in every row; None if they count along the rows."""
+    own = span.places
+    others = own if keys is None else keys.places
+    if own is None or others is None:
+        return None
+    num_sequences = query.shape[1]
+    return own.expand(num_sequences, -1).contiguous(), others.expand(num_sequences, -1).contiguous()
 
 
 @cache

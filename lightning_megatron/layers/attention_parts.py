@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.layers.attention_flex import flex_backward, flex_forward
 from lightning_megatron.layers.attention_operators import (
     masked_scores,
     raw_scores,
@@ -27,7 +28,7 @@ from lightning_megatron.layers.attention_operators import (
 )
 from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import obstacle_to_flash
+from lightning_megatron.layers.choose_core import Core, choose_part
 from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.flash_kernels import FlashCall
@@ -84,8 +85,11 @@ def forward_part(
     Returns:
         The output, in the dtype of the queries, and the log-sum-exps in float32 or wider.
     """
-    if is_flash(query, span, keys):
+    core = core_of_part(query, span, keys)
+    if core == "flash":
         return _flash_forward(query, key, value, span, keys)
+    if core == "flex":
+        return flex_forward(query, key, value, span, keys)
     scores = masked_scores(query, key, span, keys)
     lse = scores.logsumexp(-1)
     weights = _weights(scores, lse).to(value.dtype)
@@ -114,8 +118,11 @@ def backward_part(
         span: Description of the attention, as in :func:`forward_part`.
         keys: Rows of the keys; None means those of the queries.
     """
-    if is_flash(query, span, keys):
+    core = core_of_part(query, span, keys)
+    if core == "flash":
         return _flash_backward(grad_out, query, key, value, out, lse, span, keys)
+    if core == "flex":
+        return flex_backward(grad_out, query, key, value, out, lse, span, keys)
     weights = _weights(masked_scores(query, key, span, keys), lse)
     wide = weights.dtype
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1).permute(1, 2, 0)[..., None]
@@ -131,12 +138,12 @@ def backward_part(
     return grad_query, _summed(grad_key, key), _summed(grad_value, value)
 
 
-def is_flash(
+def core_of_part(
     query: Float[Tensor, "seq batch heads head_dim"],
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> bool:
-    """Return whether the flash kernel computes a part, without storing scores.
+) -> Core:
+    """Return the kernel that computes a part; only operators store scores.
 
     Args:
         query: Queries.
@@ -144,11 +151,8 @@ def is_flash(
         keys: Rows of the keys; None means those of the queries.
     """
     behind = 0 if keys is None else keys.behind
-    if behind < 0 or (span.window is not None and behind >= span.window):
-        # The kernel takes a negative distance as none.
-        return False
-    found = obstacle_to_flash(query.device, query.dtype, span, head_dim=query.shape[-1])
-    return found is None
+    how = query.device, query.dtype, span
+    return choose_part(*how, behind=behind, head_dim=query.shape[-1]).core
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -96,6 +96,38 @@ def choose_core(
     return replace(choice, pads_values=True, reason=why)
 
 
+def choose_part(
+    device: torch.device,
+    dtype: torch.dtype,
+    span: AttentionSpan,
+    *,
+    behind: int = 0,
+    head_dim: int = 128,
+) -> CoreChoice:
+    """Choose the kernel of attention to a part of the keys, as context parallelism computes it.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
+        span: Description of the attention.
+        behind: Distance of the last key behind the last query (tokens).
+        head_dim: Size of a head (elements).
+    """
+    obstacle = obstacle_to_flash(device, dtype, span, head_dim=head_dim)
+    if behind < 0 or (span.window is not None and behind >= span.window):
+        # The kernel takes a negative distance as none.
+        obstacle = "flash attention lets the last query see a key"
+    if obstacle is None:
+        found = choose_flash(device, head_dim)
+        why = f"parts of the keys need the log-sum-exps that it returns; {found.reason}"
+        return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
+    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, head_dim=head_dim)
+    if obstacle_to_a_kernel is None:
+        why = f"a kernel compiled for parts of the keys, because {obstacle}"
+        return CoreChoice("flex", (), False, False, why)
+    return _operators(device, f"parts of the keys: {obstacle_to_a_kernel}", plain=True)
+
+
 def _takes_values(choice: CoreChoice, head_dim: int, value_dim: int) -> bool:
     """Return whether the chosen kernel takes values of another size than keys."""
     if head_dim == value_dim or choice.core == "operators":

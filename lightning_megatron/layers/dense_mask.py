@@ -69,8 +69,8 @@ def seen_pairs(
     if span.mask is not None and is_of_keys and not span.causal and span.window is None:
         return _never_alone(span.mask)
     # Places count from the end of a document, as in flash attention.
-    query, query_left = _places(span.borders, num_sequences, seq_length, device)
-    key, key_left = _places(keys.borders, num_sequences, keys.seq_length, device)
+    query, query_left = places_from_end(span.borders, num_sequences, seq_length, device)
+    key, key_left = places_from_end(keys.borders, num_sequences, keys.seq_length, device)
     distance = key_left[:, None, :] - query_left[:, :, None] + keys.behind
     seen = query[:, :, None] == key[:, None, :]
     if span.causal:
@@ -125,13 +125,20 @@ def biases_of(
     return distance_bias(slopes.on(device), queries, found, dtype)
 
 
-def _places(
+def places_from_end(
     borders: Int[Tensor, " borders"] | None,
     num_sequences: int,
     seq_length: int,
     device: torch.device,
 ) -> tuple[Int[Tensor, "#batch seq"], Int[Tensor, "#batch seq"]]:
-    """Return each token's document, and the tokens from it to the end of its document."""
+    """Return each token's document, and the tokens from it to the end of its document.
+
+    Args:
+        borders: Cumulative lengths of the documents; None means one document per row (tokens).
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+        device: Device of the result.
+    """
     if borders is None:
         left = torch.arange(seq_length, 0, -1, device=device)[None]
         return torch.zeros_like(left), left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -10,30 +11,70 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
-from lightning_megatron.shapes import Bool
+from lightning_megatron.layers.dense_mask import KeyRows, places_from_end
+from lightning_megatron.shapes import Bool, Int
 
 #: Queries, and keys, of a block (tokens).
 BLOCK = 128
 
 
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """Tokens of one side, queries or keys.
+
+    Args:
+        places: Place of each token; a query's less a key's of the same document is their distance.
+        documents: Document of each token; None means one for each row.
+        in_order: Whether places are the indices of the tokens.
+    """
+
+    places: Int[Tensor, "#batch seq"]
+    documents: Int[Tensor, "#batch seq"] | None
+    in_order: bool
+
+    @property
+    def length(self) -> int:
+        """Return the length of the rows (tokens)."""
+        return self.places.shape[1]
+
+    def bounds(self, values: Int[Tensor, "#batch seq"]) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value of each block."""
+        index = torch.arange(-(-self.length // BLOCK) * BLOCK, device=values.device)
+        blocks = values[:, index.clamp(max=self.length - 1)].unflatten(1, (-1, BLOCK))
+        return blocks.amin(-1), blocks.amax(-1)
+
+    @property
+    def is_full(self) -> Bool[Tensor, "1 _"]:
+        """Return for each block whether all its tokens exist."""
+        starts = torch.arange(0, self.length, BLOCK, device=self.places.device)
+        return (starts + BLOCK <= self.length)[None]
+
+
 def visible_blocks(
-    span: AttentionSpan, num_sequences: int, seq_length: int, device: torch.device
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+    keys: KeyRows | None = None,
 ) -> BlockMask:
     """Return the blocks that a span lets queries see, and which of them it lets them see whole.
 
     Equal to ``create_block_mask`` with the span's rule for pairs, which computes a tensor with an
     entry for each pair of tokens. This function computes one entry for each pair of blocks. The
-    host reads no value, so that it may run inside a captured region.
+    host reads no value, so that it may run inside a captured region. Blocks of documents whose keys
+    lie elsewhere than their queries may be listed although no pair in them is visible.
 
     Args:
         span: Description of the attention, laid out or without documents, and without a mask.
         num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
+        seq_length: Length of the rows of queries (tokens).
         device: Device of the queries.
+        keys: Rows of the keys; None means those of the queries.
     """
-    if span.borders is not None or span.prefix is not None or _is_capturing(device):
+    is_whole = keys is None and span.borders is None and span.prefix is None
+    if not is_whole or _is_capturing(device):
         # Memory that a capture allocates belongs to its graph: no other call may use it.
-        return _blocks(span, num_sequences, seq_length, device)
+        return _blocks(span, num_sequences, seq_length, device, keys)
     return _blocks_of_whole_rows(span.causal, span.window, seq_length, device)
 
 
@@ -49,9 +90,14 @@ def _blocks_of_whole_rows(
 
 
 def _blocks(
-    span: AttentionSpan, num_sequences: int, seq_length: int, device: torch.device
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+    key_rows: KeyRows | None = None,
 ) -> BlockMask:
-    seen, whole = _seen_and_whole(span, num_sequences, seq_length, device)
+    queries, keys = _both_sides(span, num_sequences, seq_length, device, key_rows)
+    seen, whole = _seen_and_whole(span, queries, keys)
     partly_numbers, partly = _ordered(seen & ~whole)
     whole_numbers, wholly = _ordered(whole)
     return BlockMask.from_kv_blocks(
@@ -60,9 +106,34 @@ def _blocks(
         whole_numbers,
         wholly,
         BLOCK_SIZE=BLOCK,
-        mask_mod=_rule(span, num_sequences, seq_length),
-        seq_lengths=(seq_length, seq_length),
+        mask_mod=_rule(span, num_sequences, queries, keys),
+        seq_lengths=(seq_length, keys.length),
     )
+
+
+def _both_sides(
+    span: AttentionSpan,
+    num_sequences: int,
+    seq_length: int,
+    device: torch.device,
+    keys: KeyRows | None,
+) -> tuple[_Tokens, _Tokens]:
+    """Return the tokens that attend, and those that they attend to."""
+    if keys is None:
+        documents = None
+        if span.borders is not None:
+            documents = document_of_tokens(span.borders, num_sequences, seq_length)
+        index = torch.arange(seq_length, device=device)[None]
+        both = _Tokens(index, documents, in_order=True)
+        return both, both
+    # Places count from the end of a document, as in flash attention.
+    of_queries, query_left = places_from_end(span.borders, num_sequences, seq_length, device)
+    of_keys, key_left = places_from_end(keys.borders, num_sequences, keys.seq_length, device)
+    queries = _Tokens(-query_left, of_queries, in_order=False)
+    others = _Tokens(-key_left - keys.behind, of_keys, in_order=False)
+    if span.borders is None:
+        return replace(queries, documents=None), replace(others, documents=None)
+    return queries, others
 
 
 def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
@@ -74,18 +145,16 @@ def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
 
 
 def _seen_and_whole(
-    span: AttentionSpan, num_sequences: int, seq_length: int, device: torch.device
+    span: AttentionSpan, queries: _Tokens, keys: _Tokens
 ) -> tuple[Bool[Tensor, "#batch 1 _ _"], Bool[Tensor, "#batch 1 _ _"]]:
     """Return which blocks have a visible pair, and which have visible pairs alone."""
-    starts = torch.arange(0, seq_length, BLOCK, device=device)
-    first = starts[None, :]
-    last = (starts + BLOCK - 1).clamp(max=seq_length - 1)[None, :]
+    first, last = queries.bounds(queries.places)
+    key_first, key_last = keys.bounds(keys.places)
     # The nearest and the farthest pair of two blocks, as query minus key.
-    least = first[:, :, None] - last[:, None, :]
-    most = last[:, :, None] - first[:, None, :]
+    least = first[:, :, None] - key_last[:, None, :]
+    most = last[:, :, None] - key_first[:, None, :]
     seen = torch.ones_like(least, dtype=torch.bool)
-    is_full = last - first == BLOCK - 1
-    full = is_full[:, None, :] & is_full[:, :, None]
+    full = queries.is_full[:, :, None] & keys.is_full[:, None, :]
     whole = full
     if span.causal:
         seen = seen & (most >= 0)
@@ -94,40 +163,49 @@ def _seen_and_whole(
         nearest = least.clamp(min=0) + (-most).clamp(min=0)
         seen = seen & (nearest < span.window)
         whole = whole & (torch.maximum(least.abs(), most.abs()) < span.window)
-    if span.borders is not None:
-        documents = document_of_tokens(span.borders, num_sequences, seq_length)
-        lows = documents[:, starts]
-        highs = documents[:, last[0]]
-        seen = seen & (lows[:, :, None] <= highs[:, None, :])
-        seen = seen & (lows[:, None, :] <= highs[:, :, None])
-        whole = whole & (lows[:, :, None] == highs[:, None, :])
-        whole = whole & (lows[:, None, :] == highs[:, :, None])
+    if queries.documents is not None and keys.documents is not None:
+        lows, highs = queries.bounds(queries.documents)
+        key_lows, key_highs = keys.bounds(keys.documents)
+        seen = seen & (lows[:, :, None] <= key_highs[:, None, :])
+        seen = seen & (key_lows[:, None, :] <= highs[:, :, None])
+        whole = whole & (lows[:, :, None] == key_highs[:, None, :])
+        whole = whole & (key_lows[:, None, :] == highs[:, :, None])
     if span.prefix is not None:
         prefix = span.prefix[:, None, None]
-        seen = seen | (first[:, None, :] < prefix)
-        whole = whole | (full & (last[:, None, :] < prefix))
-    return seen[:, None], whole[:, None]
+        seen = seen | (key_first[:, None, :] < prefix)
+        whole = whole | (full & (key_last[:, None, :] < prefix))
+    return seen[:, None], whole.expand_as(seen)[:, None]
 
 
 def _rule(
-    span: AttentionSpan, num_sequences: int, seq_length: int
+    span: AttentionSpan, num_sequences: int, queries: _Tokens, keys: _Tokens
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the span as a function of row, head, query and key, which a kernel inlines."""
     causal = span.causal
     window = span.window
     prefix = span.prefix
-    documents = None
-    if span.borders is not None:
-        documents = document_of_tokens(span.borders, num_sequences, seq_length)
+    places = documents = None
+    if not queries.in_order and (causal or window is not None):
+        places = _of_all_rows(num_sequences, queries.places, keys.places)
+    if queries.documents is not None and keys.documents is not None:
+        documents = _of_all_rows(num_sequences, queries.documents, keys.documents)
 
     def sees(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = query >= key if causal else query == query
+        distance = query - key
+        if places is not None:
+            distance = places[0][row, query] - places[1][row, key]
+        seen = distance >= 0 if causal else query == query
         if window is not None:
-            seen = seen & (query - key < window) & (key - query < window)
+            seen = seen & (distance < window) & (-distance < window)
         if documents is not None:
-            seen = seen & (documents[row, query] == documents[row, key])
+            seen = seen & (documents[0][row, query] == documents[1][row, key])
         if prefix is not None:
             seen = seen | (key < prefix[row])
         return seen
 
     return sees
+
+
+def _of_all_rows(num_sequences: int, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return values of tokens for every row, which a kernel reads by row and token."""
+    return tuple(one.expand(num_sequences, -1).contiguous() for one in values)

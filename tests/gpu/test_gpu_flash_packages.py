@@ -52,7 +52,7 @@ def test_a_package_computes_parts(
     out, lse = forward_part(*wide[:3], span, keys)
     expected = out, lse, *backward_part(wide[3], *wide[:3], out, lse, span, keys)
     choice = FlashChoice(package.make(module), "", bounds_scores=True)  # type: ignore[attr-defined]
-    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     own, sums = forward_part(query, key, value, span, keys)
     found = own, sums, *backward_part(grad, query, key, value, own, sums, span, keys)

@@ -22,7 +22,7 @@ from lightning_megatron.layers.attention_parts import (
     forward_part,
 )
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from tests.oracles import assert_equal
 
@@ -297,3 +297,26 @@ def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -
         assert stored.core == "operators"
         assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
     assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"
+
+
+def test_parts_of_the_keys_go_to_kernels_that_return_log_sum_exps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cuda, half, wide = torch.device("cuda"), torch.bfloat16, torch.float64
+    for kind in ("causal", "documents", "window", "both ways"):
+        assert choose_part(cuda, half, KINDS[kind]).core == "flash"
+        assert choose_part(cuda, torch.float32, KINDS[kind]).core == "flex"
+    for kind in ("soft cap", "slopes", "slopes, window, cap"):
+        assert choose_part(cuda, half, KINDS[kind]).core == "flex"
+    window = KINDS["window"]
+    assert choose_part(cuda, half, window, behind=1).core == "flash"
+    assert choose_part(cuda, half, window, behind=2).core == "flex", "no key for the last query"
+    assert choose_part(cuda, half, KINDS["causal"], behind=-1).core == "flex"
+    for stored in (
+        choose_part(cuda, wide, KINDS["causal"]),
+        choose_part(cuda, half, KINDS["soft cap"], head_dim=8),
+    ):
+        assert stored.core == "operators"
+        assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
+    assert choose_part(CPU, wide, KINDS["slopes"]).remedy is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import attention_flex, attention_parts
 from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_parts import forward_part
@@ -81,6 +86,13 @@ CASES = [
     Case(4, 4, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
 ]
 
+#: Cases that FlexAttention computes, too; eagerly each takes seconds.
+CASES_BY_FLEX = [
+    Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS, window=7)),
+    Case(6, 3, AttentionSpan(soft_cap=0.7, slopes=AlibiSlopes(6), scale=0.3), ODD),
+    Case(4, 1, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
+]
+
 
 def draw(*shape: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -121,12 +133,36 @@ def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
+@contextmanager
+def flex_on_a_cpu() -> Iterator[None]:
+    """Compute all parts by FlexAttention, which runs eagerly and trains on a CPU once it is let."""
+    module = sys.modules[flex_attention.__module__]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*flex_attention called without torch.compile.*")
+        patch.setattr(attention_parts, "core_of_part", lambda *part: "flex")
+        patch.setattr(attention_flex, "_compiled", lambda: flex_attention)
+        patch.setattr(module, "_validate_device", lambda *inputs: None)
+        yield
+
+
 def check_transports(rank: int, size: int) -> list[tuple[str, float]]:
     """Return the largest difference of outputs and gradients of each transport and case."""
     mesh = ParallelMesh.create(ParallelLayout(size, cp=size))
+    found = check_cases(mesh, transports(mesh), CASES)
+    if size == 2:
+        with flex_on_a_cpu():
+            found += check_cases(mesh, {"ring": transports(mesh)["ring"]}, CASES_BY_FLEX)
+    found.append(("join of parts", check_join(mesh)))
+    return found
+
+
+def check_cases(
+    mesh: ParallelMesh, ways: Mapping[str, Callable[..., Tensor]], cases: Sequence[Case]
+) -> list[tuple[str, float]]:
     found = []
-    for name, attention in transports(mesh).items():
-        for number, case in enumerate(CASES):
+    size, rank = mesh.cp.size, mesh.cp.rank
+    for name, attention in ways.items():
+        for number, case in enumerate(cases):
             span = case.whole()
             cut = None
             if span.borders is not None:
@@ -158,7 +194,6 @@ def check_transports(rank: int, size: int) -> list[tuple[str, float]]:
                 pairs.append((share, sinks[0].grad))
             worst = max(float((one - other).detach().abs().max()) for one, other in pairs)
             found.append((f"{name} {number} {case}", worst))
-    found.append(("join of parts", check_join(mesh)))
     return found
 
 
@@ -185,7 +220,8 @@ def check_join(mesh: ParallelMesh) -> float:
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_transport_equals_one_process(size: int) -> None:
     for found in run_world(check_transports, size):
-        assert len(found) == (3 if size == 2 else 4) * len(CASES) + 1
+        by_size = {2: 3 * len(CASES) + len(CASES_BY_FLEX), 4: 4 * len(CASES)}
+        assert len(found) == by_size[size] + 1
         assert [one for one in found if not one[1] < 1e-12] == []
 
 

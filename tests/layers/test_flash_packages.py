@@ -78,7 +78,7 @@ def test_packages_get_the_arguments_of_a_span(
     merged = lse.masked_fill(lse == -torch.inf, 0.0) + 0.2, out * 0.7
     expected = backward_part(grad, query, key, value, merged[1], merged[0], span, keys)
     choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
-    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     found, sums = forward_part(query, key, value, span, keys)
     torch.testing.assert_close(found, out)
@@ -102,7 +102,7 @@ def test_sinks_are_merged_with_the_part_of_a_package(
 
     expected = run()
     choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
-    monkeypatch.setattr(attention_parts, "is_flash", lambda *values: True)
+    monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     for one, other in zip(run(), expected, strict=True):
         torch.testing.assert_close(one, other)

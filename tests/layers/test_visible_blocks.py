@@ -14,7 +14,7 @@ from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_flex import attend_by_flex
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.dense_mask import seen_pairs
+from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.visible_blocks import BLOCK, visible_blocks
 
 CPU = torch.device("cpu")
@@ -68,6 +68,53 @@ def test_the_rule_for_pairs_is_that_of_the_dense_mask(kind: str) -> None:
     found = torch.stack([rule(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)])
     expected = seen_pairs(span, 2, length, CPU).expand(2, 1, length, length)
     assert torch.equal(found[:, None], expected)
+
+
+def borders(*sizes: int) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+
+#: Spans whose keys lie elsewhere than their queries, in two rows.
+PARTS = {
+    "all keys": (AttentionSpan(causal=False), KeyRows(500)),
+    "aligned at the end": (AttentionSpan(), KeyRows(500)),
+    "keys end behind the queries": (AttentionSpan(window=150), KeyRows(500, behind=40)),
+    "keys end before the queries": (AttentionSpan(), KeyRows(300, behind=-140)),
+    "documents": (
+        AttentionSpan(borders=borders(100, 0, 200, 299, 1, 0)),
+        KeyRows(500, borders(130, 0, 370, 299, 150, 51)),
+    ),
+    "documents to all keys": (
+        AttentionSpan(borders=borders(100, 0, 200, 299, 1, 0), causal=False),
+        KeyRows(200, borders(40, 100, 60, 199, 0, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(PARTS))
+def test_blocks_of_other_keys_are_those_of_the_dense_mask(kind: str) -> None:
+    span, keys = PARTS[kind]
+    length = 300
+    blocks = visible_blocks(span, 2, length, CPU, keys)
+    assert blocks.seq_lengths == (length, keys.seq_length)
+    grid = torch.meshgrid(torch.arange(length), torch.arange(keys.seq_length), indexing="ij")
+    found = torch.stack(
+        [blocks.mask_mod(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)]
+    )
+    expected = seen_pairs(span, 2, length, CPU, keys).expand(2, 1, length, keys.seq_length)
+    assert torch.equal(found[:, None], expected)
+    # No pair of the blocks that are left out is visible, and every one of those seen whole is.
+    wholly = numbered(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    listed = wholly | numbered(blocks.kv_num_blocks, blocks.kv_indices)
+    of_pairs = [
+        one.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[
+            :, :, :length, : keys.seq_length
+        ]
+        for one in (listed, wholly)
+    ]
+    assert not (expected & ~of_pairs[0]).any()
+    assert not (of_pairs[1] & ~expected).any()
+    assert listed.float().mean() < 1 or not span.causal, "blocks are left out"
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")

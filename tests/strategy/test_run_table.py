@@ -12,6 +12,7 @@ import torch
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.groups.shard_spec import num_elements
 from lightning_megatron.layers import rotary
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -148,6 +149,31 @@ def test_a_gpu_without_fused_kernels_is_a_warning(monkeypatch: pytest.MonkeyPatc
     assert "CUDA build of torch" in choice.remedy
     # Nothing fused exists for float32, so nothing faster was missed.
     assert run_table._kernel_choice(GPU, torch.float32).remedy is None
+
+
+@pytest.mark.parametrize(
+    ("transport", "dtype", "value", "is_slow"),
+    [
+        ("ring", torch.bfloat16, "FlexAttention", False),
+        ("ring", torch.float64, "operators of torch", True),
+        ("all_to_all", torch.bfloat16, "FlexAttention", False),
+    ],
+)
+def test_attention_in_parts_that_stores_scores_is_a_warning(
+    transport: str,
+    dtype: torch.dtype,
+    value: str,
+    is_slow: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    layer = Mock(head_dim=64, value_dim=64, dropout=0.0, kind=AttentionSpan(soft_cap=50.0))
+    layer.context.transport = layer.mesh.context.transport = transport
+    layer.mesh.cp.size = 2
+    choice = run_table._attention_choice(layer, GPU, dtype)
+    assert choice.value == value
+    assert ("parts of the keys" in choice.reason) == (transport == "ring")
+    assert (choice.remedy is not None) == is_slow
 
 
 def test_rotary_embeddings_without_the_fused_kernel_warn_once(

@@ -51,7 +51,7 @@ def attend_across(
 
     Communication: that of the transport, over cp.
     """
-    transport = _transport_of(span, mesh, choice)
+    transport = transport_of(span, mesh, choice)
     if transport == "all_to_all":
         whole = replace(of_own_heads(span, query.shape[2], mesh.cp), cut=None)
 
@@ -98,9 +98,20 @@ def cut_documents(
     return replace(span, positions=positions, cut=cut)
 
 
-def _transport_of(
+def transport_of(
     span: AttentionSpan, mesh: ParallelMesh, choice: ContextChoice
 ) -> ContextTransport:
+    """Return the transport of a layer over a span, which may need whole rows.
+
+    Args:
+        span: Description of who attends to whom in whole sequences.
+        mesh: Process groups of this rank.
+        choice: Transport of the layers.
+
+    Raises:
+        UnsupportedError: If a transport that computes in parts was asked for and the span has a
+            mask, a prefix or a window to both sides.
+    """
     if choice.transport == "all_to_all":
         return "all_to_all"
     # Keys behind the queries, which the parts leave out: those of a prefix or of a window that

@@ -18,8 +18,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import Attention
-from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
@@ -231,6 +232,9 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
 def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> Choice:
     sizes = {"head_dim": layer.head_dim, "value_dim": layer.value_dim}
     choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, **sizes)
+    is_cut = layer.mesh.cp.size > 1
+    if is_cut and transport_of(layer.kind, layer.mesh, layer.context) != "all_to_all":
+        choice = choose_part(device, dtype, layer.kind, head_dim=layer.head_dim)
     window = layer.kind.window
     subject = "attention" if window is None else f"attention in a window of {window}"
     return Choice(subject, choice.name, choice.reason, choice.remedy)
