@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.data.balance import RowBalance
+from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.corpora import (
     bytes_per_token,
     check_sources,
@@ -21,7 +22,7 @@ from lightning_megatron.data.corpora import (
 from lightning_megatron.data.corpus_parts import PARTS, CorpusParts, Part
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
-from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend_samples
+from lightning_megatron.data.samples import Order, SampleOptions, Samples, check_rows
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.train_position import position_after, samples_of_steps
@@ -70,6 +71,9 @@ class TokenDataModule(LightningDataModule):
         mask_after_eod: Whether to ignore the label that follows an end-of-document token.
         documents: "joined" lets attention and positions run over the ends of documents in a window.
             "separate" restarts both at each document, and ignores the labels across the ends.
+            "whole" does so too, and packs whole documents into samples by best fit: only those that
+            are longer than a sample are cut. Samples of each pass have all tokens of it, except
+            documents of one token, and are nearly full.
         balance_attention: Whether to assign the samples of each global batch to data ranks and
             microbatches so that these have about equal attention work, the sum of the squares of
             documents' lengths. Which samples a global batch has, the loss and the position in the
@@ -102,7 +106,7 @@ class TokenDataModule(LightningDataModule):
         order: Literal["passes", "megatron"] = "passes",
         train_samples: Elements | None = None,
         mask_after_eod: bool = False,
-        documents: Literal["joined", "separate"] = "joined",
+        documents: Literal["joined", "separate", "whole"] = "joined",
         balance_attention: bool = False,
         data_dir: str = "data",
         cache_dir: str | None = None,
@@ -112,6 +116,7 @@ class TokenDataModule(LightningDataModule):
         given = coerced_arguments(TokenDataModule.__init__, locals())
         super().__init__()
         check_sources(train, val, test, split, corpus)
+        check_rows(documents == "whole", order)
         if balance_attention and documents == "joined":
             raise UnsupportedError(
                 "balance_attention cannot be used with documents='joined', because attention over "
@@ -139,7 +144,7 @@ class TokenDataModule(LightningDataModule):
         self.train_samples: int | None = given["train_samples"]
         self.order: Literal["passes", "megatron"] = given["order"]
         self.mask_after_eod = mask_after_eod
-        self.documents: Literal["joined", "separate"] = given["documents"]
+        self.documents: Literal["joined", "separate", "whole"] = given["documents"]
         self.balance_attention = balance_attention
         self.data_dir: str = given["data_dir"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -340,7 +345,7 @@ class TokenDataModule(LightningDataModule):
                 "mask_after_eod out, or use a tokenizer with such a token."
             )
         ignored = self.eod if self.mask_after_eod else None
-        batches = WindowBatches(samples, ignored, self.documents == "separate")
+        batches = WindowBatches(samples, ignored, self.documents != "joined")
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
     def _data_parallel(self) -> tuple[int, int]:
@@ -358,6 +363,7 @@ class TokenDataModule(LightningDataModule):
             vocab_size=self._parts.known_vocab_size,
             cache_dir=str(self._parts.cache_folder),
             by_sequence=self.order == "megatron",
+            whole=self.documents == "whole",
         )
 
     def _corpora(self, part: Part) -> list[tuple[TokenFile, range | None]]:

@@ -1,23 +1,16 @@
-"""GPT samples: windows of tokens over the documents of a corpus, and blends of several corpora."""
+"""GPT samples: windows of tokens over the documents of a corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.blend import blend, blend_exhaustively, integer_weights, occurrences
 from lightning_megatron.data.index_cache import cache_key, load_or_build
-from lightning_megatron.data.megatron_order import (
-    blend_as_megatron,
-    blend_exhaustively_as_megatron,
-    normalize,
-    sizes_as_megatron,
-)
+from lightning_megatron.data.packing import PackedIndex, index_packed
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.windows import (
     WindowIndex,
@@ -25,7 +18,6 @@ from lightning_megatron.data.windows import (
     index_once,
     index_one_pass,
     index_passes,
-    num_windows,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
@@ -66,6 +58,8 @@ class SampleOptions:
             seed, number of samples and weights; it shuffles sequences. "sequential" uses every
             token of one pass once, in order, and the last window may be short. "spread" shuffles
             the windows of "sequential", so that the first of them are a fair sample.
+        whole: Whether windows consist of whole documents, packed by best fit; otherwise they run
+            over the ends of documents. Not in the order "megatron".
         by_sequence: Whether to shuffle and split the sequences of a corpus in place of its
             documents, as Megatron-Core does. The order "megatron" always does. The two differ if a
             document has several sequences.
@@ -82,8 +76,10 @@ class SampleOptions:
     vocab_size: int | None = None
     cache_dir: str | None = None
     by_sequence: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
+        check_rows(self.whole, self.order)
         if self.seq_length < 1:
             raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
@@ -105,8 +101,25 @@ class SampleOptions:
         )
 
 
+def check_rows(whole: bool, order: str) -> None:
+    """Refuse rows of whole documents in an order that has its own rows.
+
+    Args:
+        whole: Whether windows consist of whole documents.
+        order: Order of windows.
+
+    Raises:
+        UnsupportedError: If the order is that of Megatron-Core.
+    """
+    if whole and order == "megatron":
+        raise UnsupportedError(
+            "documents='whole' cannot be used with order='megatron', whose samples run over the "
+            "ends of documents. Use order='passes', or documents='separate'."
+        )
+
+
 class GPTSamples:
-    """Windows of one corpus that cross the bounds of documents.
+    """Windows of one corpus, which cross the bounds of documents or consist of whole ones.
 
     Args:
         corpus: Token file.
@@ -138,7 +151,8 @@ class GPTSamples:
         self.documents = range(len(bounds) - 1) if documents is None else documents
         self._bounds = bounds[self.documents.start : self.documents.stop + 1]
         self.num_tokens = int(self._bounds[-1] - self._bounds[0]) if len(self._bounds) else 0
-        needed = 2 if options.order in ONCE or num_samples is not None else self.seq_length + 1
+        may_be_short = options.order in ONCE or num_samples is not None or options.whole
+        needed = 2 if may_be_short else self.seq_length + 1
         if self.num_tokens < needed:
             raise CorruptDataError(
                 f"{corpus.prefix} has {self.num_tokens} tokens in documents "
@@ -148,7 +162,13 @@ class GPTSamples:
             )
         self._num_samples = num_samples
         self.index = self._index(num_samples)
-        available = len(self.index.shuffle) or len(self.index.starts) - 1
+        available = self.index.num_windows
+        if not available:
+            raise CorruptDataError(
+                f"{corpus.prefix} has no document of at least 2 tokens in documents "
+                f"[{self.documents.start}, {self.documents.stop}), so that nothing can be "
+                "predicted. Use a larger corpus or another split."
+            )
         self._size = available if num_samples is None or whole else min(num_samples, available)
 
     def __len__(self) -> int:
@@ -200,6 +220,7 @@ class GPTSamples:
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
         return {
             **({"by_sequence": True} if by_sequence else {}),
+            **({"whole": True} if options.whole else {}),
             # The `.idx` file determines the windows; the path and times of the corpus do not.
             "corpus": corpus.index_sha256,
             "documents": [self.documents.start, self.documents.stop],
@@ -209,23 +230,25 @@ class GPTSamples:
             "tokenizer": options.tokenizer,
         }
 
-    def _index(self, num_samples: int | None) -> WindowIndex:
+    def _index(self, num_samples: int | None) -> WindowIndex | PackedIndex:
+        kind = PackedIndex if self.options.whole else WindowIndex
+        names = [field.name for field in fields(kind)]
+
         def build() -> dict[str, npt.NDArray]:
             index = self._build(num_samples)
-            return {"documents": index.documents, "starts": index.starts, "shuffle": index.shuffle}
+            return {name: getattr(index, name) for name in names}
 
         if self.options.cache_dir is None:
-            return WindowIndex(**build())
-        fields = {**self._fields(), "num_samples": num_samples}
-        return WindowIndex(
-            **load_or_build(
-                Path(self.options.cache_dir), fields, build, ("documents", "starts", "shuffle")
-            )
-        )
+            return kind(**build())
+        key = {**self._fields(), "num_samples": num_samples}
+        return kind(**load_or_build(Path(self.options.cache_dir), key, build, names))
 
-    def _build(self, num_samples: int | None) -> WindowIndex:
+    def _build(self, num_samples: int | None) -> WindowIndex | PackedIndex:
         lengths = np.diff(self._bounds)
         options = self.options
+        if options.whole:
+            seed = None if options.order == "sequential" else options.seed
+            return index_packed(lengths, options.seq_length, num_samples, seed)
         if options.order in ONCE:
             seed = options.seed if options.order == "spread" else None
             return index_once(lengths, options.seq_length, seed)
@@ -234,167 +257,3 @@ class GPTSamples:
         if num_samples is None:
             return index_one_pass(lengths, options.seq_length, options.seed)
         return index_passes(lengths, options.seq_length, num_samples, options.seed)
-
-
-class BlendedSamples:
-    """Blend of the samples of several corpora.
-
-    Args:
-        parts: Samples of each corpus.
-        choices: Index of the part from which each sample comes.
-        mixture: Text that identifies the rule of the choices, such as the weights; part of
-            ``order_key``.
-    """
-
-    def __init__(
-        self, parts: Sequence[Samples], choices: npt.NDArray[np.int16], mixture: str
-    ) -> None:
-        self._mixture = mixture
-        self.parts = tuple(parts)
-        self.seq_length = parts[0].seq_length
-        self.choices = choices
-        self.numbers = occurrences(choices, len(parts))
-
-    def __len__(self) -> int:
-        return len(self.choices)
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}.")
-        return self.parts[self.choices[index]][int(self.numbers[index])]
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document in a window, in their order."""
-        return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
-
-    @property
-    def most_documents(self) -> int:
-        """Largest number of documents that a window has tokens of."""
-        return max(part.most_documents for part in self.parts)
-
-    @property
-    def order_key(self) -> str:
-        """Hash of the parts' order keys and the mixture."""
-        return cache_key(
-            {"parts": [part.order_key for part in self.parts], "mixture": self._mixture}
-        )
-
-
-def blend_samples(
-    corpora: Sequence[tuple[TokenFile, range | None]],
-    weights: Sequence[float] | None,
-    options: SampleOptions,
-    num_samples: int | None = None,
-) -> Samples:
-    """Return the windows of one corpus, or a blend of several corpora.
-
-    Args:
-        corpora: Token files, each with the range of documents to use.
-        weights: Proportions of samples, exact in their decimal notation (in the order "megatron":
-            doubles, see ``megatron_order.py``). None uses the sizes of the corpora.
-        options: Options for cutting the corpora.
-        num_samples: Number of samples; None uses one pass over every corpus. The order "megatron"
-            without weights returns no more than one pass.
-
-    Raises:
-        UnsupportedError: If the number of weights differs from the number of corpora, or weights
-            are invalid.
-        CorruptDataError: If a corpus has too few tokens for one window.
-    """
-    if len(corpora) == 1 and (weights is None or options.order != "megatron"):
-        return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
-    if weights is not None and len(weights) != len(corpora):
-        raise UnsupportedError(
-            f"a blend needs one weight for each corpus: it has {len(weights)} weights and "
-            f"{len(corpora)} corpora."
-        )
-    if options.order == "megatron":
-        return _blend_as_megatron(corpora, weights, options, num_samples)
-    if num_samples is None and (weights is None or options.order in ONCE):
-        parts = [GPTSamples(corpus, options, documents) for corpus, documents in corpora]
-        return BlendedSamples(
-            parts, blend_exhaustively([len(part) for part in parts]), "exhaustive"
-        )
-    sizes = _one_pass(corpora, options)
-    shares = sizes if weights is None else weights
-    size = sum(sizes) if num_samples is None else num_samples
-    fields = {"weights": [str(weight) for weight in shares], "size": size}
-    choices = _cached(fields, lambda: blend(shares, size), options.cache_dir)
-    # Open also a corpus of which no sample is drawn: otherwise a longer run could fail late.
-    counts = np.maximum(np.bincount(choices, minlength=len(corpora)), 1).tolist()
-    parts = [
-        GPTSamples(corpus, options, documents, count)
-        for (corpus, documents), count in zip(corpora, counts, strict=True)
-    ]
-    return BlendedSamples(parts, choices, ",".join(map(str, integer_weights(shares))))
-
-
-def _blend_as_megatron(
-    corpora: Sequence[tuple[TokenFile, range | None]],
-    weights: Sequence[float] | None,
-    options: SampleOptions,
-    num_samples: int | None,
-) -> BlendedSamples:
-    """Blend corpora as Megatron-Core does.
-
-    Without weights, each corpus is used at most once. With weights and no number of samples, the
-    blend is as large as one pass over every corpus; Megatron-Core does not support this case.
-    """
-    count = len(corpora)
-    if weights is None:
-        built: list[int | None] = [None] * count
-    else:
-        num_samples = sum(_one_pass(corpora, options)) if num_samples is None else num_samples
-        built = list(sizes_as_megatron(weights, num_samples))
-    parts = [
-        GPTSamples(corpus, options, documents, size, whole=True)
-        for (corpus, documents), size in zip(corpora, built, strict=True)
-    ]
-    sizes = [len(part) for part in parts]
-    # Megatron-Core normalizes weights twice, and the second rounding matters: `blend_as_megatron`
-    # normalizes them again.
-    shares = sizes if weights is None else normalize(weights)
-    if num_samples is None:
-        size = sum(sizes)
-        choose = lambda: blend_exhaustively_as_megatron(sizes)  # noqa: E731
-    else:
-        size = num_samples if weights is not None else min(num_samples, sum(sizes))
-        choose = lambda: blend_as_megatron(shares, size)  # noqa: E731
-    fields = {
-        "megatron": [str(share) for share in shares],
-        "size": size,
-        "exhaustive": num_samples is None,
-    }
-    choices = _cached(fields, choose, options.cache_dir)
-    drawn = np.bincount(choices, minlength=count).tolist()
-    for (corpus, _), wanted, available in zip(corpora, drawn, sizes, strict=True):
-        if wanted > available:
-            raise UnsupportedError(
-                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, but builds only "
-                f"{available}: Megatron-Core refuses such a blend, too. Use fewer or more samples, "
-                "change the weights, or use order 'passes'."
-            )
-    mixture = "exhaustive" if num_samples is None else ",".join(map(str, shares))
-    return BlendedSamples(parts, choices, f"megatron {mixture}")
-
-
-def _one_pass(
-    corpora: Sequence[tuple[TokenFile, range | None]], options: SampleOptions
-) -> list[int]:
-    """Return the number of windows of one pass over each corpus."""
-    counts = []
-    for corpus, documents in corpora:
-        bounds = options.bounds(corpus)
-        used = range(len(bounds) - 1) if documents is None else documents
-        counts.append(num_windows(int(bounds[used.stop] - bounds[used.start]), options.seq_length))
-    return counts
-
-
-def _cached(
-    fields: dict[str, object], choose: Callable[[], npt.NDArray[np.int16]], cache_dir: str | None
-) -> npt.NDArray[np.int16]:
-    if cache_dir is None:
-        return choose()
-    return load_or_build(Path(cache_dir), fields, lambda: {"choices": choose()}, ["choices"])[
-        "choices"
-    ]

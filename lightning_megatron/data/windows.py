@@ -35,6 +35,11 @@ class WindowIndex:
     shuffle: Integers
 
     @property
+    def num_windows(self) -> int:
+        """Return the number of windows."""
+        return len(self.shuffle) or len(self.starts) - 1
+
+    @property
     def most_pieces(self) -> int:
         """Return the largest number of documents that a window has tokens of."""
         return int(np.diff(self.starts[:, 0]).max(initial=0)) + 1

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data.blend import blend, blend_exhaustively
+from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.megatron_order import (
     blend_as_megatron,
@@ -25,7 +26,7 @@ from lightning_megatron.data.megatron_order import (
     normalize,
     split_as_megatron,
 )
-from lightning_megatron.data.samples import SampleOptions, blend_samples
+from lightning_megatron.data.samples import SampleOptions
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import UnsupportedError

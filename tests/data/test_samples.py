@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data import samples as samples_module
-from lightning_megatron.data.samples import GPTSamples, SampleOptions, blend_samples
+from lightning_megatron.data.blended_samples import blend_samples
+from lightning_megatron.data.samples import GPTSamples, SampleOptions
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
