@@ -161,6 +161,10 @@ class TokenDataModule(LightningDataModule):
         """Tokenizer given by name or path; None if none was given and no bundled corpus is used."""
         return self._parts.tokenizer
 
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._parts.tokenizer = tokenizer
+
     @property
     def tokens_shape(self) -> tuple[int, int]:
         """Shape (B, S) of a data-parallel rank's full batch, known before any file is opened."""

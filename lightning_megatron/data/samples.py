@@ -218,9 +218,10 @@ class GPTSamples:
         corpus = self.corpus
         # Documents and sequences are the same if every document is one sequence.
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
+        # Options that are off have no field, so that indices of earlier versions are found.
+        options_on = {"by_sequence": by_sequence, "whole": options.whole}
         return {
-            **({"by_sequence": True} if by_sequence else {}),
-            **({"whole": True} if options.whole else {}),
+            **{name: True for name, is_on in options_on.items() if is_on},
             # The `.idx` file determines the windows; the path and times of the corpus do not.
             "corpus": corpus.index_sha256,
             "documents": [self.documents.start, self.documents.stop],
