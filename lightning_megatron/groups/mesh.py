@@ -22,6 +22,7 @@ from lightning_megatron.groups.part_of_world import groups_of_part
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class ParallelMesh:
     tensors; :meth:`on_cpu` finds them by name. ``experts_cpu`` joins the ranks that together hold
     all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
     thread that saves checkpoints during training.
+
+    ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
+    of attention over cp, and the tokens whose logits exist at once, which the division of layers
+    among stages counts.
     """
 
     layout: ParallelLayout
@@ -72,6 +77,7 @@ class ParallelMesh:
     cp_inner: MeshAxis = MeshAxis("cp_inner")
     cp_outer: MeshAxis = MeshAxis("cp_outer")
     context: ContextLinks = ContextLinks()
+    loss_chunk: LossChunk = None
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     launcher: CollectiveLauncher = field(
         default_factory=CollectiveLauncher, repr=False, compare=False
@@ -104,6 +110,7 @@ class ParallelMesh:
         options: NcclOptions | str | None = None,
         overlaps_matmul: bool = False,
         context: ContextLinks | None = None,
+        loss_chunk: LossChunk = None,
     ) -> ParallelMesh:
         """Create the groups of a layout; all its ranks must call this with the same layout.
 
@@ -129,6 +136,7 @@ class ParallelMesh:
                 regions with their communication, where ``groups.collective_matmul`` supports it.
             context: Transport of attention over cp and its levels; None means one level and the
                 choice of each layer.
+            loss_chunk: Tokens whose logits will exist at once; None means those of all.
 
         Raises:
             ParallelPlanError: If the existing process group has fewer ranks than the layout needs,
@@ -160,6 +168,7 @@ class ParallelMesh:
             sequence_parallel and layout.tp > 1,
             **axes,
             context=context,
+            loss_chunk=loss_chunk,
             journal=builder.journal,
             launcher=builder.launcher,
             host_values=HostValues(),

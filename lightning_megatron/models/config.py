@@ -22,6 +22,7 @@ from lightning_megatron.plan.activation_kinds import GATED, MEMORY_OF, Activatio
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.partition import LayerPartition, partition_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -285,14 +286,17 @@ class GPTConfig:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
-    def partition(self, layout: ParallelLayout) -> LayerPartition:
+    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
         """Return the number of layers of each virtual stage, by cost or as the layout asks for.
 
+        Args:
+            layout: Sizes of the axes.
+            loss_chunk: Tokens whose logits exist at once; None stores those of all.
+
         Raises:
-            ParallelPlanError: If the layout asks for another number of layers, or there are fewer
-                layers than virtual stages.
+            ParallelPlanError: If the layout has more virtual stages or asks for other layers.
         """
-        return partition_of(self.memory_shape().costs(), layout)
+        return partition_of(self.memory_shape().costs(loss_chunk, layout.tp), layout)
 
     def memory_shape(self) -> ModelShape:
         """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from lightning_megatron.models.config_checks import check_axes, check_length, require
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST
 from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
@@ -111,8 +112,12 @@ class EncoderConfig:
         """Return the size of an attention head (elements)."""
         return self.hidden_size // self.num_heads
 
-    def partition(self, layout: ParallelLayout) -> LayerPartition:
+    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
         """Return the number of layers of each virtual stage, by cost or as the layout asks for.
+
+        Args:
+            layout: Sizes of the axes.
+            loss_chunk: Setting of decoders, which changes nothing here.
 
         Raises:
             ParallelPlanError: If the layout asks for another number of layers, or there are fewer

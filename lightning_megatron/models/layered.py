@@ -23,6 +23,7 @@ from lightning_megatron.models.runner import ChunkRunner
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -51,7 +52,7 @@ class LayeredConfig(Protocol):
     ) -> None:
         """Raise if the model cannot be divided over a layout."""
 
-    def partition(self, layout: ParallelLayout) -> LayerPartition:
+    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
         """Return the number of layers of each virtual stage."""
 
 
@@ -92,7 +93,7 @@ class LayeredModule(PipelinedModule):
         self._num_calls = 0
         self._dtype = torch.get_default_dtype()
         #: Number of layers of each virtual stage.
-        self.partition = config.partition(self.mesh.layout)
+        self.partition = config.partition(self.mesh.layout, self.mesh.loss_chunk)
         stages = self.partition.by_stage(self.mesh.layout.placement)
         self._layers_of_chunk = stages[self.mesh.pp.rank]
         with torch.device("meta"):

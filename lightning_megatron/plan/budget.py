@@ -175,7 +175,8 @@ def estimate_memory(
         UnsupportedError: For CUDA graphs under a schedule that they do not support.
     """
     _check(layout, training)
-    layers = partition_of(model.costs(), layout).by_stage(layout.placement)
+    work = model.costs(training.loss_chunk, layout.tp)
+    layers = partition_of(work, layout).by_stage(layout.placement)
     schedule = build_order(
         training.schedule,
         layout.pp,

@@ -9,6 +9,7 @@ from lightning_megatron.plan.activation_kinds import MemoryKind
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
 
@@ -17,6 +18,8 @@ EMBEDDING_COST = 0.1
 #: Longest sequence that the costs of layers count. Most trainings use shorter sequences than the
 #: longest that their model can take (tokens).
 COUNTED_LENGTH = 4096
+#: Size of a logit of half type (bytes).
+_LOGIT_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +114,17 @@ class ModelShape:
         """Return whether a block has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
-    def costs(self) -> LayerCosts:
+    def costs(self, loss_chunk: LossChunk = None, tp: int = 1) -> LayerCosts:
         """Return the work of each part of the model (multiplications per token in forward).
 
         Backward passes have twice the work of forward passes, in all parts. Norms, activations and
         the loss, which memory bounds, take about the same share of the time of a layer and of the
-        head.
+        head. A loss in chunks computes the products of the head once more in backward passes, which
+        counts as a third; ``auto`` divides the logits of the longest sequence, or none.
+
+        Args:
+            loss_chunk: Tokens whose logits exist at once; None stores those of all.
+            tp: Tensor-parallel size.
         """
         query = self.num_heads * self.head_dim
         key = self.num_kv_heads * self.head_dim
@@ -133,7 +141,11 @@ class ModelShape:
             for layer in range(self.num_layers)
         )
         embedding = EMBEDDING_COST * sum(layers) / len(layers)
-        return LayerCosts(layers, embedding, self.vocab_size * self.hidden_size)
+        head = self.vocab_size * self.hidden_size
+        logits = self.max_seq_length, self.vocab_rows(tp), _LOGIT_BYTES
+        if tokens_of_chunk(loss_chunk, *logits) is not None:
+            return LayerCosts(layers, embedding, head * 4 / 3)
+        return LayerCosts(layers, embedding, head)
 
     def layer_parameters(self, tp: int, has_experts: bool = False) -> int:
         """Count the parameters of one block on one tensor-parallel rank, without experts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -11,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan import (
     LayerCosts,
     ParallelLayout,
     Placement,
     StageCosts,
+    TrainingShape,
     build_schedule,
+    estimate_memory,
     partition_of,
     simulate,
 )
@@ -285,3 +290,48 @@ def test_layers_that_cannot_be_cut_are_refused(arguments: tuple[int, ...], messa
     with pytest.raises(ParallelPlanError) as error:
         counts(*arguments)
     assert str(error.value) == message
+
+
+def test_a_loss_in_chunks_gives_the_stage_of_the_head_fewer_layers() -> None:
+    model = GPTConfig.llama(
+        num_layers=16,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=8,
+        vocab_size=128_256,
+        max_seq_length=8192,
+        ffn_hidden_size=8192,
+    )
+    shape = model.memory_shape()
+    stored, chunked = shape.costs(), shape.costs(2048)
+    # The head computes its products four times instead of three, the layers theirs three times.
+    assert chunked.head == pytest.approx(stored.head * 4 / 3)
+    assert (chunked.layers, chunked.embedding) == (stored.layers, stored.embedding)
+    place = layout(4)
+    counts = model.partition(place, 2048).counts
+    assert counts[-1] < model.partition(place).counts[-1]
+    busiest = max(chunked.of_stages(counts, place.placement))
+    former = chunked.of_stages(model.partition(place).counts, place.placement)
+    assert busiest < max(former)
+    # Logits of 8,192 tokens take 2.0 GiB, of more tokens or of one rank of tp another amount.
+    assert shape.costs("auto") == stored
+    longer = replace(shape, max_seq_length=16384)
+    assert longer.costs("auto").head == chunked.head
+    assert longer.costs("auto", tp=2).head == stored.head
+
+
+def test_a_model_and_its_estimate_divide_layers_by_the_same_costs() -> None:
+    config = GPTConfig.llama(
+        num_layers=8, hidden_size=64, num_heads=4, vocab_size=600, max_seq_length=32
+    )
+    place = layout(4)
+    mesh = replace(ParallelMesh.single(), layout=place, loss_chunk=8)
+    model = GPT(config, mesh)
+    assert model.partition == config.partition(place, 8)
+    assert model.partition != config.partition(place)
+    training = TrainingShape(seq_length=32, num_microbatches=4, loss_chunk=8)
+    shape = config.memory_shape()
+    asked = replace(place, stage_layers=model.partition.counts)
+    estimate = estimate_memory(shape, place, training)
+    assert estimate == estimate_memory(shape, asked, training)
+    assert estimate != estimate_memory(shape, place, replace(training, loss_chunk=None))

@@ -242,8 +242,8 @@ def estimate_of(
             loss_chunk=model.loss_chunk,
             input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
-        shape = model.config.memory_shape()
-        return estimate_memory(shape, layout, training, table=kept_by(model))[stage]
+        sizes = model.config.memory_shape(), replace(layout, stage_layers=model.partition.counts)
+        return estimate_memory(*sizes, training, table=kept_by(model))[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:

@@ -86,6 +86,7 @@ class Membership:
             options=options.nccl_options,
             overlaps_matmul=options.overlap_tensor_parallel,
             context=ContextLinks.of(options.cp_transport, layout, layout.world_size // num_nodes),
+            loss_chunk=options.loss_chunk,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:
