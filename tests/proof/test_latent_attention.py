@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
-from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
-from tests.oracles import assert_equal, float32_as_float64
+from tests.oracles import assert_equal
+from tests.proof.family_training import (
+    STEPS,
+    FineTune,
+    train_family,
+    trained_by_theirs,
+    weights_by_name,
+)
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import Job, Report, train, train_all
-from tests.strategy.replica_runs import Predict, V, run
-from tests.swap.expert_models import exact_twin_of
-from tests.swap.parts import expected_gradients, name_of_values
 from tests.world import run_world
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
 KIND = "latent attention"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp": 2},
@@ -43,46 +43,12 @@ FAMILY_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class FineTune(Predict):
-    """Train a Hugging Face model, and keep this rank's parts of what comes out."""
-
-    def __init__(self, case: str) -> None:
-        super().__init__(lambda: exact_twin_of(case, vocab_size=V))
-        self.parts: dict[str, tuple[ShardSpec, Tensor]] = {}
-
-    def on_train_end(self) -> None:
-        if not isinstance(self.net, HuggingFaceLM):
-            super().on_train_end()
-            return
-        strategy: Any = self.trainer.strategy
-        strategy.run.state.main.wait()
-        self.parts = {
-            name: (shard_spec_of(parameter), parameter.detach().clone())
-            for name, parameter in self.net.named_parameters()
-        }
-
-
 @dataclass(frozen=True)
 class Found:
     """What a rank reports."""
 
     reports: dict[str, Report]
     losses: dict[tuple[str, str], list[float]]
-
-
-def train_family(case: str, layout: dict[str, Any], size: int, expected: dict[str, Tensor]) -> Any:
-    """Train a Hugging Face model under a layout, and compare this rank's parts of its weights."""
-    module = FineTune(case)
-    outcome = run(module, size, layout, STEPS)
-    assert not outcome.error, outcome.error
-    assert isinstance(module.net, HuggingFaceLM)
-    weights = expected_gradients(module.net, expected)
-    for name, parameter in module.net.named_parameters():
-        spec, found = module.parts[name]
-        full = weights[name_of_values(name, parameter)]
-        part = spec.shard(full, found.shape[spec.dim])
-        assert_equal(found, part, f"{case}, {layout}: {name}", 1e-8)
-    return outcome.losses
 
 
 def train_everything(rank: int, size: int, folder: str, expected: Any) -> Found:
@@ -99,16 +65,7 @@ def train_everything(rank: int, size: int, folder: str, expected: Any) -> Found:
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, FineTune]:
-    """Train Hugging Face's models in this process."""
-    found = {}
-    for case in FAMILIES:
-        with float32_as_float64():
-            module = FineTune(case)
-            outcome = run(module, steps=STEPS)
-        assert not outcome.error, outcome.error
-        assert not isinstance(module.net, HuggingFaceLM)
-        found[case] = module
-    return found
+    return trained_by_theirs(FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[Found]:
     """Train under all layouts on two processes."""
-    expected = {
-        case: {name.removeprefix("net."): one for name, one in module.weights.items()}
-        for case, module in theirs.items()
-    }
-    return run_world(train_everything, 2, str(folder), expected)
+    return run_world(train_everything, 2, str(folder), weights_by_name(theirs))
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,11 @@ KINDS = {
             "shared_ffn_hidden_size": 16,
         },
     ),
+    "experts with biases": GPTConfig.llama(
+        **_LLAMA, activation="clamped_swiglu", attention_sinks=True, qkv_bias=True, output_bias=True,
+        sliding_window=5, window_layers=[True, False, True, False],
+        experts={**_EXPERTS, "aux_loss_scope": "sequence", "linear_bias": True, "router_bias": True},
+    ),
     "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
 }  # fmt: skip
 

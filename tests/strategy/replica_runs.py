@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def run(
 ) -> Outcome:
     """Train a few steps; without a layout as ordinary Lightning does on one device."""
     seed_everything(1, verbose=False)
-    share = 1 if layout is None else devices // (layout.get("tp", 1) * layout.get("pp", 1))
+    ranks_of_rows = prod((layout or {}).get(axis, 1) for axis in ("tp", "pp", "cp"))
+    share = 1 if layout is None else devices // ranks_of_rows
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
