@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.shapes import Float
-
-#: Factor of the gate inside the sigmoid, which makes the product close to GELU.
-GATE_FACTOR = 1.702
-#: Bound of the features: gates have it above only.
-FEATURE_LIMIT = 7.0
 
 
 def apply_clamped_swiglu(

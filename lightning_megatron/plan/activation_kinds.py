@@ -13,6 +13,10 @@ Activation: TypeAlias = Literal[
 MemoryKind: TypeAlias = Literal["gelu", "relu", "swiglu", "geglu", "clamped_swiglu"]
 """Activations with the same memory use."""
 
+#: Factor of the gate inside the sigmoid of ``clamped_swiglu``, which makes it close to GELU.
+GATE_FACTOR = 1.702
+#: Bound of the features of ``clamped_swiglu``: gates have it above only.
+FEATURE_LIMIT = 7.0
 #: Activations that multiply one half of the features by the other.
 GATED: frozenset[Activation] = frozenset(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"))
 #: Kind with the same memory use.

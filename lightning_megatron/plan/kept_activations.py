@@ -107,7 +107,7 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     eager = eager_activations(model, activation_bytes)
     ffn_copies = eager.ffn_copies
     expert_copies = eager.expert_copies
-    if model.gated and model.activation == "swiglu":
+    if model.gated and model.activation in ("swiglu", "clamped_swiglu"):
         # The fused kernel keeps gate and up, and multiplies by the probabilities in the same pass.
         ffn_copies = 3
         expert_copies = 0

@@ -260,6 +260,25 @@ def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
 
 def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
     """Rows before the last end alone, which a group without rows follows; what is past it is NaN."""
+    check_weighted(draw, sizes, kernels.apply_weighted_swiglu, lambda gate, up: F.silu(gate) * up)
+
+
+def check_clamped_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
+    """Features within and beyond the bounds."""
+
+    def expected(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+    check_weighted(draw, sizes, kernels.apply_weighted_clamped_swiglu, expected)
+
+
+def check_weighted(
+    draw: Draw,
+    sizes: ExpertSizes,
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    activation: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     for num_rows, features, tail in sizes.inner:
         what = f"weighted swiglu {num_rows, features, tail}"
         ends = torch.tensor(
@@ -268,12 +287,12 @@ def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
         past = torch.full((tail, 2 * features), torch.nan, device=draw.device, dtype=draw.dtype)
         gate_up = leaf(torch.cat([draw(num_rows, 2 * features, scale=4.0), past]))
         probabilities = leaf(torch.cat([draw(num_rows).float(), past[:, 0].float()]))
-        result = kernels.apply_weighted_swiglu(gate_up, probabilities, ends)
+        result = run(gate_up, probabilities, ends)
         outer = torch.cat([draw(num_rows, features), past[:, :features]])
         result.backward(outer)
         slow, slow_probabilities = wide(gate_up[:num_rows]), wide(probabilities[:num_rows])
         gate, up = slow.chunk(2, -1)
-        expected = F.silu(gate) * up * slow_probabilities.unsqueeze(-1)
+        expected = activation(gate, up) * slow_probabilities.unsqueeze(-1)
         expected.backward(outer[:num_rows].double())
         assert gate_up.grad is not None, f"{what}: no gradient"
         assert probabilities.grad is not None, f"{what}: no gradient of probabilities"
@@ -476,6 +495,7 @@ CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "permute": check_permute,
     "unpermute": check_unpermute,
     "weighted swiglu": check_swiglu,
+    "weighted clamped swiglu": check_clamped_swiglu,
     "router": check_router,
     "losses": check_losses,
     "split": check_split,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,11 @@ from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.shapes import Float, Int
 
+#: Kernels of activations times probabilities.
+_FUSED: Mapping[Activation, str] = {
+    "swiglu": "apply_weighted_swiglu",
+    "clamped_swiglu": "apply_weighted_clamped_swiglu",
+}
 #: Function from rows, weights (or their stack) and ends to the output.
 Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
@@ -161,9 +166,9 @@ def weighted_activation(
         The result, and how to make it again from what its gradients need; None inside
         ``torch.compile``.
     """
-    kernels = fused_kernels(inner) if activation == "swiglu" else None
+    kernels = fused_kernels(inner) if activation in _FUSED else None
     if kernels is not None:
-        run = kernels.apply_weighted_swiglu
+        run = getattr(kernels, _FUSED[activation])
         given = inner, probabilities, ends
         return run(*given), Recipe.of(run, *given)
     activated = activate(inner, activation)

@@ -33,7 +33,10 @@ from lightning_megatron.kernels.triton.router_losses import add_routing, attach_
 from lightning_megatron.kernels.triton.swiglu import apply_swiglu
 from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
 from lightning_megatron.kernels.triton.two_halves import split_rows
-from lightning_megatron.kernels.triton.weighted_swiglu import apply_weighted_swiglu
+from lightning_megatron.kernels.triton.weighted_swiglu import (
+    apply_weighted_clamped_swiglu,
+    apply_weighted_swiglu,
+)
 
 __all__ = [
     "AdamKernel",
@@ -53,6 +56,7 @@ __all__ = [
     "norm_and_rotate_qkv",
     "rotate_qkv",
     "apply_swiglu",
+    "apply_weighted_clamped_swiglu",
     "apply_weighted_swiglu",
     "permute_tokens",
     "physical_experts",

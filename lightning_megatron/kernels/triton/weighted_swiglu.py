@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.shapes import Float, Int
 
 # Gate elements in one iteration of a program.
@@ -23,6 +24,9 @@ _BLOCK = 1024
 _MIN_COLUMNS = 128
 # Sixty-four for every multiprocessor of an H200.
 _PROGRAMS = 8448
+#: Factor of the gate inside the sigmoid, offset of the other half, and bound; 0 means none.
+_PLAIN = {"FACTOR": 1.0, "OFFSET": 0.0, "LIMIT": 0.0}
+_CLAMPED = {"FACTOR": GATE_FACTOR, "OFFSET": 1.0, "LIMIT": FEATURE_LIMIT}
 
 
 def apply_weighted_swiglu(
@@ -48,11 +52,26 @@ def apply_weighted_swiglu(
     Source: Shazeer 2020.
     """
     return _WeightedSwiGLU.apply(
-        gate_up,
-        probabilities,
-        ends,
-        None if computed is None else (computed,),
+        gate_up, probabilities, ends, None if computed is None else (computed,), _PLAIN
     )
+
+
+def apply_weighted_clamped_swiglu(
+    gate_up: Float[Tensor, "rows gate_up"],
+    probabilities: Float[Tensor, "rows"],
+    ends: Int[Tensor, "experts"],
+) -> Float[Tensor, "rows gate_up//2"]:
+    """Apply the bounded SwiGLU of gpt-oss and multiply every row by its probability.
+
+    Equal to ``gate * sigmoid(1.702 * gate) * (up + 1) * probability`` with ``gate`` at most 7 and
+    ``up`` between -7 and 7, under the rules of :func:`apply_weighted_swiglu`.
+
+    Args:
+        gate_up: Output of the fused projection.
+        probabilities: Factor of each row, in float32.
+        ends: End (exclusive) of the rows of every expert, on the device.
+    """
+    return _WeightedSwiGLU.apply(gate_up, probabilities, ends, None, _CLAMPED)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
@@ -63,8 +82,10 @@ class _WeightedSwiGLU(torch.autograd.Function):
         probabilities: Tensor,
         ends: Tensor,
         computed: tuple[Tensor] | None,
+        kind: dict[str, float],
     ) -> Tensor:
         ctx.save_for_backward(gate_up, probabilities, ends)
+        ctx.kind = kind
         if computed is not None:  # in a tuple, so that autograd does not treat it as an input
             return computed[0]
         rows = as_rows(gate_up)
@@ -74,7 +95,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
             with on_device_of(rows):
                 _weighted_swiglu_forward[_grid(rows.shape[0], features)](
                     rows, probabilities.contiguous(), ends, output, rows.stride(0), rows.shape[0],
-                    features, ends.shape[0], **_shape(features),
+                    features, ends.shape[0], **_shape(features), **kind,
                 )  # fmt: skip
         return output
 
@@ -96,9 +117,9 @@ class _WeightedSwiGLU(torch.autograd.Function):
                 _weighted_swiglu_backward[_grid(rows.shape[0], features)](
                     rows, probabilities.contiguous(), ends, grad, grad_rows, grad_probabilities,
                     rows.stride(0), grad.stride(0), rows.shape[0], features, ends.shape[0],
-                    **_shape(features),
+                    **_shape(features), **ctx.kind,
                 )  # fmt: skip
-        return grad_rows, grad_probabilities, None, None
+        return grad_rows, grad_probabilities, None, None, None
 
 
 def _shape(features: int) -> dict[str, int]:
@@ -126,6 +147,9 @@ def _weighted_swiglu_forward(
     num_experts: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
@@ -137,7 +161,11 @@ def _weighted_swiglu_forward(
             source = gate_up + row[:, None] * row_stride + columns[None, :]
             gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
-            result = gate / (1.0 + tl.exp(-gate)) * up * probability[:, None]
+            if LIMIT > 0:
+                gate = tl.minimum(gate, LIMIT)
+                up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            glu = gate / (1.0 + tl.exp(-FACTOR * gate))
+            result = glu * (up + OFFSET) * probability[:, None]
             target = output + row[:, None] * features + columns[None, :]
             tl.store(target, result.to(output.dtype.element_ty), mask=inside)
 
@@ -157,6 +185,9 @@ def _weighted_swiglu_backward(
     num_experts: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    OFFSET: tl.constexpr,
+    LIMIT: tl.constexpr,
 ) -> None:
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     for first in range(tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
@@ -175,12 +206,22 @@ def _weighted_swiglu_backward(
                 other=0.0,
             )
             outer = outer.to(tl.float32)
-            sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-            silu = gate * sigmoid
-            total += outer * silu * up
+            raw_gate = gate
+            raw_up = up
+            if LIMIT > 0:
+                gate = tl.minimum(gate, LIMIT)
+                up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            sigmoid = 1.0 / (1.0 + tl.exp(-FACTOR * gate))
+            glu = gate * sigmoid
+            total += outer * glu * (up + OFFSET)
             outer *= probability[:, None]
-            grad_gate = outer * up * (sigmoid + silu * (1.0 - sigmoid))
+            grad_gate = outer * (up + OFFSET) * (sigmoid + FACTOR * glu * (1.0 - sigmoid))
+            grad_up = outer * glu
+            if LIMIT > 0:
+                # Bounded features have no gradient.
+                grad_gate = tl.where(raw_gate <= LIMIT, grad_gate, 0.0)
+                grad_up = tl.where(tl.abs(raw_up) <= LIMIT, grad_up, 0.0)
             target = grad_rows + row[:, None] * (2 * features) + columns[None, :]
             tl.store(target, grad_gate.to(grad_rows.dtype.element_ty), mask=inside)
-            tl.store(target + features, (outer * silu).to(grad_rows.dtype.element_ty), mask=inside)
+            tl.store(target + features, grad_up.to(grad_rows.dtype.element_ty), mask=inside)
         tl.store(grad_probabilities + row, tl.sum(total, axis=1), mask=row < end)

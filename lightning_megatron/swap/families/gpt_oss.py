@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.layers.clamped_swiglu import FEATURE_LIMIT, GATE_FACTOR
+from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.experts import MLP, PARTS, all_layers, balanced

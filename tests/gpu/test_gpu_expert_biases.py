@@ -1,0 +1,126 @@
+"""On a GPU experts with biases and bounded SwiGLU give float64's results and gradients, by the bundled
+products and kernels.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.experts.compute.expert_biases import add_expert_biases
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.plan.experts import ExpertsConfig
+from tests.gpu.grouped import SIZES, assert_close, captured, draw, ends_of, poisoned
+
+pytestmark = pytest.mark.gpu
+
+E, D, F, R = 6, 320, 272, 700
+CONFIG = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=F, linear_bias=True)
+#: Relative errors of what is rounded to bfloat16 some times.
+HALF = 8e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    """Skip where the kernels are not built or cannot run, or there is no Triton."""
+    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, E, D, 2 * F)
+    if choice.backend != "bundled":
+        pytest.skip(choice.reason)
+    if fused_kernels(draw(1, D)) is None:
+        pytest.skip("needs triton, which comes with the CUDA builds of torch")
+
+
+def experts() -> Any:
+    """Return experts on the GPU, some of whose features are beyond the bounds."""
+    mesh = ParallelMesh.single()
+    module = GroupedMLP(D, CONFIG, mesh, activation="clamped_swiglu").bfloat16().cuda()
+    for name, parameter in module.named_parameters():
+        scale = 4 * D**-0.5 if name.endswith("gate_up.weight") else F**-0.5
+        parameter.data.copy_(draw(*parameter.shape, scale=1.0 if "bias" in name else scale))
+    return module
+
+
+def in_float64(module: Any) -> Any:
+    """Return the same experts in float64 on the CPU, computed by loops."""
+    return deepcopy(module).double().cpu()
+
+
+def inputs_of(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = poisoned(draw(R, D), sizes).requires_grad_()
+    probabilities = poisoned(torch.rand(R, device="cuda"), sizes).requires_grad_()
+    return rows, probabilities, ends_of(sizes), poisoned(draw(R, D), sizes)
+
+
+@pytest.mark.parametrize("has_slots", [False, True], ids=["autograd", "slots"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_outputs_and_all_gradients_equal_float64(sizes: list[int], has_slots: bool) -> None:
+    torch.manual_seed(0)
+    module, last = experts(), sum(sizes)
+    twin = in_float64(module)
+    sums = {}
+    for name, parameter in module.named_parameters() if has_slots else ():
+        # Biases of all experts lie together in training; here each has memory of its own.
+        sums[name] = torch.full(parameter.shape, torch.nan, device="cuda")
+        set_slot(parameter, GradientSlot(sums[name], lambda: None))
+    rows, probabilities, ends, outer = inputs_of(sizes)
+    output = module(rows, probabilities, ends)
+    output.backward(outer)
+    given = [one.detach()[:last].double().cpu().requires_grad_() for one in (rows, probabilities)]
+    expected = twin(*given, ends.cpu())
+    expected.backward(outer[:last].double().cpu())
+    pairs = [(output[:last], expected, "output")]
+    assert rows.grad is not None
+    assert probabilities.grad is not None
+    pairs += [(rows.grad[:last], given[0].grad, "rows")]
+    pairs += [(probabilities.grad[:last], given[1].grad, "probabilities")]
+    wanted = dict(twin.named_parameters())
+    for name, parameter in module.named_parameters():
+        found = sums[name] if has_slots else parameter.grad
+        pairs.append((found, wanted[name].grad, name))
+    for found, want, what in pairs:
+        assert found.isfinite().all(), what
+        assert_close(found.cpu(), want, HALF, what)
+
+
+def test_gradients_of_biases_beside_each_other_are_added_by_one_kernel() -> None:
+    torch.manual_seed(0)
+    total = torch.full((E, 2 * F), torch.nan, device="cuda")
+    biases = [torch.nn.Parameter(draw(2 * F)) for _ in range(E)]
+    for bias, part in zip(biases, total, strict=True):
+        set_slot(bias, GradientSlot(part, lambda: None, scale=0.5))
+    expected = torch.zeros(E, 2 * F, dtype=torch.float64, device="cuda")
+    for sizes in SIZES:
+        ends, outer = ends_of(sizes), poisoned(draw(R, 2 * F), sizes)
+        rows = draw(R, 2 * F).requires_grad_() * 1
+        add_expert_biases(rows, biases, ends).backward(outer)
+        first = 0
+        for number, stop in enumerate(ends.tolist()):
+            expected[number] += 0.5 * outer[first:stop].double().sum(0)
+            first = stop
+    # Sums of float32: nothing is rounded to bfloat16.
+    assert_close(total, expected, 1e-6, "sums")
+
+
+def test_one_graph_serves_all_ends() -> None:
+    torch.manual_seed(0)
+    module = experts()
+    twin = in_float64(module)
+    rows, probabilities, ends, _ = (one.detach() for one in inputs_of(SIZES[0]))
+    with torch.no_grad():
+        graph, output = captured(lambda: module(rows, probabilities, ends))
+        for sizes in (*SIZES, *reversed(SIZES)):
+            last = sum(sizes)
+            rows.copy_(poisoned(draw(R, D), sizes))
+            probabilities.copy_(poisoned(torch.rand(R, device="cuda"), sizes))
+            ends.copy_(ends_of(sizes))
+            graph.replay()
+            given = [one[:last].double().cpu() for one in (rows, probabilities)]
+            assert_close(output[:last].cpu(), twin(*given, ends.cpu()), HALF, str(sizes))
