@@ -24,8 +24,9 @@ pytestmark = pytest.mark.gpu
 
 E, D, F, R = 6, 320, 272, 700
 CONFIG = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=F, linear_bias=True)
-#: Relative errors of what is rounded to bfloat16 some times.
-HALF = 8e-3
+#: Relative errors of what is rounded to bfloat16 some times, and of gradients: rounded features come
+#: to the other side of a bound, where the gradient is another one.
+HALF, ACROSS = 8e-3, 5e-2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +88,7 @@ def test_outputs_and_all_gradients_equal_float64(sizes: list[int], has_slots: bo
         pairs.append((found, wanted[name].grad, name))
     for found, want, what in pairs:
         assert found.isfinite().all(), what
-        assert_close(found.cpu(), want, HALF, what)
+        assert_close(found.cpu(), want, HALF if what == "output" else ACROSS, what)
 
 
 def test_gradients_of_biases_beside_each_other_are_added_by_one_kernel() -> None:
