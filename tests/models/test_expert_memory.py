@@ -74,6 +74,7 @@ CONFIGS = {
     "shared with a gate": config_of({"shared_ffn_hidden_size": 80, "shared_gate": True}),
     "relu": config_of({}, activation="relu"),
     "gelu": config_of({}, activation="gelu"),
+    "biases": config_of({"linear_bias": True, "router_bias": True}, activation="clamped_swiglu"),
 }
 
 

@@ -60,6 +60,7 @@ CONFIGS = {
     "geglu": GPTConfig.gpt2(
         **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False
     ),
+    "clamped": GPTConfig.gpt2(**SIZES, ffn_hidden_size=160, activation="clamped_swiglu"),
 }
 _LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}
 BATCH = 2
@@ -124,7 +125,7 @@ def test_the_parameters_of_every_setting_are_counted():
 
 PEAKS = [
     (kind, vocab_size, recompute, None)
-    for kind in ("gpt2", "llama", "window", "latent")
+    for kind in ("gpt2", "llama", "window", "latent", "clamped")
     for vocab_size in (256, 8192)
     for recompute in ("none", "selective", "full")
 ] + [(kind, 8192, recompute, 96) for kind in ("gpt2", "llama") for recompute in ("none", "full")]
