@@ -45,11 +45,11 @@ GENERATING = ("cp2 ring", "cp4 ring", "cp4 all_to_all", "cp4 all_gather")
 
 @dataclass
 class Report:
-    """What a run computed: losses of steps, validation losses after them, and final weights."""
+    """What a run computed: losses of steps, validation losses after them, and the rows it took."""
 
     losses: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    rows: list[list[int]] = field(default_factory=list)
 
 
 class Watch(Callback):
@@ -58,7 +58,10 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.report = Report()
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.report.rows.append(batch["tokens"].sum(1).tolist())
         self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -84,7 +87,7 @@ def train(
     resume_from: str | None = None,
     **data: Any,
 ) -> Report:
-    """Train on rows of documents, and validate after every step."""
+    """Train on rows of documents whose length is no multiple of 2 cp, and validate in every step."""
     seed_everything(3, verbose=False)
     watch = Watch()
     trainer = Trainer(
@@ -101,7 +104,7 @@ def train(
     )  # fmt: skip
     module = CausalLM(config, learning_rate=0.01, schedule="constant")
     rows = TokenDataModule(
-        corpus, corpus, seq_length=24, batch_size=GLOBAL_BATCH // replicas, documents="separate",
+        corpus, corpus, seq_length=21, batch_size=GLOBAL_BATCH // replicas, documents="separate",
         cache_dir=str(Path(corpus).parent / "cache"), **data,
     )  # fmt: skip
     trainer.fit(module, datamodule=rows, ckpt_path=resume_from)
@@ -233,6 +236,10 @@ def test_checkpoints_continue_in_one_process(saved, ranks, whole, places):
 
 
 def test_balanced_rows_train_as_rows_in_order(ranks):
+    in_order, balanced = ([found.balanced[on].rows for found in ranks] for on in (False, True))
+    assert balanced != in_order
+    for rows, twins in zip(zip(*balanced, strict=True), zip(*in_order, strict=True), strict=True):
+        assert sorted(sum(rows, [])) == sorted(sum(twins, []))
     for found in ranks:
         close = {"rtol": 0.0, "atol": 1e-12}
         for name in ("losses", "validated"):

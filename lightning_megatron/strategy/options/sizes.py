@@ -11,6 +11,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.layered import LayeredConfig
+from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
@@ -52,6 +53,10 @@ def check_sizes(
     batch_size, seq_length = getattr(
         data, "tokens_shape", (getattr(loader, "batch_size", None), None)
     )
+    if getattr(data, "documents", "joined") != "joined" and seq_length is not None:
+        # Rows of documents are padded to a length that the ranks divide.
+        shards = layout.tp if options.shards_sequence else 1
+        seq_length += -seq_length % context_multiple(layout.cp, shards)
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
