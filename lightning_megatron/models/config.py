@@ -323,6 +323,7 @@ class GPTConfig:
             qk_norm=self.qk_norm,
             qk_norm_over=self.qk_norm_over,
             sinks=self.attention_sinks,
+            soft_cap=self.attention_soft_cap is not None,
             partly_rotated=self.position == "rotary" and not self._rotates_halves_of_heads,
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,

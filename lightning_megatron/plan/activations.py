@@ -99,13 +99,13 @@ def activation_costs(
         model: Shape of the model.
         table: Activations that its layers keep.
         batch: Shape of the microbatch.
-        seq_length: Sequence length, needed only for the size of attention masks (tokens).
+        seq_length: Sequence length, needed only for attention masks and stored scores (tokens).
         recompute: Parts of the block that backward computes again.
         has_experts: Whether the block has experts instead of an MLP.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
     """
     network = _network_costs(model, table, batch, recompute, has_experts)
-    heads = attention_costs(model, table, batch)
+    heads = attention_costs(model, table, batch, seq_length)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
@@ -114,20 +114,22 @@ def activation_costs(
     statistics = num_tokens * table.norm_bytes // shards
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
     norms = table.hidden_copies * boundary + 2 * statistics
-    layer = norms + heads.kept + heads.row_sums + network.kept + masks
+    layer = norms + heads.kept + heads.core + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
     is_full = "full" in recompute
     inside = _recomputed_inside(model, table, batch, network, recompute)
     # A mixture keeps the output of the norm before it, which its router reads, too.
     num_norms = ("norms" in recompute) * (1 if has_experts else 2)
     again = layer - boundary if is_full else inside + num_norms * boundary
-    alone = heads.backward
+    alone = heads.backward + ("selective" in recompute) * heads.core
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
     attention = alone - network.kept - norms // 2
     # Recomputed activations are not kept, but they exist while the block runs.
     running = network.kept if is_full else inside
     others = network.kept - network.recomputed if is_full else 0
     forward = max(others + gathered + whole, others + network.forward, running)
+    # The MLP has kept nothing yet when the attention core runs.
+    forward = max(forward, heads.forward - network.kept - norms // 2)
     start = again + network.recomputed_start if is_full else network.backward_start
     # The output of the norm before attention is computed again after that of the MLP.
     before = again - (boundary if num_norms else 0)
@@ -136,7 +138,7 @@ def activation_costs(
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - again - ("selective" in recompute) * heads.row_sums,
+        kept=layer - again - ("selective" in recompute) * heads.core,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,

@@ -16,20 +16,23 @@ class AttentionCosts:
 
     Args:
         kept: Activations kept for backward, without the input and the sums of the scores' rows.
-        row_sums: Float32 sums of the rows of the scores, which a fused kernel keeps.
+        core: What the core keeps beside its inputs and its output: sums of the rows of the scores
+            in a fused kernel, weights and bounded scores in operators.
+        forward: Temporary buffers of the core's forward pass.
         backward: Temporary buffers of the backward pass of queries, keys and values.
         waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
             weight half of a backward pass in halves.
     """
 
     kept: int
-    row_sums: int
+    core: int
+    forward: int
     backward: int
     waiting: int
 
 
 def attention_costs(
-    model: ModelShape, table: KeptActivations, batch: MicrobatchShape
+    model: ModelShape, table: KeptActivations, batch: MicrobatchShape, seq_length: int
 ) -> AttentionCosts:
     """Compute the bytes that the attention of a block needs.
 
@@ -37,20 +40,57 @@ def attention_costs(
         model: Shape of the model.
         table: Activations that its layers keep.
         batch: Shape of the microbatch.
+        seq_length: Sequence length, needed only for stored scores (tokens).
     """
     query, key = model.widths(batch.tp)
     element = batch.num_tokens * batch.activation_bytes
+    scores = _fused_scores(model, batch)
+    if table.stores_scores:
+        scores = _stored_scores(model, batch, seq_length)
     if model.latent is None:
         kept, waiting = _of_hidden(model, table, batch)
     else:
         kept, waiting = _of_latents(model, model.latent, table, batch)
     return AttentionCosts(
         kept,
-        row_sums=batch.num_tokens * 4 * (query // model.head_dim),
-        # Gradients of Q, K and V (in half precision, fused, and float32 sums for Q).
-        backward=element * (3 * query + 4 * key) + 4 * batch.num_tokens * query,
+        core=scores.kept,
+        forward=scores.forward,
+        # Gradients of Q, K and V, in half precision and fused.
+        backward=element * (3 * query + 4 * key) + scores.backward,
         waiting=waiting + element * model.hidden_size,
     )
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Bytes of the attention core beside its inputs, its output and their gradients."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def _fused_scores(model: ModelShape, batch: MicrobatchShape) -> _Scores:
+    query, _ = model.widths(batch.tp)
+    # Sums of the rows of the scores; float32 sums of the gradient of Q.
+    sums = 4 * batch.num_tokens
+    return _Scores(sums * (query // model.head_dim), forward=0, backward=sums * query)
+
+
+def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -> _Scores:
+    """Return the bytes of the core in operators of torch, which compute scores in float32."""
+    query, _ = model.widths(batch.tp)
+    pairs = batch.num_tokens * seq_length * (query // model.head_dim)
+    wide = batch.wide_bytes
+    # Softmax keeps its output, and the product with the values a copy of it in half types.
+    narrow = batch.activation_bytes if batch.activation_bytes < wide else 0
+    kept = wide + narrow + (wide if model.soft_cap else 0)
+    # Which pairs are visible.
+    seen = seq_length**2
+    forward = (2 + int(model.alibi)) * wide
+    # Gradients of weights and of bounded scores, beside what was kept for them.
+    backward = (1 + int(model.soft_cap)) * wide
+    return _Scores(pairs * kept + seen, pairs * forward, pairs * backward)
 
 
 def _of_hidden(
@@ -63,6 +103,9 @@ def _of_hidden(
     # queries and keys, and the output of the attention core.
     rotated = table.rotated_copies * (query + key)
     features = 2 * query + 2 * key + rotated + table.expanded_copies * 2 * query
+    if table.stores_scores:
+        # Products copy queries, keys and values, and keep no view of the projection's output.
+        features = 4 * query + (query + 2 * key if model.qk_norm else 0)
     hidden = element * model.hidden_size // (batch.tp if batch.sequence_parallel else 1)
     return element * features, hidden + element * 2 * (query + key)
 

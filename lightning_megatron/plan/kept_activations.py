@@ -11,9 +11,9 @@ from lightning_megatron.plan.model_shape import ModelShape
 class KeptActivations:
     """Activations that the layers keep for backward, as numbers that a measurement may correct.
 
-    A copy is a tensor in the type of the activations. Attention runs in a fused kernel. It keeps
-    queries, keys, values, its output (the input of the output projection) and one float32 number
-    for each row of the scores.
+    A copy is a tensor in the type of the activations. Attention runs in a fused kernel, unless
+    ``stores_scores``. It keeps queries, keys, values, its output (the input of the output
+    projection) and one float32 number for each row of the scores.
 
     Args:
         hidden_copies: Number of tensors of D features that a block keeps: the inputs of both norms,
@@ -24,6 +24,8 @@ class KeptActivations:
         expanded_copies: 1 if the attention kernel needs keys and values repeated for every query
             head.
         padded_values: Whether the attention kernel needs values padded to the size of keys.
+        stores_scores: Whether the attention runs in operators of torch, which keep the scores of
+            all pairs of tokens.
         ffn_copies: Number of tensors of F features that the MLP keeps: those for the activation's
             backward pass, and the input of the second projection.
         expert_copies: Number of tensors of inner features that experts keep in addition: the
@@ -46,6 +48,7 @@ class KeptActivations:
     rotated_copies: int = 0
     expanded_copies: int = 0
     padded_values: bool = False
+    stores_scores: bool = False
     ffn_copies: int = 2
     expert_copies: int = 1
     expert_gradients: int = 0

@@ -52,6 +52,7 @@ class ModelShape:
         qk_norm_over: ``head`` if these norms have the weights of one head, ``layer`` if they have
             those of all heads.
         sinks: Whether each query head has a learned score in the softmax.
+        soft_cap: Whether attention scores are bounded.
         norms_per_layer: Norms of the residual stream in a block.
         partly_rotated: Whether only a part of each head is rotated, or neighbouring elements are.
         parallel: Whether attention and MLP read the same residual stream.
@@ -87,6 +88,7 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "layer"] = "head"
     sinks: bool = False
+    soft_cap: bool = False
     norms_per_layer: int = 2
     partly_rotated: bool = False
     parallel: bool = False

@@ -4,6 +4,7 @@ does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.activations import activation_costs
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.kept_activations import eager_activations
+from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
+from lightning_megatron.strategy.callbacks.kept_by_model import kept_by
 from tests.live_memory import LiveMemory
 from tests.world import run_world
 
@@ -57,6 +59,13 @@ CONFIGS = {
             "value_dim": 16,
         },
     ),
+    "bounded scores": GPTConfig.llama(**SIZES, norm="layernorm", attention_soft_cap=0.7),
+    "sinks": GPTConfig.llama(**SIZES, norm="layernorm", attention_sinks=True),
+    "bounded scores, sinks": GPTConfig.llama(
+        **SIZES, norm="layernorm", num_kv_heads=2, attention_soft_cap=0.7, attention_sinks=True
+    ),
+    "slopes": GPTConfig.gpt2(**SIZES, position="alibi"),
+    "slopes, norm of the embedding": GPTConfig.gpt2(**SIZES, position="alibi", embedding_norm=True),
     "geglu": GPTConfig.gpt2(
         **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False
     ),
@@ -84,10 +93,16 @@ def saved_bytes(model: GPT) -> int:
 
 def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
     shape = config.memory_shape()
-    table = eager_activations(shape, dtype.itemsize)
+    table = table_of(config, dtype)
     batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=dtype.itemsize, **how)
     costs = activation_costs(shape, table, batch, seq_length=64)
     return config.num_layers * costs.kept + costs.masks + costs.head + costs.loss_kept
+
+
+def table_of(config: GPTConfig, dtype: torch.dtype) -> KeptActivations:
+    """Return what layers keep on a CPU, where operators compute what torch's kernels do not."""
+    table = eager_activations(config.memory_shape(), dtype.itemsize)
+    return replace(table, stores_scores=kept_by(built(config, dtype)).stores_scores)
 
 
 def built(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:
@@ -125,7 +140,10 @@ def test_the_parameters_of_every_setting_are_counted():
 
 PEAKS = [
     (kind, vocab_size, recompute, None)
-    for kind in ("gpt2", "llama", "window", "latent", "clamped")
+    for kind in (
+        *("gpt2", "llama", "window", "latent", "clamped"),
+        *("bounded scores, sinks", "sinks", "slopes"),
+    )
     for vocab_size in (256, 8192)
     for recompute in ("none", "selective", "full")
 ] + [(kind, 8192, recompute, 96) for kind in ("gpt2", "llama") for recompute in ("none", "full")]
@@ -150,7 +168,9 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(
     training = TrainingShape(
         seq_length=64, microbatch_size=4, recompute=recompute, loss_chunk=loss_chunk
     )
-    (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
+    table = table_of(config, torch.bfloat16)
+    shape = config.memory_shape()
+    (estimate,) = estimate_memory(shape, ParallelLayout(1), training, table=table)
     assert estimate.peak - estimate.static == pytest.approx(memory.peak, rel=0.08)
 
 

@@ -13,11 +13,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.layers.choose_core import choose_core
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
@@ -30,12 +27,8 @@ from lightning_megatron.plan.budget import (
 )
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.kept_activations import (
-    KeptActivations,
-    eager_activations,
-    fused_activations,
-)
 from lightning_megatron.plan.settings import Count, coerced_arguments
+from lightning_megatron.strategy.callbacks.kept_by_model import kept_by
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
@@ -292,31 +285,6 @@ def training_shape(
         library_bytes=_library_bytes(device),
         cuda_graphs=graph_settings(strategy),
     )
-
-
-def kept_by(model: GPT) -> KeptActivations:
-    """Return which activations a model's layers keep on its device: fused kernels keep less."""
-    parameter = next(model.parameters())
-    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
-    table = make(model.config.memory_shape(), parameter.element_size())
-    config = model.config
-    sizes: Any = {"head_dim": config.head_size, "value_dim": config.value_size}
-    dropout = config.attention_dropout
-    choice = choose_core(parameter.device, parameter.dtype, dropout=dropout, **sizes)
-    repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
-    found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
-    return replace(found, expert_gradients=int(_makes_expert_gradients(model)))
-
-
-def _makes_expert_gradients(model: GPT) -> bool:
-    """Return whether new gradients of all experts exist before they are accumulated."""
-    for layer in model.mixtures().values():
-        first, *others = layer.experts.weights("down")
-        kind = choose_backend(
-            first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
-        )
-        return kind.backend == "grouped_mm"
-    return False
 
 
 def state_copies(optimizer: Optimizer) -> int:

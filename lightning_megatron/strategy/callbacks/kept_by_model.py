@@ -1,0 +1,60 @@
+"""Activations that the layers of a model keep on its device, for the memory estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_megatron.experts.compute.choose_backend import choose_backend
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_block import attention_kind
+from lightning_megatron.plan.kept_activations import (
+    KeptActivations,
+    eager_activations,
+    fused_activations,
+)
+
+
+def kept_by(model: GPT) -> KeptActivations:
+    """Return which activations a model's layers keep on its device: fused kernels keep less."""
+    parameter = next(model.parameters())
+    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
+    table = make(model.config.memory_shape(), parameter.element_size())
+    config = model.config
+    sizes: Any = {"head_dim": config.head_size, "value_dim": config.value_size}
+    dropout = config.attention_dropout
+    choice = choose_core(
+        parameter.device, parameter.dtype, _scores_of(config), dropout=dropout, **sizes
+    )
+    repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
+    found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
+    # Parts of the keys keep no scores: their backward passes compute them again.
+    mesh, kind = model.mesh, attention_kind(config, 0)
+    in_parts = mesh.cp.size > 1 and transport_of(kind, mesh, model.context) != "all_to_all"
+    found = replace(found, stores_scores=choice.core == "operators" and not in_parts)
+    return replace(found, expert_gradients=int(_makes_expert_gradients(model)))
+
+
+def _scores_of(config: GPTConfig) -> AttentionSpan:
+    """Return attention whose scores are those of a model's layers, over whole rows."""
+    kind = attention_kind(config, 0)
+    sinks = torch.zeros(config.num_heads) if config.attention_sinks else None
+    return replace(kind, window=None, sinks=sinks)
+
+
+def _makes_expert_gradients(model: GPT) -> bool:
+    """Return whether new gradients of all experts exist before they are accumulated."""
+    for layer in model.mixtures().values():
+        first, *others = layer.experts.weights("down")
+        kind = choose_backend(
+            first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
+        )
+        return kind.backend == "grouped_mm"
+    return False
