@@ -36,8 +36,8 @@ def kept_by(model: GPT) -> KeptActivations:
     repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
     found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
     # Parts of the keys keep no scores: their backward passes compute them again.
-    mesh, kind = model.mesh, attention_kind(config, 0)
-    in_parts = mesh.cp.size > 1 and transport_of(kind, mesh, model.context) != "all_to_all"
+    transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
+    in_parts = model.mesh.cp.size > 1 and transport != "all_to_all"
     found = replace(found, stores_scores=choice.core == "operators" and not in_parts)
     return replace(found, expert_gradients=int(_makes_expert_gradients(model)))
 
