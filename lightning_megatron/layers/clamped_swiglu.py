@@ -30,25 +30,27 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = _bounded(gate_up)
-        return (gate * GATE_FACTOR).sigmoid_().mul_(gate).mul_(up.add_(1))
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=FEATURE_LIMIT)
+        result = (gate * GATE_FACTOR).sigmoid_().mul_(gate)
+        del gate
+        return result.mul_(up.clamp(-FEATURE_LIMIT, FEATURE_LIMIT).add_(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         first, second = gate_up.chunk(2, dim=-1)
-        gate, up = _bounded(gate_up)
-        sigmoid = (gate * GATE_FACTOR).sigmoid_()
-        glu = gate * sigmoid
+        # Both halves hold what is computed on the way, too.
+        result = torch.empty_like(gate_up)
+        of_gate, of_up = result.chunk(2, dim=-1)
+        torch.clamp(first, max=FEATURE_LIMIT, out=of_gate)
+        sigmoid = (of_gate * GATE_FACTOR).sigmoid_()
+        glu = of_gate * sigmoid
         # d glu / d gate = sigmoid * (1 + factor * gate * (1 - sigmoid))
-        slope = gate.sub_(glu).mul_(GATE_FACTOR).add_(1).mul_(sigmoid)
-        of_gate = slope.mul_(up.add_(1)).mul_(grads[0])
-        of_gate.masked_fill_(first > FEATURE_LIMIT, 0)
-        of_up = glu.mul_(grads[0]).masked_fill_(second.abs() > FEATURE_LIMIT, 0)
-        return torch.cat((of_gate, of_up), dim=-1)
-
-
-def _bounded(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate.clamp(max=FEATURE_LIMIT), up.clamp(-FEATURE_LIMIT, FEATURE_LIMIT)
+        of_gate.sub_(glu).mul_(GATE_FACTOR).add_(1).mul_(sigmoid)
+        del sigmoid
+        torch.clamp(second, -FEATURE_LIMIT, FEATURE_LIMIT, out=of_up)
+        of_gate.mul_(of_up.add_(1)).mul_(grads[0]).masked_fill_(first > FEATURE_LIMIT, 0)
+        torch.mul(glu, grads[0], out=of_up).masked_fill_(second.abs() > FEATURE_LIMIT, 0)
+        return result

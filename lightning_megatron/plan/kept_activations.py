@@ -80,7 +80,7 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         # One operator keeps gate and up, and makes everything else again.
         is_one = model.activation == "clamped_swiglu"
         ffn_copies = 3 if is_one else 4
-        ffn_backward = 6 if is_one else 2
+        ffn_backward = 4 if is_one else 2
     elif model.activation == "relu":
         ffn_copies = 1
     return KeptActivations(

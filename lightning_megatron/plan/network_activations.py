@@ -179,8 +179,8 @@ def mixture_costs(
         # Second matrix product.
         vectors + max(again, features + matrix),
         scaling,
-        # Activation as one kernel.
-        (firsts + 1) * features,
+        # Activation as one kernel, or as operators.
+        max(firsts + 1, table.ffn_backward if table.expert_copies else 0) * features,
     )
     # First matrix product after all inner features have been freed; then the sum over every
     # token's selections.

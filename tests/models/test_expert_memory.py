@@ -158,6 +158,7 @@ def check_parameters(model: GPT, config: GPTConfig, layout: ParallelLayout) -> N
         ("all layers", torch.bfloat16),
         ("shared", torch.bfloat16),
         ("gelu", torch.float32),
+        ("biases", torch.float32),
     ],
 )
 def test_the_peak_of_a_step_is_what_the_estimate_says(
