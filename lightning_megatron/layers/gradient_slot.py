@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.gradient_product import GradientProduct, MatrixProduct
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Float, Int
@@ -120,16 +120,22 @@ class GradientSlot:
     ) -> None:
         """Add the weight gradient of a linear layer, ``left^T @ right``.
 
-        Equal to ``add(left.t() @ right)``. For half types on a GPU, one matrix product accumulates
-        in the float32 memory of the slot, without rounding to the half type and without a temporary
-        tensor.
+        Equal to ``add(left.t() @ right)``, in one matrix product where possible.
+        """
+        self.add_computed(MatrixProduct(left, right))
+
+    @torch.no_grad()
+    def add_computed(self, product: GradientProduct) -> None:
+        """Add a weight gradient that is computed only if the slot accepts it.
+
+        Equal to ``add(product.value())``.
         """
         if not self._accepts():
             return
-        if _add_product(self.gradient, left, right, is_empty=self.is_empty, scale=self.scale):
+        if product.add_to(self.gradient, is_empty=self.is_empty, scale=self.scale):
             self._added()
         else:
-            self.add(left.t() @ right)
+            self.add(product.value())
 
     @torch.no_grad()
     def add_rows(self, index: Int[Tensor, "rows"], rows: Float[Tensor, "rows hidden"]) -> None:
@@ -304,16 +310,20 @@ class StackedSlot:
         self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
     ) -> None:
         """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does."""
+        self.add_computed(MatrixProduct(left, right))
+
+    def add_computed(self, product: GradientProduct) -> None:
+        """Add a weight gradient, as :meth:`GradientSlot.add_computed` does."""
         first = self.slots[0]
         states = [slot.is_empty for slot in self.slots]
         is_mixed = states.count(states[0]) != len(states)
         if self._whole is None or is_mixed or not self._owner.accepts():
-            for slot, part in zip(self.slots, left.split(self._rows, dim=1), strict=True):
-                slot.add_product(part, right)
+            for slot, part in zip(self.slots, product.split(self._rows), strict=True):
+                slot.add_computed(part)
             return
         with torch.no_grad():
-            if not _add_product(self._whole, left, right, is_empty=states[0], scale=first.scale):
-                self.add(left.t() @ right)
+            if not product.add_to(self._whole, is_empty=states[0], scale=first.scale):
+                self.add(product.value())
                 return
         for slot in self.slots:
             slot.is_empty = False
@@ -330,26 +340,6 @@ class StackedSlot:
             end += one.nbytes
         shape = (sum(self._rows), *first.gradient.shape[1:])
         return first.gradient.as_strided(shape, first.gradient.stride())
-
-
-def _add_product(
-    sums: Tensor,
-    left: Tensor,
-    right: Tensor,
-    *,
-    is_empty: bool,
-    scale: float,
-) -> bool:
-    """Add ``left^T @ right`` with one matrix product; return False if these dtypes have none."""
-    factors = {"beta": 0 if is_empty else 1, "alpha": scale}
-    is_half = left.dtype in HALF_TYPES and right.dtype == left.dtype
-    if sums.dtype == torch.float32 and left.is_cuda and is_half:
-        torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
-    elif sums.dtype == left.dtype == right.dtype:
-        torch.addmm(sums, left.t(), right, out=sums, **factors)
-    else:
-        return False
-    return True
 
 
 def slot_of(parameter: Tensor | None) -> Any:
