@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
     from lightning_megatron.plan.expert_clones import ExpertClones as ExpertClones
+    from lightning_megatron.plan.fp8 import FP8 as FP8
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
     from lightning_megatron.plan.recomputation import Recomputation as Recomputation
     from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
@@ -56,6 +57,7 @@ _HOMES = {
     "CudaGraphs": "plan.cuda_graphs",
     "ExpertClones": "plan.expert_clones",
     "ExpertLoad": "strategy.callbacks.expert_load",
+    "FP8": "plan.fp8",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
     "HuggingFaceCausalLM": "models.hugging_face_lm",

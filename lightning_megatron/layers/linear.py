@@ -9,6 +9,8 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
@@ -81,6 +83,8 @@ class ColumnParallelLinear(nn.Module):
         self.biases: ParameterStack | None = None
         #: Low-rank updates of this rank's outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
+        #: How the layer computes in 8 bits; None means in the precision of its input.
+        self.scaling: Scaling | None = None
 
     def split(self, rows: Sequence[int]) -> None:
         """Split the fused weight and bias into one parameter for each of the fused layers.
@@ -111,7 +115,11 @@ class ColumnParallelLinear(nn.Module):
         """
         weight = self.weight if self.weights is None else self.weights.joined()
         bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
-        output = column_linear(hidden, weight, bias if add_bias else None, self.mesh)
+        bias = bias if add_bias else None
+        if self.scaling is None:
+            output = column_linear(hidden, weight, bias, self.mesh)
+        else:
+            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
@@ -178,6 +186,8 @@ class RowParallelLinear(nn.Module):
             self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=is_partial)
         #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
+        #: How the layer computes in 8 bits; None means in the precision of its input.
+        self.scaling: Scaling | None = None
 
     def forward(
         self, hidden: Float[Tensor, "seq *batch in_local"], add_bias: bool = True
@@ -191,7 +201,11 @@ class RowParallelLinear(nn.Module):
         """
         if self.split_input:
             hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
-        output = row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
+        bias = self.bias if add_bias else None
+        if self.scaling is None:
+            output = row_linear(hidden, self.weight, bias, self.mesh)
+        else:
+            output = fp8_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     @override

@@ -118,7 +118,7 @@ class _ColumnLinear(torch.autograd.Function):
         if not mesh.tp.overlaps_matmul:
             return F.linear(all_gather_sequence(hidden, mesh.tp), weight, bias)
         _, output = all_gather_matmul(hidden, weight.t(), mesh.tp, keep=False)
-        return _add_bias(output, bias)
+        return add_bias(output, bias)
 
     @staticmethod
     @once_differentiable
@@ -130,13 +130,13 @@ class _ColumnLinear(torch.autograd.Function):
         leaving = Pending()
         grad_hidden = None
         grad_weight = None
-        queue = _open_queue(ctx)
+        queue = open_queue(ctx)
         if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel and queue is None:
-            full, arriving = _start_gathering(hidden, ctx.mesh)
+            full, arriving = start_gathering(hidden, ctx.mesh)
         if ctx.needs_input_grad[0]:
             grad_hidden, leaving = start_summing(_input_gradient(grad, weight), ctx.mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
-        grad_bias = _bias_gradient(ctx, grad)
+        grad_bias = bias_gradient(ctx, grad)
         if queue is not None:
             gathers_over = ctx.mesh if ctx.mesh.sequence_parallel else None
             _leave_weight_gradient(queue, ctx.weight_slot, grad, hidden, gathers_over)
@@ -171,9 +171,9 @@ class _RowLinear(torch.autograd.Function):
         if mesh.tp.size == 1:
             return F.linear(hidden, weight, bias)
         if mesh.sequence_parallel:
-            return _add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
+            return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
         # No one else has a reference to the partial result, so the sum may overwrite it.
-        return _add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
+        return add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
 
     @staticmethod
     @once_differentiable
@@ -195,14 +195,14 @@ class _RowLinear(torch.autograd.Function):
             )
             full = grad if gathered is None else gathered
         elif ctx.mesh.sequence_parallel and (needs_hidden or needs_weight):
-            full, arriving = _start_gathering(grad, ctx.mesh)
-        grad_bias = _bias_gradient(ctx, grad)
+            full, arriving = start_gathering(grad, ctx.mesh)
+        grad_bias = bias_gradient(ctx, grad)
         arriving.wait()
         if needs_hidden:
             if grad_hidden is None:
                 grad_hidden = _input_gradient(full, weight)
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
-        queue = _open_queue(ctx)
+        queue = open_queue(ctx)
         if queue is not None:
             _leave_weight_gradient(queue, ctx.weight_slot, full, hidden, None)
         elif needs_weight:
@@ -232,13 +232,19 @@ def _keep(
     ctx.bias_slot = slot_of(bias)
 
 
-def _add_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(
+    output: Float[Tensor, "*tokens features"], bias: Float[Tensor, "features"] | None
+) -> Float[Tensor, "*tokens features"]:
+    """Return the sum of an output and a bias, in the memory of the output if types agree."""
     if bias is None:
         return output
     return output.add_(bias) if bias.dtype == output.dtype else output + bias
 
 
-def _start_gathering(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:
+def start_gathering(
+    x: Float[Tensor, "seq_local ..."], mesh: ParallelMesh
+) -> tuple[Float[Tensor, "seq ..."], Pending]:
+    """Start to join the positions of the tensor-parallel ranks."""
     x = x.contiguous()
     full = x.new_empty((mesh.tp.size * x.shape[0], *x.shape[1:]))
     return full, start_all_gather(full, x, mesh.tp)
@@ -254,25 +260,26 @@ def start_summing(
     return out, start_reduce_scatter(out, x, mesh.tp)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Float[Tensor, "*tokens features"]) -> Float[Tensor, "rows features"]:
+    """Return the tokens of an activation as rows of a matrix."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     # Under autocast the dtype of the product is narrower than that of its operands.
-    return torch.mm(_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
+    return torch.mm(as_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
 
 
 def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
-    rows = _rows(grad)
-    inputs = _rows(hidden).to(grad.dtype)
+    rows = as_rows(grad)
+    inputs = as_rows(hidden).to(grad.dtype)
     if ctx.weight_slot is not None:
         ctx.weight_slot.add_product(rows, inputs)
         return None
     return torch.mm(rows.t(), inputs).to(ctx.weight_dtype)
 
 
-def _open_queue(ctx: Any) -> WeightGradientQueue | None:
+def open_queue(ctx: Any) -> WeightGradientQueue | None:
     """Return the queue that the weight gradient is left to; None if it is computed at once."""
     slot = ctx.weight_slot
     return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
@@ -307,7 +314,7 @@ def _start_product(
 ) -> Add:
     arriving = Pending()
     if gathers_over is not None:
-        hidden, arriving = _start_gathering(hidden, gathers_over)
+        hidden, arriving = start_gathering(hidden, gathers_over)
     return partial(_finish_product, slot, grad, hidden, arriving)
 
 
@@ -315,13 +322,19 @@ def _finish_product(
     slot: GradientSlot | StackedSlot, grad: Tensor, hidden: Tensor, arriving: Pending
 ) -> None:
     arriving.wait()
-    slot.add_product(_rows(grad), _rows(hidden).to(grad.dtype))
+    slot.add_product(as_rows(grad), as_rows(hidden).to(grad.dtype))
 
 
-def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+def bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Return the gradient of the third argument, a bias; None if it is not needed or has a slot.
+
+    Args:
+        ctx: Context of a linear layer, with ``bias_slot`` and ``bias_dtype``.
+        grad: Gradient of the outputs.
+    """
     if not ctx.needs_input_grad[2]:
         return None
     if ctx.bias_slot is not None:
-        ctx.bias_slot.add(_rows(grad).sum(0, dtype=ctx.bias_slot.dtype))
+        ctx.bias_slot.add(as_rows(grad).sum(0, dtype=ctx.bias_slot.dtype))
         return None
-    return _rows(grad).sum(0).to(ctx.bias_dtype)
+    return as_rows(grad).sum(0).to(ctx.bias_dtype)

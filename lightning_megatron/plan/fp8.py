@@ -109,3 +109,20 @@ class FP8:
                 + ("another recipe, " if self.multiple > 16 else "")
                 + "a smaller tp, or fp8=None."
             )
+
+
+def check_fp8_products(settings: FP8 | None, overlap_tensor_parallel: bool) -> None:
+    """Refuse products in 8 bits that are cut into pieces.
+
+    Args:
+        settings: Settings of the products; None without products in 8 bits.
+        overlap_tensor_parallel: Whether products overlap with the communication over tp.
+
+    Raises:
+        ParallelPlanError: If both are asked for.
+    """
+    if settings is not None and overlap_tensor_parallel:
+        raise ParallelPlanError(
+            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel, whose products "
+            "of pieces have 16 bits. Leave one of them out."
+        )

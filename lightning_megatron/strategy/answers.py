@@ -17,6 +17,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_documents
+from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
@@ -48,25 +49,27 @@ class TrainerAnswers(RankStrategy):
         """Return whether the Trainer runs ``fit``."""
         return self.user_module.trainer.state.fn == TrainerFn.FITTING
 
-    def check_graphs(
+    def check_device(
         self, module: LightningModule | None = None, trainer: Trainer | None = None
     ) -> None:
-        """Check before any process exists that the run can capture CUDA graphs, if it is to.
+        """Check before any process exists that the device has the graphs and products asked for.
 
         Args:
             module: Module that will run; None before it is known.
             trainer: Trainer of the run; None before it is known.
 
         Raises:
-            UnsupportedError: If it cannot.
+            ParallelPlanError: If it has no products in 8 bits.
+            UnsupportedError: If the run cannot capture CUDA graphs.
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
         precision = str(self.precision_plugin.precision)
+        check_fp8(self.options.products, self.root_device, precision)
         check_graphs(self.options, device_type, precision, module, trainer)
 
     @override
     def _configure_launcher(self) -> None:
-        self.check_graphs()
+        self.check_device()
         super()._configure_launcher()
 
     @override

@@ -16,6 +16,7 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.fp8 import FP8, FP8Recipe
 from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import ScheduleOption
@@ -109,6 +110,7 @@ class MegatronStrategy(TrainerAnswers):
         replica_check_interval: int = 200,
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
+        fp8: FP8Recipe | FP8 | None = None,
         cuda_graphs: GraphMode | CudaGraphs | None = None,
     ) -> None:
         super().__init__(StrategyOptions.among(locals()))
@@ -147,7 +149,7 @@ class MegatronStrategy(TrainerAnswers):
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Check the keyword arguments of fit, validate, test or predict before any launch."""
         check_sizes(self.user_module, self.options, self.layout, arguments)
-        self.check_graphs(self.user_module, arguments["trainer"])
+        self.check_device(self.user_module, arguments["trainer"])
         check_hosts(self.options, self.layout, self.num_processes)
         # Lightning does not pass weights_only to strategies that load after setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
@@ -249,8 +251,8 @@ class MegatronStrategy(TrainerAnswers):
         full = checkpoint["state_dict"]
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
-        full = to_own_names(self.user_module, full)
-        load_full_weights(full, self.user_module, self.run.state.main, self.mesh, strict)
+        own = to_own_names(self.user_module, full)
+        load_full_weights(own, self.user_module, self.run.state.main, self.mesh, strict)
 
     @property
     @override
@@ -266,10 +268,9 @@ class MegatronStrategy(TrainerAnswers):
         self._make_groups(checkpoint)
         schedulers = [one.scheduler for one in self.lr_scheduler_configs]
         check_training_states(checkpoint, self.optimizers, schedulers)
-        main = self.run.state.main
-        full = checkpoint["state_dict"]
+        rest = checkpoint["state_dict"], self.user_module, self.run.state.main, self.mesh
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer(optimizer, saved, full, self.user_module, main, self.mesh)
+            load_full_optimizer(optimizer, saved, *rest)
 
     # ---- training
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.position_wise import check_declared
+from lightning_megatron.models.fp8_layers import set_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
+from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
+from lightning_megatron.strategy.checks.fp8_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.notes import notes_on
@@ -65,6 +69,7 @@ def shard_module(
         check_declared(model)
     _set_recompute(models, module, options.recompute)
     _set_loss_chunk(models, module, options.loss_chunk)
+    _set_fp8(models, module, options.products, mesh.device)
     for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
@@ -98,6 +103,29 @@ def _set_loss_chunk(
         )
     for model in decoders:
         model.loss_chunk = loss_chunk if loss_chunk is not None else model.loss_chunk
+
+
+def _set_fp8(
+    models: Sequence[LayeredModule],
+    module: LightningModule,
+    settings: FP8 | None,
+    device: torch.device,
+) -> None:
+    if settings is None:
+        return
+    if not models:
+        raise UnsupportedError(
+            f"fp8 ({settings.recipe}) needs a model of this package: {type(module).__name__} has "
+            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT or a "
+            "Hugging Face model of a supported family, or fp8=None."
+        )
+    emulate = emulates(settings, device)
+    for model in models:
+        names = set_fp8(model, settings, emulate)
+        rank_zero_info(
+            f"fp8: {len(names)} linear layers of {type(model).__name__} on this rank compute in 8 "
+            f"bits, {settings.recipe}" + (", emulated." if emulate else ".")
+        )
 
 
 def start_mixtures(

@@ -15,8 +15,14 @@ from lightning_megatron.kernels.triton.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_statistics,
 )
+from lightning_megatron.kernels.triton.eight_bits import (
+    cast_by_blocks,
+    cast_by_lines,
+    cast_by_one_scale,
+)
 from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, sort_selections
 from lightning_megatron.kernels.triton.gelu import apply_gelu
+from lightning_megatron.kernels.triton.magnitudes import line_magnitudes, magnitude_parts
 from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.triton.norm import add_norm
 from lightning_megatron.kernels.triton.normed_rotary import norm_and_rotate_qkv
@@ -50,9 +56,14 @@ __all__ = [
     "add_clone_gradients",
     "assign_clones",
     "attach_losses",
+    "cast_by_blocks",
+    "cast_by_lines",
+    "cast_by_one_scale",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",
+    "line_magnitudes",
+    "magnitude_parts",
     "norm_and_rotate_qkv",
     "rotate_qkv",
     "apply_swiglu",

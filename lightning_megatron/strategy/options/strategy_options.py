@@ -16,6 +16,7 @@ from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.fp8 import FP8, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -187,6 +188,8 @@ class StrategyOptions:
             memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each
             moment, with unbiased stochastic rounding that depends on the step and the element's
             position only. Runs repeat exactly under one layout, but not across layouts.
+        fp8: Matrix products of linear layers in 8 bits, next to bf16-mixed or bf16-true:
+            tensorwise, rowwise or blockwise. A mapping, or an FP8, sets more than the recipe.
         cuda_graphs: Capture of training steps as CUDA graphs, which run without the host: segments
             (the static parts of every chunk of layers, under any schedule) or full (all
             microbatches of a step with their communication). A mapping, or a CudaGraphs, sets more
@@ -233,15 +236,17 @@ class StrategyOptions:
     replica_check_interval: Index
     async_save: bool
     moments_dtype: Literal["float32", "bfloat16"]
+    fp8: FP8Recipe | FP8 | None
     cuda_graphs: GraphMode | CudaGraphs | None
 
     def __post_init__(self) -> None:
         # ParallelLayout checks one model replica here; the world size is checked when it is known.
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
+        object.__setattr__(self, "fp8", FP8.of(self.fp8))
         coerce_fields(self)
         check_expert_rows(self.expert_rows, self.ep, self.expert_transport)
         check_expert_clones(self.clones, self.ep, self.expert_transport)
-        etp = self.tp if self.etp is None else self.etp
+        etp = self.etp or self.tp
         check_schedule_name(self.schedule)
         if self.own_order is not None:
             check_own_order(self.own_order, self.microbatch_group_size)
@@ -252,8 +257,8 @@ class StrategyOptions:
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
-                "sequence_parallel (True) needs tp above 1, because it divides the sequence among "
-                "the tensor-parallel ranks. Use tp of 2 or more, or leave sequence_parallel out."
+                "sequence_parallel (True) needs tp above 1, because the ranks of tp divide the "
+                "sequence. Use tp of 2 or more, or leave sequence_parallel out."
             )
         if self.overlap_tensor_parallel and not self.shards_sequence:
             raise ParallelPlanError(
@@ -262,6 +267,7 @@ class StrategyOptions:
                 "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
                 "or leave overlap_tensor_parallel out."
             )
+        check_fp8_products(self.products, self.overlap_tensor_parallel)
         check_transport_option(self.cp_transport, self.cp)
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
@@ -297,6 +303,11 @@ class StrategyOptions:
         return CudaGraphs.of(self.cuda_graphs)
 
     @property
+    def products(self) -> FP8 | None:
+        """Return the settings of products in 8 bits; None without any."""
+        return FP8.of(self.fp8)
+
+    @property
     def clones(self) -> ExpertClones | None:
         """Return the places for clones of experts; None without any."""
         found = self.expert_clones
@@ -324,6 +335,7 @@ class StrategyOptions:
             self.overlap_tensor_parallel,
             self.recompute is not None,
             self.loss_chunk is not None,
+            self.fp8 is not None,
         )
         return any(asked)
 
@@ -342,11 +354,7 @@ class StrategyOptions:
 
     @cached_property
     def own_order(self) -> OwnOrder | None:
-        """Return the order of the user's file or function; None for a named schedule and "auto".
-
-        Raises:
-            ParallelPlanError: If the file is no legal schedule of these sizes.
-        """
+        """Return the order of the user's file or function; None for a named schedule and "auto"."""
         if callable(self.schedule):
             return order_from_function(self.schedule, self.pp, self.vpp)
         if self.schedule is None or self.schedule in (*SCHEDULE_NAMES, "auto"):

@@ -1,0 +1,362 @@
+"""Linear layers in 8 bits at the border of tensor-parallel regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.groups.collectives import (
+    Border,
+    all_gather_sequence,
+    all_reduce_,
+    reduce_scatter_sequence,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending
+from lightning_megatron.layers.fp8.operand import Operand, ScaledProduct, needed, product
+from lightning_megatron.layers.fp8.scaling import Axes, Operands, Scaling, transposed
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, slot_of
+from lightning_megatron.layers.regions import (
+    add_bias,
+    as_rows,
+    bias_gradient,
+    open_queue,
+    start_gathering,
+    start_summing,
+)
+from lightning_megatron.layers.weight_gradient_queue import Add
+from lightning_megatron.shapes import Float
+
+#: Waits for the inputs of a layer, and returns the operand of their columns.
+_Inputs = Callable[[], Operand]
+
+
+def fp8_column_linear(
+    hidden: Float[Tensor, "seq_local *batch in_features"],
+    weight: Float[Tensor, "out_local in_features"],
+    bias: Float[Tensor, "out_local"] | None,
+    mesh: ParallelMesh,
+    scaling: Scaling,
+) -> Float[Tensor, "seq *batch out_local"]:
+    """Enter a tensor-parallel region and multiply by this rank's rows of a weight, in 8 bits.
+
+    Equal to :func:`~lightning_megatron.layers.regions.column_linear` of rounded factors. The
+    rounded input is kept, in 8 bits; under sequence parallelism this rank's positions of it. With
+    scales of rows, columns or blocks, sequence parallelism keeps the input itself.
+
+    Communication: as ``column_linear``, and an all-reduce of magnitudes for each tensor that ranks
+        share. With one scale the all-gathers of sequence parallelism carry 8 bits.
+    """
+    output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling)
+    return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
+
+
+def fp8_row_linear(
+    hidden: Float[Tensor, "seq *batch in_local"],
+    weight: Float[Tensor, "out_features in_local"],
+    bias: Float[Tensor, "out_features"] | None,
+    mesh: ParallelMesh,
+    scaling: Scaling,
+) -> Float[Tensor, "seq_local *batch out_features"]:
+    """Multiply by this rank's columns of a weight in 8 bits, and leave the tensor-parallel region.
+
+    Equal to :func:`~lightning_megatron.layers.regions.row_linear` of rounded factors. The rounded
+    input is kept, in 8 bits.
+
+    Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
+        share. With one scale the all-gather of sequence parallelism carries 8 bits.
+    """
+    return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling)
+
+
+class _FP8ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Return the border of the tensor-parallel region: the input gradient is summed."""
+        if ctx.mesh.tp.size == 1:
+            return None
+        return Border((ctx.mesh.sequence_parallel, True, True), takes_parts=True)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: ParallelMesh,
+        scaling: Scaling,
+    ) -> Tensor:
+        _keep(ctx, hidden, weight, bias, mesh, scaling)
+        keeps_input = ctx.needs_input_grad[1]
+        kept: tuple[Tensor | None, Tensor | None] = (None, None)
+        if not mesh.sequence_parallel:
+            inputs = scaling.cast_input(
+                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,)
+            )
+            rows = inputs.rows
+            if inputs.columns is not None:
+                kept = inputs.columns.values, inputs.columns.scale
+        elif scaling.has_one_scale:
+            axes = mesh.cp, mesh.tp
+            cast = scaling.cast_input(as_rows(hidden), rows=True, columns=False, row_axes=axes)
+            local = needed(cast.rows)
+            rows = Operand(_gathered(local.values, mesh), local.scale)
+            kept = local.values, local.scale
+        else:
+            full = as_rows(all_gather_sequence(hidden, mesh.tp))
+            rows = scaling.cast_input(full, rows=True, columns=False, row_axes=(mesh.cp,)).rows
+            kept = hidden, None
+        matrix = scaling.cast_weight(weight, rows=True, columns=False, row_axes=(mesh.tp,))
+        _save(ctx, kept if keeps_input else (None, None), weight, matrix)
+        return add_bias(_forward_product(ctx, rows, matrix, hidden), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, scale, weight, magnitude = ctx.saved_tensors
+        mesh = ctx.mesh
+        grad = as_rows(grads[0])
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        start: Callable[[], _Inputs] = partial(_start_inputs, kept, scale, mesh, ctx.scaling)
+        if needs_weight and open_queue(ctx) is None:
+            # The inputs arrive while the gradient of the inputs is computed.
+            inputs = start()
+            start = partial(_ready, inputs)
+        cast = ctx.scaling.cast_gradient(
+            grad,
+            rows=needs_hidden,
+            columns=needs_weight,
+            row_axes=(mesh.cp,),
+            column_axes=(mesh.tp,),
+        )
+        grad_hidden = None
+        leaving = Pending()
+        if needs_hidden:
+            part = _input_gradient(ctx, cast, weight, magnitude, (mesh.tp,), ())
+            part = part.view(-1, *ctx.hidden_shape[1:])
+            grad_hidden, leaving = start_summing(part, mesh)
+        # The bias and weight gradients overlap with the sum of the input gradient.
+        grad_bias = bias_gradient(ctx, grad)
+        grad_weight = _give_weight_gradient(ctx, cast.columns, start) if needs_weight else None
+        leaving.wait()
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+class _FP8RowLinear(torch.autograd.Function):
+    @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Return the border of the tensor-parallel region: the output is summed before the bias."""
+        shares = ctx.mesh.sequence_parallel
+        return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: ParallelMesh,
+        scaling: Scaling,
+    ) -> Tensor:
+        _keep(ctx, hidden, weight, bias, mesh, scaling)
+        keeps_input = ctx.needs_input_grad[1]
+        inputs = scaling.cast_input(
+            as_rows(hidden),
+            rows=True,
+            columns=keeps_input,
+            row_axes=(mesh.cp,),
+            column_axes=(mesh.tp,),
+        )
+        matrix = scaling.cast_weight(weight, rows=True, columns=False, column_axes=(mesh.tp,))
+        columns = inputs.columns
+        kept = (None, None) if columns is None else (columns.values, columns.scale)
+        _save(ctx, kept, weight, matrix)
+        part = _forward_product(ctx, inputs.rows, matrix, hidden)
+        part = part.view(*hidden.shape[:-1], weight.shape[0])
+        if mesh.sequence_parallel:
+            return add_bias(reduce_scatter_sequence(part, mesh.tp), bias)
+        return add_bias(all_reduce_(part, mesh.tp), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, scale, weight, magnitude = ctx.saved_tensors
+        mesh = ctx.mesh
+        grad = grads[0]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_bias = bias_gradient(ctx, grad)
+        cast = _gathered_gradient(ctx, grad, needs_hidden, needs_weight)
+        grad_hidden = None
+        if needs_hidden:
+            found = _input_gradient(ctx, cast, weight, magnitude, (), (mesh.tp,))
+            grad_hidden = found.view(ctx.hidden_shape)
+        grad_weight = None
+        if needs_weight:
+            start = partial(_ready, partial(Operand, kept, scale))
+            grad_weight = _give_weight_gradient(ctx, cast.columns, start)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _keep(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mesh: ParallelMesh,
+    scaling: Scaling,
+) -> None:
+    ctx.mesh = mesh
+    ctx.scaling = scaling
+    ctx.hidden_shape = hidden.shape
+    ctx.hidden_dtype = hidden.dtype
+    ctx.weight_dtype = weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.weight_slot = slot_of(weight)
+    ctx.bias_slot = slot_of(bias)
+
+
+def _save(
+    ctx: Any, kept: tuple[Tensor | None, Tensor | None], weight: Tensor, matrix: Operands
+) -> None:
+    needs_hidden = ctx.needs_input_grad[0]
+    own = (weight, matrix.magnitude) if needs_hidden else (None, None)
+    ctx.save_for_backward(*kept, *own)
+
+
+def _forward_product(ctx: Any, rows: Operand | None, matrix: Operands, hidden: Tensor) -> Tensor:
+    kind = hidden.device.type
+    is_autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
+    return product(needed(rows), needed(matrix.rows), dtype, emulate=ctx.scaling.emulate, fast=True)
+
+
+def _input_gradient(
+    ctx: Any,
+    cast: Operands,
+    weight: Tensor,
+    magnitude: Tensor | None,
+    row_axes: Axes,
+    column_axes: Axes,
+) -> Tensor:
+    """Return the gradient of the inputs as rows, in the type of the inputs.
+
+    Args:
+        ctx: Context of the layer.
+        cast: Gradient of the outputs.
+        weight: The weight.
+        magnitude: Magnitudes that the forward pass found; None if there are none.
+        row_axes: Axes whose ranks hold other rows of the weight.
+        column_axes: Axes whose ranks hold other columns of the weight.
+    """
+    matrix = ctx.scaling.cast_weight(
+        weight,
+        rows=False,
+        columns=True,
+        row_axes=row_axes,
+        column_axes=column_axes,
+        magnitude=magnitude,
+    )
+    return product(
+        needed(cast.rows), needed(matrix.columns), ctx.hidden_dtype, emulate=ctx.scaling.emulate
+    )
+
+
+def _gathered_gradient(ctx: Any, grad: Tensor, needs_hidden: bool, needs_weight: bool) -> Operands:
+    """Return the gradient of a row layer's outputs at all positions."""
+    mesh = ctx.mesh
+    scaling = ctx.scaling
+    if mesh.sequence_parallel and scaling.has_one_scale:
+        rows = as_rows(grad)
+        axes = mesh.cp, mesh.tp
+        local = needed(scaling.cast_gradient(rows, rows=True, columns=False, row_axes=axes).rows)
+        full = Operand(_gathered(local.values, mesh), local.scale)
+        multiple = scaling.settings.multiple
+        return Operands(full, transposed(full, multiple) if needs_weight else None)
+    if mesh.sequence_parallel:
+        grad = all_gather_sequence(grad, mesh.tp)
+    return scaling.cast_gradient(
+        as_rows(grad), rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
+    )
+
+
+def _gathered(values: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return the rows of all tensor-parallel ranks of a matrix of 8 bits."""
+    full, arriving = start_gathering(values.view(torch.uint8), mesh)
+    arriving.wait()
+    return full.view(values.dtype)
+
+
+def _start_inputs(
+    kept: Tensor, scale: Tensor | None, mesh: ParallelMesh, scaling: Scaling
+) -> _Inputs:
+    """Start to gather the inputs of a column layer, if ranks kept parts of them.
+
+    Args:
+        kept: What the forward pass kept.
+        scale: Its scales; None if it is not in 8 bits.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+    """
+    if scale is None:
+        full, arriving = start_gathering(kept, mesh)
+
+        def cast_all() -> Operand:
+            arriving.wait()
+            inputs = scaling.cast_input(
+                as_rows(full), rows=False, columns=True, row_axes=(mesh.cp,)
+            )
+            return needed(inputs.columns)
+
+        return cast_all
+    if not mesh.sequence_parallel:
+        return partial(Operand, kept, scale)
+    full, arriving = start_gathering(kept.view(torch.uint8), mesh)
+
+    def transpose_all() -> Operand:
+        arriving.wait()
+        return transposed(Operand(full.view(kept.dtype), scale), scaling.settings.multiple)
+
+    return transpose_all
+
+
+def _ready(inputs: _Inputs) -> _Inputs:
+    return inputs
+
+
+def _start_product(
+    slot: GradientSlot | StackedSlot,
+    gradient: Operand,
+    start: Callable[[], _Inputs],
+    multiply: Callable[[Operand, Operand], ScaledProduct],
+) -> Add:
+    """Start what the weight half of a backward pass does, and return how it ends."""
+    inputs = start()
+    return lambda: slot.add_computed(multiply(gradient, inputs()))
+
+
+def _weight_product(
+    emulate: bool, dtype: torch.dtype, gradient: Operand, inputs: Operand
+) -> ScaledProduct:
+    return ScaledProduct(gradient, inputs, emulate, dtype)
+
+
+def _give_weight_gradient(
+    ctx: Any, gradient: Operand | None, start: Callable[[], _Inputs]
+) -> Tensor | None:
+    """Add the weight gradient to its slot, leave it to the weight half, or return it."""
+    multiply = partial(_weight_product, ctx.scaling.emulate, ctx.weight_dtype)
+    queue = open_queue(ctx)
+    slot = ctx.weight_slot
+    if queue is not None:
+        queue.put(partial(_start_product, slot, needed(gradient), start, multiply), slot.slots)
+        return None
+    found = multiply(needed(gradient), start()())
+    if slot is None:
+        return found.value()
+    slot.add_computed(found)
+    return None

@@ -1,0 +1,159 @@
+"""Factors of matrix products in 8 bits, and the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.plan.fp8 import BLOCK
+from lightning_megatron.shapes import Float
+
+#: Oldest compute capability with products in 8 bits.
+_CAPABILITY = (8, 9)
+#: Oldest one with products whose scales belong to blocks.
+_BLOCK_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Factor of a matrix product in 8 bits, whose rows are summed up by the product.
+
+    Equal to the matrix ``values * scale``, where a scale belongs to all numbers, to a row, to 128
+    neighbours of a row or to a block of 128 x 128.
+
+    Shapes: values ``(rows, summed)``; scale ``(1,)``, ``(rows, 1)``, ``(rows, summed/128)`` or
+        ``(rows/128, summed/128)``, rounded up.
+
+    Args:
+        values: Numbers of 8 bits.
+        scale: Scales in float32.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def numbers(self, dtype: torch.dtype) -> Float[Tensor, "rows summed"]:
+        """Return the matrix in another type."""
+        rows, summed = self.values.shape
+        scale = self.scale.to(dtype)
+        if scale.dim() == 2 and len(scale) != rows:
+            scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+        if scale.dim() == 2 and scale.shape[1] > 1:
+            scale = scale.repeat_interleave(BLOCK, 1)[:, :summed]
+        return self.values.to(dtype) * scale
+
+    def times(self, factor: float) -> Operand:
+        """Return the operand multiplied by a number."""
+        return self if factor == 1 else Operand(self.values, self.scale * factor)
+
+    def split(self, rows: Sequence[int]) -> list[Operand]:
+        """Return the operands of consecutive rows.
+
+        Args:
+            rows: Number of rows of each (rows).
+        """
+        values = self.values.split(list(rows))
+        if self.scale.numel() == 1:
+            return [Operand(part, self.scale) for part in values]
+        # The product reads scales of blocks by columns.
+        scales = [part.t().contiguous().t() for part in self.scale.split(list(rows))]
+        return [Operand(part, scale) for part, scale in zip(values, scales, strict=True)]
+
+
+def needed(operand: Operand | None) -> Operand:
+    """Return an operand that a cast was asked for."""
+    assert operand is not None, "the cast was not asked for this operand"
+    return operand
+
+
+def has_products(device: torch.device, is_blockwise: bool) -> bool:
+    """Return whether a device has matrix products in 8 bits.
+
+    Args:
+        device: The device.
+        is_blockwise: Whether scales belong to blocks.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    # Newer chips have other products with blocks, whose scales are powers of two.
+    if is_blockwise:
+        return capability == _BLOCK_CAPABILITY
+    return capability >= _CAPABILITY
+
+
+def product(
+    left: Operand,
+    right: Operand,
+    dtype: torch.dtype,
+    *,
+    emulate: bool,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Float[Tensor, "rows columns"]:
+    """Return ``left @ right^T``.
+
+    Shapes: left ``(rows, summed)``, right ``(columns, summed)``.
+
+    Args:
+        left: Left factor.
+        right: Right factor.
+        dtype: Type of the result.
+        emulate: Whether the factors are multiplied in float32, or in float64 for such a result.
+        fast: Whether the chip may sum up with fewer bits, as it does at full speed.
+        out: Memory of the result, of this type; only without ``emulate``.
+    """
+    if emulate:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (left.numbers(wide) @ right.numbers(wide).t()).to(dtype)
+    options = {} if out is None else {"out": out}
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        left.scale,
+        right.scale if right.scale.numel() == 1 else right.scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=fast,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class ScaledProduct:
+    """Weight gradient ``left @ right^T`` of two operands, for gradient slots.
+
+    Args:
+        left: Gradient of the outputs, with a row for each output.
+        right: Inputs, with a row for each input.
+        emulate: As for :func:`product`.
+        dtype: Type in which :meth:`value` returns the gradient.
+    """
+
+    left: Operand
+    right: Operand
+    emulate: bool
+    dtype: torch.dtype
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return product(self.left, self.right, self.dtype, emulate=self.emulate)
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum, whose type the product has; an empty sum is its memory."""
+        left = self.left.times(scale)
+        if is_empty and not self.emulate:
+            product(left, self.right, sums.dtype, emulate=False, out=sums)
+        else:
+            found = product(left, self.right, sums.dtype, emulate=self.emulate)
+            sums.copy_(found) if is_empty else sums.add_(found)
+        return True
+
+    def split(self, rows: Sequence[int]) -> list[ScaledProduct]:
+        """Return the products of consecutive rows of the weight."""
+        parts = self.left.split(rows)
+        return [ScaledProduct(part, self.right, self.emulate, self.dtype) for part in parts]

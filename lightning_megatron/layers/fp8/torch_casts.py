@@ -1,0 +1,135 @@
+"""Casts to 8 bits by operators of torch, with the names and results of the kernels for GPUs.
+
+``kernels.triton.magnitudes`` and ``kernels.triton.eight_bits`` describe the functions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.plan.fp8 import BLOCK
+from lightning_megatron.shapes import Float, Int
+
+#: Smaller magnitudes count as this one, whose inverse is a float32 number.
+_LEAST = 1e-30
+#: A matrix of 8 bits, and its scales.
+Cast = tuple[Tensor, Tensor]
+
+
+def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts"]:
+    """Return the bit pattern of the largest magnitude of a matrix."""
+    return _bits(_largest(matrix, (0, 1)).reshape(1))
+
+
+def line_magnitudes(
+    matrix: Float[Tensor, "rows columns"], *, of_rows: bool, of_columns: bool
+) -> tuple[Int[Tensor, "rows"] | None, Int[Tensor, "columns"] | None]:
+    """Return the bit patterns of the largest magnitude of each row and column."""
+    by_row = _bits(_largest(matrix, (1,))) if of_rows else None
+    by_column = _bits(_largest(matrix, (0,))) if of_columns else None
+    return by_row, by_column
+
+
+def cast_by_one_scale(
+    matrix: Float[Tensor, "rows columns"],
+    parts: Int[Tensor, "parts"],
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    multiple: int,
+) -> tuple[Cast | None, Cast | None]:
+    """Cast with one scale, that of the largest of some magnitudes."""
+    magnitude = _magnitudes(parts.amax().reshape(1))
+    values = _cast(matrix, magnitude, dtype)
+    scale = magnitude / torch.finfo(dtype).max
+    by_rows = (values, scale) if rows else None
+    by_columns = (padded_transpose(values, multiple), scale) if columns else None
+    return by_rows, by_columns
+
+
+def cast_by_lines(
+    matrix: Float[Tensor, "rows columns"],
+    row_magnitudes: Int[Tensor, "rows"] | None,
+    column_magnitudes: Int[Tensor, "columns"] | None,
+    dtype: torch.dtype,
+    *,
+    multiple: int,
+) -> tuple[Cast | None, Cast | None]:
+    """Cast with a scale for each row, and the transposed matrix with one for each of its rows."""
+    largest = torch.finfo(dtype).max
+    rows = columns = None
+    if row_magnitudes is not None:
+        magnitude = _magnitudes(row_magnitudes)[:, None]
+        rows = _cast(matrix, magnitude, dtype), magnitude / largest
+    if column_magnitudes is not None:
+        magnitude = _magnitudes(column_magnitudes)[:, None]
+        values = _cast(matrix, magnitude.t(), dtype)
+        columns = padded_transpose(values, multiple), magnitude / largest
+    return rows, columns
+
+
+def cast_by_blocks(
+    matrix: Float[Tensor, "rows columns"],
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    is_square: bool,
+) -> tuple[Cast | None, Cast | None]:
+    """Cast with one scale for each block of 128 numbers of a row, or of 128 x 128."""
+    flipped = None
+    if columns:
+        values, scale = _cast_blocks(matrix.t(), dtype, is_square)
+        flipped = padded_transpose(values.view(torch.uint8).t().view(dtype), BLOCK), scale
+    return _cast_blocks(matrix, dtype, is_square) if rows else None, flipped
+
+
+def padded_transpose(matrix: Tensor, multiple: int) -> Tensor:
+    """Return the transpose of a matrix of 8 bits, whose rows are padded with 0.
+
+    Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
+
+    Args:
+        matrix: The matrix.
+        multiple: Number that the length of its rows is a multiple of (elements).
+    """
+    bits = matrix.view(torch.uint8).t()
+    return F.pad(bits, (0, -len(matrix) % multiple)).contiguous().view(matrix.dtype)
+
+
+def _cast_blocks(matrix: Tensor, dtype: torch.dtype, is_square: bool) -> Cast:
+    rows, columns = matrix.shape
+    height = BLOCK if is_square else 1
+    padded = F.pad(matrix, (0, -columns % BLOCK, 0, -rows % height))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))
+    magnitude = _magnitudes(_bits(_largest(blocks, (1, 3), keepdim=True)))
+    values = _cast(blocks, magnitude, dtype).view(torch.uint8)
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous().view(dtype)
+    scale = magnitude[:, 0, :, 0] / torch.finfo(dtype).max
+    # Products read scales of single rows by columns.
+    return values, scale.contiguous() if is_square else scale.t().contiguous().t()
+
+
+def _largest(matrix: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
+    if not matrix.numel():
+        return matrix.sum(dims, keepdim)
+    return matrix.abs().amax(dims, keepdim)
+
+
+def _bits(magnitudes: Tensor) -> Tensor:
+    return magnitudes.float().view(torch.int32)
+
+
+def _magnitudes(bits: Tensor) -> Tensor:
+    magnitude = bits.view(torch.float32)
+    # A comparison with NaN is false, so that it stays.
+    return torch.where(magnitude < _LEAST, _LEAST, magnitude)
+
+
+def _cast(matrix: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    # An infinite number becomes NaN, because the inverse of its scale is 0.
+    wide = matrix if matrix.dtype == torch.float64 else matrix.float()
+    return (wide * (torch.finfo(dtype).max / magnitude)).to(dtype)

@@ -1,0 +1,62 @@
+"""Checks of products in 8 bits against a run, before any process group exists."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.fp8.operand import has_products
+from lightning_megatron.plan.fp8 import FP8
+
+#: Precisions beside which the GPUs' products in 8 bits run.
+_PRECISIONS = ("bf16-mixed", "bf16-true")
+
+
+def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> None:
+    """Refuse products in 8 bits that the device or the precision does not have.
+
+    Args:
+        settings: Settings of the run; None without such products.
+        device: Device of this process.
+        precision: Precision of the run.
+
+    Raises:
+        ParallelPlanError: If it does not.
+    """
+    if settings is None:
+        return
+    if precision.startswith("16"):
+        raise ParallelPlanError(
+            f"fp8 ({settings.recipe}) cannot be used with precision {precision}, whose loss scale "
+            "answers to infinite gradients that casts to 8 bits do not give. Use bf16-mixed or "
+            "bf16-true."
+        )
+    if not emulates(settings, device) and precision not in _PRECISIONS:
+        raise ParallelPlanError(
+            f"fp8 ({settings.recipe}) needs precision {' or '.join(_PRECISIONS)}: it is "
+            f"{precision}. Products in 8 bits give results of 16 bits. Change the precision, or "
+            "use fp8=None."
+        )
+
+
+def emulates(settings: FP8, device: torch.device) -> bool:
+    """Return whether products are computed in the precision of the device.
+
+    Args:
+        settings: Settings of the run.
+        device: Device of this process.
+
+    Raises:
+        ParallelPlanError: If the device has no products in 8 bits, and the settings do not ask for
+            others.
+    """
+    if has_products(device, settings.recipe == "blockwise"):
+        return False
+    if not settings.emulate:
+        raise ParallelPlanError(
+            f"fp8 ({settings.recipe}) needs a GPU with matrix products in 8 bits: {device} has "
+            "none. tensorwise and rowwise need compute capability 8.9 (Ada, Hopper) or newer, "
+            "blockwise needs 9.0 (Hopper). Use fp8.emulate to round to 8 bits and multiply in the "
+            "precision of the device, which is slow, or fp8=None."
+        )
+    return True
