@@ -27,7 +27,7 @@ from lightning_megatron.groups.pending import (
 )
 from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, slot_of
 from lightning_megatron.layers.weight_gradient_queue import Add, WeightGradientQueue
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Shaped
 
 
 def column_linear(
@@ -242,8 +242,8 @@ def add_bias(
 
 
 def start_gathering(
-    x: Float[Tensor, "seq_local ..."], mesh: ParallelMesh
-) -> tuple[Float[Tensor, "seq ..."], Pending]:
+    x: Shaped[Tensor, "seq_local ..."], mesh: ParallelMesh
+) -> tuple[Shaped[Tensor, "seq ..."], Pending]:
     """Start to join the positions of the tensor-parallel ranks."""
     x = x.contiguous()
     full = x.new_empty((mesh.tp.size * x.shape[0], *x.shape[1:]))

@@ -1,0 +1,157 @@
+"""On a GPU casts to 8 bits equal those of torch, and products and trainings those of emulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.fp8 import torch_casts
+from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.operand import ScaledProduct, needed, product
+from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.models.layered import single_mesh
+from lightning_megatron.plan.fp8 import FP8
+from tests.layers.test_fp8_products import RECIPES, draw
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(256, 512), (100, 256), (129, 128), (4096, 4096), (1, 128)]
+
+
+def matrix_of(sizes: tuple[int, int], seed: int = 0) -> Tensor:
+    return draw(*sizes, seed=seed, dtype=torch.bfloat16).cuda()
+
+
+def near(found: Tensor, expected: Tensor, step: float) -> None:
+    """Compare numbers of 8 bits: divisions of scales may differ by a rounding, and then a number by a step."""
+    wrong = found.float() != expected.float()
+    assert float(wrong.float().mean()) < 1e-3
+    torch.testing.assert_close(found.float(), expected.float(), rtol=step, atol=2.0**-9)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True)], ids=str)
+def test_kernels_cast_as_torch(sizes, recipe, form, asked):
+    matrix = matrix_of(sizes)
+    assert fused_kernels(matrix) is not None
+    ours = Scaling(FP8(recipe, format=form), emulate=False)
+    rows, columns = asked
+    found = ours.cast_gradient(matrix, rows=rows, columns=columns)
+    # Operators of torch serve float32.
+    expected = ours.cast_gradient(matrix.float(), rows=rows, columns=columns)
+    for one, other, is_asked in (
+        (found.rows, expected.rows, rows),
+        (found.columns, expected.columns, columns),
+    ):
+        if not is_asked:
+            assert one is None
+            continue
+        torch.testing.assert_close(needed(one).scale, needed(other).scale, rtol=1e-6, atol=0.0)
+        assert needed(one).scale.stride() == needed(other).scale.stride()
+        near(needed(one).values, needed(other).values, 0.25)
+
+
+def test_square_blocks_are_those_of_torch():
+    matrix = matrix_of((384, 256))
+    ours = Scaling(FP8("blockwise"), emulate=False)
+    found = ours.cast_weight(matrix, rows=True, columns=True)
+    expected = ours.cast_weight(matrix.float(), rows=True, columns=True)
+    for one, other in ((found.rows, expected.rows), (found.columns, expected.columns)):
+        torch.testing.assert_close(needed(one).scale, needed(other).scale, rtol=1e-6, atol=0.0)
+        near(needed(one).values, needed(other).values, 0.25)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_reach_the_product(recipe, value):
+    left = matrix_of((64, 256))
+    left[3, 5] = value
+    ours = Scaling(FP8(recipe), emulate=False)
+    rows = needed(ours.cast_input(left, rows=True, columns=False).rows)
+    right = needed(ours.cast_weight(matrix_of((128, 256), 1), rows=True, columns=False).rows)
+    found = product(rows, right, torch.bfloat16, emulate=False)
+    assert bool(found[3].isnan().all())
+    assert bool(found[4].isfinite().all()) == (recipe != "tensorwise")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("rows", [512, 100, 8, 1])
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form):
+    ours = Scaling(FP8(recipe, format=form), emulate=False)
+    hidden = matrix_of((rows, 512))
+    weight = matrix_of((256, 512), 1)
+    grad = matrix_of((rows, 256), 2)
+    inputs = ours.cast_input(hidden, rows=True, columns=True)
+    matrix = ours.cast_weight(weight, rows=True, columns=True)
+    gradient = ours.cast_gradient(grad, rows=True, columns=True)
+    pairs = {
+        "forward": (inputs.rows, matrix.rows, True),
+        "input gradient": (gradient.rows, matrix.columns, False),
+        "weight gradient": (gradient.columns, inputs.columns, False),
+    }
+    for name, (left, right, fast) in pairs.items():
+        one = needed(left)
+        other = needed(right)
+        dtype = torch.float32 if name == "weight gradient" else torch.bfloat16
+        found = product(one, other, dtype, emulate=False, fast=fast)
+        exact = one.numbers(torch.float64) @ other.numbers(torch.float64).t()
+        size = one.numbers(torch.float64).abs() @ other.numbers(torch.float64).abs().t()
+        # Sums of the tensor cores keep about 14 bits; bfloat16 has 8.
+        limit = size * 2.0**-11 + exact.abs() * (2.0**-8 if dtype == torch.bfloat16 else 0)
+        assert bool(((found.double() - exact).abs() <= limit + 1e-30).all()), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, dtype, scale):
+    ours = Scaling(FP8(recipe), emulate=False)
+    sums = torch.full((256, 512), 7.0, device="cuda", dtype=dtype)
+    slot = GradientSlot(sums, lambda: None, scale=scale)
+    expected = torch.zeros(256, 512, device="cuda", dtype=torch.float64)
+    for seed in range(2):
+        grad = ours.cast_gradient(matrix_of((128, 256), seed), rows=False, columns=True).columns
+        inputs = ours.cast_input(matrix_of((128, 512), seed + 5), rows=False, columns=True).columns
+        slot.add_computed(ScaledProduct(needed(grad), needed(inputs), False, dtype))
+        expected += scale * (
+            needed(grad).numbers(torch.float64) @ needed(inputs).numbers(torch.float64).t()
+        )
+    error = (sums.double() - expected).norm() / expected.norm()
+    assert float(error) < (1e-3 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", [fp8_column_linear, fp8_row_linear])
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_layers_equal_emulated_ones(recipe, layer, has_slot):
+    results = []
+    for emulate in (False, True):
+        hidden = matrix_of((96, 256)).view(48, 2, 256).requires_grad_()
+        weight = matrix_of((128, 256), 1).requires_grad_()
+        bias = matrix_of((1, 128), 2)[0].requires_grad_()
+        sums = torch.zeros(128, 256, device="cuda")
+        if has_slot:
+            set_slot(weight, GradientSlot(sums, lambda: None))
+        output = layer(hidden, weight, bias, single_mesh(0), Scaling(FP8(recipe), emulate))
+        output.backward(matrix_of((96, 128), 3).view(48, 2, 128))
+        grad = sums if has_slot else weight.grad
+        assert grad is not None and hidden.grad is not None and bias.grad is not None
+        results.append((output.detach(), hidden.grad, grad, bias.grad))
+    for found, expected in zip(*results, strict=True):
+        error = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) < 1e-2
+
+
+def test_torch_casts_serve_a_gpu_without_the_kernels():
+    matrix = matrix_of((64, 256)).float()
+    parts = torch_casts.magnitude_parts(matrix)
+    found, _ = torch_casts.cast_by_one_scale(
+        matrix, parts, torch.float8_e4m3fn, rows=True, columns=False, multiple=16
+    )
+    assert found is not None and found[0].is_cuda
