@@ -141,7 +141,9 @@ def test_layers_equal_emulated_ones(recipe, layer, has_slot):
         output = layer(hidden, weight, bias, single_mesh(0), Scaling(FP8(recipe), emulate))
         output.backward(matrix_of((96, 128), 3).view(48, 2, 128))
         grad = sums if has_slot else weight.grad
-        assert grad is not None and hidden.grad is not None and bias.grad is not None
+        assert grad is not None
+        assert hidden.grad is not None
+        assert bias.grad is not None
         results.append((output.detach(), hidden.grad, grad, bias.grad))
     for found, expected in zip(*results, strict=True):
         error = (found.double() - expected.double()).norm() / expected.double().norm()
@@ -154,4 +156,5 @@ def test_torch_casts_serve_a_gpu_without_the_kernels():
     found, _ = torch_casts.cast_by_one_scale(
         matrix, parts, torch.float8_e4m3fn, rows=True, columns=False, multiple=16
     )
-    assert found is not None and found[0].is_cuda
+    assert found is not None
+    assert found[0].is_cuda
