@@ -29,7 +29,7 @@ def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts
     """
     num_elements = matrix.numel()
     count = max(1, min(_MOST_PARTS, ceil_div(num_elements, _BLOCK)))
-    parts = torch.zeros(count, dtype=torch.int32, device=matrix.device)
+    parts = matrix.new_empty(count, dtype=torch.int32)
     with on_device_of(matrix):
         _magnitudes[(count,)](matrix, parts, num_elements, count, BLOCK=_BLOCK, num_warps=8)
     return parts

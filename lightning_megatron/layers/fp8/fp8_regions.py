@@ -232,7 +232,13 @@ def _forward_product(ctx: Any, rows: Operand | None, matrix: Operands, hidden: T
     kind = hidden.device.type
     is_autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
-    return product(needed(rows), needed(matrix.rows), dtype, emulate=ctx.scaling.emulate, fast=True)
+    return product(
+        needed(rows),
+        needed(matrix.rows),
+        dtype,
+        emulate=ctx.scaling.emulate,
+        fast=ctx.scaling.settings.recipe != "blockwise",
+    )
 
 
 def _input_gradient(
