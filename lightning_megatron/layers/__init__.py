@@ -39,6 +39,9 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).
+- ``columns``: columns of a matrix (columns).
+- ``padded``: rows of a matrix with padding, the columns of its transpose (rows).
+- ``summed``: elements of a row that a matrix product sums up (elements).
 - ``selections``: pairs of a token and an expert that is selected for it, ``tokens top_k``.
 - ``sequences``: sequences with routing sums of their own, 1 if all share them (sequences).
 - ``sums``: sums of a router's statistics, ``5 + experts``.

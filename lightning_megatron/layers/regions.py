@@ -325,7 +325,9 @@ def _finish_product(
     slot.add_product(as_rows(grad), as_rows(hidden).to(grad.dtype))
 
 
-def bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+def bias_gradient(
+    ctx: Any, grad: Float[Tensor, "*tokens features"]
+) -> Float[Tensor, "features"] | None:
     """Return the gradient of the third argument, a bias; None if it is not needed or has a slot.
 
     Args:

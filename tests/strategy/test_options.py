@@ -191,7 +191,12 @@ def test_every_argument_reaches_the_options() -> None:
         "moments_dtype": "bfloat16",
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }
-    assert set(defaults) - set(changed) == {"optimizer_slices", "expert_rows", "expert_clones"}
+    assert set(defaults) - set(changed) == {
+        "optimizer_slices",
+        "expert_rows",
+        "expert_clones",
+        "fp8",
+    }
     found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
     assert {name: found[name] for name in changed} == changed
 

@@ -178,11 +178,9 @@ def _padded(matrix: Tensor, multiple: int) -> int:
 def _new(
     matrix: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, multiple: int
 ) -> tuple[Tensor, Tensor]:
-    shapes = matrix.shape, (matrix.shape[1], _padded(matrix, multiple))
-    return (
-        matrix.new_empty(shapes[0] if rows else (0, 0), dtype=dtype),
-        matrix.new_empty(shapes[1] if columns else (0, 0), dtype=dtype),
-    )
+    shape = tuple(matrix.shape) if rows else (0, 0)
+    flipped = (matrix.shape[1], _padded(matrix, multiple)) if columns else (0, 0)
+    return matrix.new_empty(shape, dtype=dtype), matrix.new_empty(flipped, dtype=dtype)
 
 
 def _tiles(matrix: Tensor, result: tuple[Tensor, Tensor]) -> tuple[int, int]:
@@ -198,7 +196,9 @@ def _casts(
     rows: bool,
     columns: bool,
 ) -> tuple[Cast | None, Cast | None]:
-    return (result[0], row_scale) if rows else None, (result[1], column_scale) if columns else None
+    by_rows = (result[0], row_scale) if rows else None
+    by_columns = (result[1], column_scale) if columns else None
+    return by_rows, by_columns
 
 
 @triton.jit

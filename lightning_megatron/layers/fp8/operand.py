@@ -92,7 +92,7 @@ def product(
     *,
     emulate: bool,
     fast: bool = False,
-    out: Tensor | None = None,
+    out: Float[Tensor, "rows columns"] | None = None,
 ) -> Float[Tensor, "rows columns"]:
     """Return ``left @ right^T``.
 

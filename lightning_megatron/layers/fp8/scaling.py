@@ -37,7 +37,7 @@ class Operands:
 
     @classmethod
     def of(
-        cls, casts: tuple[Cast | None, Cast | None], magnitude: Tensor | None = None
+        cls, casts: tuple[Cast | None, Cast | None], magnitude: Int[Tensor, "parts"] | None = None
     ) -> Operands:
         """Return the operands of a matrix and of its transpose.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.plan.fp8 import BLOCK
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Smaller magnitudes count as this one, whose inverse is a float32 number.
 _LEAST = 1e-30
@@ -87,7 +87,9 @@ def cast_by_blocks(
     return _cast_blocks(matrix, dtype, is_square) if rows else None, flipped
 
 
-def padded_transpose(matrix: Tensor, multiple: int) -> Tensor:
+def padded_transpose(
+    matrix: Shaped[Tensor, "rows columns"], multiple: int
+) -> Shaped[Tensor, "columns padded"]:
     """Return the transpose of a matrix of 8 bits, whose rows are padded with 0.
 
     Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
