@@ -125,12 +125,15 @@ def _called(
 ) -> Any:
     """Call the kernel with heads before positions."""
     length, num_sequences = query.shape[:2]
-    options = {
+    options: dict[str, Any] = {
         "score_mod": _of_scores(span, query, keys),
         "block_mask": visible_blocks(span, num_sequences, length, query.device, keys),
         "scale": span.scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
+    if query.is_cuda:
+        # The kernel for few queries, which torch takes below 128 of them, does not know blocks.
+        options["kernel_options"] = {"BACKEND": "TRITON"}
     rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     return _compiled()(*rows, **options, **wanted)
 

@@ -76,8 +76,16 @@ class FP8:
 
     @property
     def multiple(self) -> int:
-        """Return the number that sizes of products must be multiples of (elements)."""
+        """Return the number that tokens are padded to a multiple of (tokens)."""
         return BLOCK if self.recipe == "blockwise" else 16
+
+    @property
+    def feature_multiple(self) -> int:
+        """Return the number that features of a rank must be a multiple of (elements).
+
+        The products of GPUs read the scales of square blocks four at a time.
+        """
+        return self.multiple if self.emulate or self.recipe != "blockwise" else 4 * BLOCK
 
     def includes(self, layer: int, num_layers: int, name: str) -> bool:
         """Return whether a linear layer computes in 8 bits.
@@ -101,12 +109,13 @@ class FP8:
         Raises:
             ParallelPlanError: If they do not divide.
         """
-        if out_features % self.multiple or in_features % self.multiple:
+        multiple = self.feature_multiple
+        if out_features % multiple or in_features % multiple:
             raise ParallelPlanError(
-                f"fp8 ({self.recipe}) needs sizes that are multiples of {self.multiple}: {name} "
+                f"fp8 ({self.recipe}) needs sizes that are multiples of {multiple}: {name} "
                 f"has {out_features} output and {in_features} input features on this rank. Name "
                 f"it in fp8.keep, such as keep=[{name!r}], use "
-                + ("another recipe, " if self.multiple > 16 else "")
+                + ("another recipe, " if multiple > 16 else "")
                 + "a smaller tp, or fp8=None."
             )
 

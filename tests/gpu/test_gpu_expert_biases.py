@@ -26,7 +26,7 @@ E, D, F, R = 6, 320, 272, 700
 CONFIG = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=F, linear_bias=True)
 #: Relative errors of what is rounded to bfloat16 some times, and of gradients: rounded features come
 #: to the other side of a bound, where the gradient is another one.
-HALF, ACROSS = 8e-3, 5e-2
+HALF, ACROSS = 8e-3, 8e-2
 
 
 @pytest.fixture(scope="module", autouse=True)

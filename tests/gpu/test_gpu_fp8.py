@@ -70,24 +70,24 @@ def test_square_blocks_are_those_of_torch():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_reach_the_product(recipe, value):
-    left = matrix_of((64, 256))
+    left = matrix_of((64, 512))
     left[3, 5] = value
     ours = Scaling(FP8(recipe), emulate=False)
     rows = needed(ours.cast_input(left, rows=True, columns=False).rows)
-    right = needed(ours.cast_weight(matrix_of((128, 256), 1), rows=True, columns=False).rows)
+    right = needed(ours.cast_weight(matrix_of((512, 512), 1), rows=True, columns=False).rows)
     found = product(rows, right, torch.bfloat16, emulate=False)
     assert bool(found[3].isnan().all())
     assert bool(found[4].isfinite().all()) == (recipe != "tensorwise")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("rows", [512, 100, 8, 1])
+@pytest.mark.parametrize("rows", [512, 102, 8, 1])
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form):
     ours = Scaling(FP8(recipe, format=form), emulate=False)
-    hidden = matrix_of((rows, 512))
-    weight = matrix_of((256, 512), 1)
-    grad = matrix_of((rows, 256), 2)
+    hidden = matrix_of((rows, 1024))
+    weight = matrix_of((512, 1024), 1)
+    grad = matrix_of((rows, 512), 2)
     inputs = ours.cast_input(hidden, rows=True, columns=True)
     matrix = ours.cast_weight(weight, rows=True, columns=True)
     gradient = ours.cast_gradient(grad, rows=True, columns=True)
@@ -136,14 +136,14 @@ def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, dtype, scal
 def test_layers_equal_emulated_ones(recipe, layer, has_slot):
     results = []
     for emulate in (False, True):
-        hidden = matrix_of((96, 256)).view(48, 2, 256).requires_grad_()
-        weight = matrix_of((128, 256), 1).requires_grad_()
-        bias = matrix_of((1, 128), 2)[0].requires_grad_()
-        sums = torch.zeros(128, 256, device="cuda")
+        hidden = matrix_of((94, 1024)).view(47, 2, 1024).requires_grad_()
+        weight = matrix_of((512, 1024), 1).requires_grad_()
+        bias = matrix_of((1, 512), 2)[0].requires_grad_()
+        sums = torch.zeros(512, 1024, device="cuda")
         if has_slot:
             set_slot(weight, GradientSlot(sums, lambda: None))
         output = layer(hidden, weight, bias, single_mesh(0), Scaling(FP8(recipe), emulate))
-        output.backward(matrix_of((96, 128), 3).view(48, 2, 128))
+        output.backward(matrix_of((94, 512), 3).view(47, 2, 512))
         grad = sums if has_slot else weight.grad
         assert grad is not None
         assert hidden.grad is not None

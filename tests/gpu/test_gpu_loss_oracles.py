@@ -50,7 +50,8 @@ def test_chunks_equal_other_libraries(name: str) -> None:
     ):
         # Both round logits or their gradients to bfloat16, with 8 significant bits.
         assert distance(own, true) < 0.01, f"{what}: chunks"
-        assert distance(peer, true) < 0.01, f"{what}: {name}"
-        assert distance(own, peer) < 0.015, what
+        # cut-cross-entropy adds up gradients of hidden states in bfloat16.
+        assert distance(peer, true) < 0.03, f"{what}: {name}"
+        assert distance(own, peer) < 0.03, what
     assert float(ours[2].abs().max()) > 0, "the head has gradients"
     assert not ours[1][::8].any(), "ignored labels have no gradients"

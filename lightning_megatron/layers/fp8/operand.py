@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron.plan.fp8 import BLOCK
 from lightning_megatron.shapes import Float
@@ -48,6 +49,17 @@ class Operand:
     def times(self, factor: float) -> Operand:
         """Return the operand multiplied by a number."""
         return self if factor == 1 else Operand(self.values, self.scale * factor)
+
+    def padded(self) -> Operand:
+        """Return the operand with rows of zeros, if its rows have scales of blocks.
+
+        The products of GPUs read the scales of four rows at a time.
+        """
+        missing = -len(self.values) % 4
+        if not missing or self.scale.dim() == 1 or self.scale.shape[1] == 1:
+            return self
+        values = F.pad(self.values.view(torch.uint8), (0, 0, 0, missing))
+        return Operand(values.view(self.values.dtype), F.pad(self.scale.t(), (0, missing)).t())
 
     def split(self, rows: Sequence[int]) -> list[Operand]:
         """Return the operands of consecutive rows.
@@ -110,7 +122,9 @@ def product(
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (left.numbers(wide) @ right.numbers(wide).t()).to(dtype)
     options = {} if out is None else {"out": out}
-    return torch._scaled_mm(
+    rows = len(left.values)
+    left = left.padded()
+    found = torch._scaled_mm(
         left.values,
         right.values.t(),
         left.scale,
@@ -119,6 +133,7 @@ def product(
         use_fast_accum=fast,
         **options,
     )
+    return found if len(found) == rows else found[:rows]
 
 
 @dataclass(frozen=True)
