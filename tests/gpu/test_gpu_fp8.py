@@ -104,9 +104,9 @@ def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form)
         found = product(one, other, dtype, emulate=False, fast=fast)
         exact = one.numbers(torch.float64) @ other.numbers(torch.float64).t()
         size = one.numbers(torch.float64).abs() @ other.numbers(torch.float64).abs().t()
-        # Tensor cores cut the products of a sum to about 14 bits of the largest; bfloat16 has 8.
+        # Tensor cores cut the 32 partial sums to about 14 bits; bfloat16 has 8.
         error = found.double() - exact
-        assert bool((error.abs() <= size * 2.0**-8).all()), name
+        assert bool((error.abs() <= size * 2.0**-7).all()), name
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-10
         assert float(error.norm() / exact.norm()) < rounding, name
 
