@@ -7,6 +7,7 @@ at once that wait for a failed one.
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import subprocess
@@ -21,6 +22,8 @@ import torch
 #: Time that the other ranks have to print their errors after one has failed (s).
 _GRACE = 3.0
 _POLL = 0.05
+#: Ports that Linux gives to no program that asks for any.
+_PORTS = (10_000, 32_000)
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .*)")
 
 
@@ -121,6 +124,16 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a free port below those that the system hands out.
+
+    The ranks open theirs seconds later; until then another program could be given any of those.
+    """
+    numbers = random.SystemRandom()
+    while True:
+        port = numbers.randrange(*_PORTS)
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port

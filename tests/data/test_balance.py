@@ -186,7 +186,7 @@ def test_a_killed_run_continues_with_the_next_rows_of_each_rank(
         module = Loose()
         return run(module, data, trainer, path)
 
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
         whole = [fit(index, balance_attention=True) for index in range(2)]
     assert "Attention work of the busiest of 2 data ranks" in caplog.text
     plain = [fit(index) for index in range(2)]

@@ -42,8 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     ),
     "own class tp": ("Own", KEPT, {"tp": 2}),
     "whole": (
-        "BloomForCausalLM",
-        {"vocab_size": 53, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+        "OPTForCausalLM",
+        {
+            **{"vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 2},
+            **{"num_attention_heads": 4, "ffn_dim": 16, "word_embed_proj_dim": 16},
+        },
         {"tp": 2},
     ),
 }
