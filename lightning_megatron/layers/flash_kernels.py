@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,15 +42,21 @@ class FlashCall:
     scale: float
     soft_cap: float = 0.0
 
-    @staticmethod
-    def bound(borders: Int[Tensor, " borders"] | None, longest: int) -> int | None:
-        """Return the bound of the lengths of documents; None for rows, whose length is known.
+    def of_package(self) -> dict[str, Any]:
+        """Return what the packages flash attention 3 and 4 name alike.
 
-        Args:
-            borders: Cumulative lengths of the documents; None means rows (tokens).
-            longest: Upper bound of the lengths (tokens).
+        Longest lengths belong to documents; those of rows are known.
         """
-        return None if borders is None else longest
+        longest_query = None if self.query_borders is None else self.longest_query
+        longest_key = None if self.key_borders is None else self.longest_key
+        return {
+            "cu_seqlens_q": self.query_borders,
+            "cu_seqlens_k": self.key_borders,
+            "max_seqlen_q": longest_query,
+            "max_seqlen_k": longest_key,
+            "softmax_scale": self.scale,
+            "softcap": self.soft_cap,
+        }
 
 
 class FlashKernel(Protocol):
@@ -138,15 +144,10 @@ class FlashAttention3:
             query,
             key,
             value,
-            cu_seqlens_q=call.query_borders,
-            cu_seqlens_k=call.key_borders,
-            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
-            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
-            softmax_scale=call.scale,
+            **call.of_package(),
             causal=call.causal,
             window_size_left=call.left,
             window_size_right=call.right,
-            softcap=call.soft_cap,
         )
         return out, lse
 
@@ -165,18 +166,13 @@ class FlashAttention3:
         dq, dk, dv = (torch.empty_like(one, memory_format=like) for one in (query, key, value))
         self.module._flash_attn_backward(
             *(grad_out, query, key, value, out, lse),
-            cu_seqlens_q=call.query_borders,
-            cu_seqlens_k=call.key_borders,
-            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
-            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=call.scale,
+            **call.of_package(),
             is_causal=call.causal,
             window_size_left=call.left,
             window_size_right=call.right,
-            softcap=call.soft_cap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
@@ -201,15 +197,10 @@ class FlashAttention4:
             query,
             key,
             value,
-            cu_seqlens_q=call.query_borders,
-            cu_seqlens_k=call.key_borders,
-            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
-            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
-            softmax_scale=call.scale,
+            **call.of_package(),
             causal=call.causal,
             window_size_left=_bound(call.left),
             window_size_right=_bound(call.right),
-            softcap=call.soft_cap,
             return_lse=True,
         )
         return out, lse
@@ -227,15 +218,10 @@ class FlashAttention4:
         """Return the gradients of queries, keys and values."""
         dq, dk, dv = self.module._flash_attn_bwd(
             *(query, key, value, out, grad_out, lse),
-            softmax_scale=call.scale,
+            **call.of_package(),
             causal=call.causal,
-            softcap=call.soft_cap,
             window_size_left=_bound(call.left),
             window_size_right=_bound(call.right),
-            cu_seqlens_q=call.query_borders,
-            cu_seqlens_k=call.key_borders,
-            max_seqlen_q=call.bound(call.query_borders, call.longest_query),
-            max_seqlen_k=call.bound(call.key_borders, call.longest_key),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
