@@ -95,14 +95,22 @@ def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
     return mesh.tp.size == 1 and slot_of(weight) is None and slot_of(bias) is None
 
 
+def column_border(ctx: Any) -> Border | None:
+    """Return the border at which a tensor-parallel region begins: the input gradient is summed."""
+    mesh = ctx.mesh
+    if mesh.tp.size == 1:
+        return None
+    return Border((mesh.sequence_parallel, True, True), takes_parts=True)
+
+
+def row_border(ctx: Any) -> Border | None:
+    """Return the border at which it ends: the output is summed before the bias."""
+    shares = ctx.mesh.sequence_parallel
+    return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+
+
 class _ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def border(ctx: Any) -> Border | None:
-        """Return the border of the tensor-parallel region: the input gradient is summed."""
-        mesh = ctx.mesh
-        if mesh.tp.size == 1:
-            return None
-        return Border((mesh.sequence_parallel, True, True), takes_parts=True)
+    border = staticmethod(column_border)
 
     @staticmethod
     def forward(
@@ -153,11 +161,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def border(ctx: Any) -> Border | None:
-        """Return the border of the tensor-parallel region: the output is summed before the bias."""
-        shares = ctx.mesh.sequence_parallel
-        return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+    border = staticmethod(row_border)
 
     @staticmethod
     def forward(
@@ -222,6 +226,25 @@ def _keep(
     kept_hidden = hidden if needs_weight else None
     kept_weight = weight if needs_hidden else None
     ctx.save_for_backward(kept_hidden, kept_weight)
+    remember(ctx, hidden, weight, bias, mesh)
+
+
+def remember(
+    ctx: Any,
+    hidden: Float[Tensor, "*tokens in_local"],
+    weight: Float[Tensor, "out_local in_local"],
+    bias: Float[Tensor, "out_local"] | None,
+    mesh: ParallelMesh,
+) -> None:
+    """Note what the backward pass of a linear layer needs beside tensors.
+
+    Args:
+        ctx: Context of the layer.
+        hidden: Input.
+        weight: Weight.
+        bias: Bias; None without one.
+        mesh: Process groups of this rank.
+    """
     ctx.mesh = mesh
     ctx.hidden_dtype = hidden.dtype
     ctx.weight_dtype = weight.dtype

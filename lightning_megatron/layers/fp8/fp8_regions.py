@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.groups.collectives import (
-    Border,
     all_gather_sequence,
     all_reduce_,
     reduce_scatter_sequence,
@@ -20,12 +19,15 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.fp8.operand import Operand, ScaledProduct, needed, product
 from lightning_megatron.layers.fp8.scaling import Axes, Operands, Scaling, transposed
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, slot_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
 from lightning_megatron.layers.regions import (
     add_bias,
     as_rows,
     bias_gradient,
+    column_border,
     open_queue,
+    remember,
+    row_border,
     start_gathering,
     start_summing,
 )
@@ -75,12 +77,7 @@ def fp8_row_linear(
 
 
 class _FP8ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def border(ctx: Any) -> Border | None:
-        """Return the border of the tensor-parallel region: the input gradient is summed."""
-        if ctx.mesh.tp.size == 1:
-            return None
-        return Border((ctx.mesh.sequence_parallel, True, True), takes_parts=True)
+    border = staticmethod(column_border)
 
     @staticmethod
     def forward(
@@ -91,7 +88,9 @@ class _FP8ColumnLinear(torch.autograd.Function):
         mesh: ParallelMesh,
         scaling: Scaling,
     ) -> Tensor:
-        _keep(ctx, hidden, weight, bias, mesh, scaling)
+        remember(ctx, hidden, weight, bias, mesh)
+        ctx.scaling = scaling
+        ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
@@ -148,11 +147,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
 
 
 class _FP8RowLinear(torch.autograd.Function):
-    @staticmethod
-    def border(ctx: Any) -> Border | None:
-        """Return the border of the tensor-parallel region: the output is summed before the bias."""
-        shares = ctx.mesh.sequence_parallel
-        return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+    border = staticmethod(row_border)
 
     @staticmethod
     def forward(
@@ -163,7 +158,9 @@ class _FP8RowLinear(torch.autograd.Function):
         mesh: ParallelMesh,
         scaling: Scaling,
     ) -> Tensor:
-        _keep(ctx, hidden, weight, bias, mesh, scaling)
+        remember(ctx, hidden, weight, bias, mesh)
+        ctx.scaling = scaling
+        ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
         inputs = scaling.cast_input(
             as_rows(hidden),
@@ -200,24 +197,6 @@ class _FP8RowLinear(torch.autograd.Function):
             start = partial(_ready, partial(Operand, kept, scale))
             grad_weight = _give_weight_gradient(ctx, cast.columns, start)
         return grad_hidden, grad_weight, grad_bias, None, None
-
-
-def _keep(
-    ctx: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mesh: ParallelMesh,
-    scaling: Scaling,
-) -> None:
-    ctx.mesh = mesh
-    ctx.scaling = scaling
-    ctx.hidden_shape = hidden.shape
-    ctx.hidden_dtype = hidden.dtype
-    ctx.weight_dtype = weight.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.weight_slot = slot_of(weight)
-    ctx.bias_slot = slot_of(bias)
 
 
 def _save(
@@ -345,17 +324,11 @@ def _start_product(
     return lambda: slot.add_computed(multiply(gradient, inputs()))
 
 
-def _weight_product(
-    emulate: bool, dtype: torch.dtype, gradient: Operand, inputs: Operand
-) -> ScaledProduct:
-    return ScaledProduct(gradient, inputs, emulate, dtype)
-
-
 def _give_weight_gradient(
     ctx: Any, gradient: Operand | None, start: Callable[[], _Inputs]
 ) -> Tensor | None:
     """Add the weight gradient to its slot, leave it to the weight half, or return it."""
-    multiply = partial(_weight_product, ctx.scaling.emulate, ctx.weight_dtype)
+    multiply = partial(ScaledProduct, emulate=ctx.scaling.emulate, dtype=ctx.weight_dtype)
     queue = open_queue(ctx)
     slot = ctx.weight_slot
     if queue is not None:
