@@ -11,11 +11,11 @@ from lightning_megatron.shapes import Float
 
 
 def hand_over(
-    gradients: Float[Tensor, "experts out_local in_local"],
-    weights: Sequence[Float[Tensor, "out_local in_local"]],
+    gradients: Float[Tensor, "experts *shape"],
+    weights: Sequence[Float[Tensor, "*shape"]],
     slots: Sequence[GradientSlot | None],
     needed: Sequence[bool],
-) -> list[Float[Tensor, "out_local in_local"] | None]:
+) -> list[Float[Tensor, "*shape"] | None]:
     """Add the gradients of weights to their slots, and return those that autograd hands on.
 
     Args:

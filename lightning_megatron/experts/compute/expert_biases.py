@@ -17,6 +17,7 @@ from lightning_megatron.layers.gradient_slot import (
     remembered_stack,
     slots_of,
 )
+from lightning_megatron.layers.handed_gradients import hand_over
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -135,28 +136,20 @@ def _hand_over(
     slots: Sequence[GradientSlot | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Add the gradients of biases to their slots, or return them for autograd."""
-    found: list[Tensor | None] = [None] * len(biases)
+    """Add the gradients of biases to their slots, by one kernel if possible, or return them."""
     present = [slot for slot in slots if slot is not None]
-    if len(present) < len(slots):
-        for number, (slot, bias) in enumerate(zip(slots, biases, strict=True)):
-            if slot is not None:
-                slot.add(sums[number])
-            elif needed[number]:
-                found[number] = sums[number].to(bias.dtype)
-        return found
-    row = SlotRow.of(present)
+    if len(present) == len(slots):
+        row = SlotRow.of(present)
 
-    def add(total: Tensor, overwrite: bool) -> None:
-        if overwrite:
-            total.copy_(sums).mul_(row.scale)
-        else:
-            total.add_(sums, alpha=row.scale)
+        def add(total: Tensor, overwrite: bool) -> None:
+            if overwrite:
+                total.copy_(sums).mul_(row.scale)
+            else:
+                total.add_(sums, alpha=row.scale)
 
-    if not row.add(add):
-        for slot, one in zip(present, sums, strict=True):
-            slot.add(one)
-    return found
+        if row.add(add):
+            return [None] * len(biases)
+    return hand_over(sums, biases, slots, needed)
 
 
 def _compiled(
