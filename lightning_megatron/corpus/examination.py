@@ -1,0 +1,172 @@
+"""What a worker process does with a chunk of documents: fix, measure, and sign them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from lightning_megatron.corpus.held_out import HeldOut
+from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures, signature_of
+from lightning_megatron.data.documents import (
+    JsonDocument,
+    RawChunk,
+    parse_objects,
+    replace_text,
+)
+from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.extras import import_extra
+
+#: Name of the tokenizer that counts what blanks separate.
+WORDS = "words"
+
+
+@dataclass(frozen=True)
+class CleaningOptions:
+    """Steps of cleaning.
+
+    Args:
+        json_key: Key of the text.
+        fix_text: Whether ``ftfy.fix_text`` repairs texts.
+        min_tokens: Least length of a document (tokens); 0 keeps all.
+        tokenizer: What counts as a token: "words" are separated by blanks; otherwise the name or
+            path of a tokenizer.
+        jaccard: Similarity from which documents are duplicates, above 0.5; None keeps duplicates.
+        ngram: Words of the n-grams whose sets are compared (words).
+        tests: Files of test sets; documents that resemble one of theirs are removed.
+        test_jaccard: Similarity from which a document resembles a test document, above 0.5.
+        skip_broken: Whether broken lines are counted and left out.
+    """
+
+    json_key: str = "text"
+    fix_text: bool = True
+    min_tokens: int = 128
+    tokenizer: str = WORDS
+    jaccard: float | None = 0.7
+    ngram: int = 5
+    tests: tuple[str, ...] = ()
+    test_jaccard: float = 0.7
+    skip_broken: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1 or self.min_tokens < 0:
+            raise ParallelPlanError(
+                f"n-grams must have at least 1 word and the least length must be 0 or more: "
+                f"{self.ngram} and {self.min_tokens} were given."
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether documents need signatures."""
+        return self.jaccard is not None or bool(self.tests)
+
+
+@dataclass
+class Examined:
+    """Documents of a chunk that are whole and long enough, and the number of the others.
+
+    Args:
+        path: File.
+        num_bytes: Bytes of the file that were read (bytes).
+        broken: Errors of broken lines.
+        short: Number of documents that are too short.
+        fixed: For each document, whether its text was repaired.
+        lines: Line of each document.
+        contents: Each document as it is written.
+        grams: 8-grams of the test sets in each document.
+        signatures: Signatures of the documents, of shape (N, 128).
+    """
+
+    path: str
+    num_bytes: int
+    broken: list[str] = field(default_factory=list)
+    short: int = 0
+    fixed: list[bool] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    contents: list[bytes] = field(default_factory=list)
+    grams: list[list[int]] = field(default_factory=list)
+    signatures: Signatures = field(
+        default_factory=lambda: np.empty((0, NUM_HASHES), dtype=np.uint32)
+    )
+
+
+def examine(chunk: RawChunk, options: CleaningOptions) -> Examined:
+    """Fix, measure and sign the documents of a chunk.
+
+    Args:
+        chunk: Lines of a file of JSON lines.
+        options: Steps.
+
+    Raises:
+        CorruptDataError: If a line is broken and such lines are not skipped.
+    """
+    result = Examined(chunk.path, chunk.num_bytes)
+    held_out = held_out_of(options.tests, options.json_key)
+    signatures = []
+    for document in parse_objects(chunk, options.json_key):
+        if isinstance(document, CorruptDataError):
+            if not options.skip_broken:
+                raise document
+            result.broken.append(str(document))
+            continue
+        text = _fixed(document, options)
+        if num_tokens(text, options) < options.min_tokens:
+            result.short += 1
+            continue
+        same = text == document.text
+        content = document.content
+        if not same:
+            content = replace_text(document.content, options.json_key, text)
+        result.fixed.append(not same)
+        result.lines.append(document.line)
+        result.contents.append(content)
+        result.grams.append(held_out.grams_in(text) if held_out.grams else [])
+        if options.compares:
+            signatures.append(signature_of(text, options.ngram))
+    if signatures:
+        result.signatures = np.array(signatures)
+    return result
+
+
+def num_tokens(text: str, options: CleaningOptions) -> int:
+    """Return the length of a text (tokens); 0 if no least length is asked for."""
+    if not options.min_tokens:
+        return 0
+    if options.tokenizer == WORDS:
+        return len(text.split())
+    return len(_tokenizer_of(options.tokenizer).encode(text))
+
+
+def check_extras(options: CleaningOptions) -> None:
+    """Raise what the steps would raise in a worker process.
+
+    Raises:
+        MissingExtraError: If a step needs a package that is not installed.
+        UnsupportedError: If there is no such tokenizer.
+    """
+    if options.fix_text:
+        import_extra("ftfy", "clean")
+    if options.compares:
+        import_extra("datasketch", "clean")
+    if options.min_tokens and options.tokenizer != WORDS:
+        _tokenizer_of(options.tokenizer)
+
+
+def _fixed(document: JsonDocument, options: CleaningOptions) -> str:
+    if not options.fix_text:
+        return document.text
+    fixed: str = import_extra("ftfy", "clean").fix_text(document.text)
+    return fixed
+
+
+@lru_cache(maxsize=1)
+def held_out_of(tests: tuple[str, ...], json_key: str) -> HeldOut:
+    """Return the test sets, which each process reads once."""
+    return HeldOut(tests, json_key)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_of(name: str) -> Tokenizer:
+    return load_tokenizer(name)

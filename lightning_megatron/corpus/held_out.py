@@ -1,0 +1,110 @@
+"""Test sets: their documents, and the 8-grams that a training corpus shares with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures, signature_of
+from lightning_megatron.corpus.words import ngrams_of, words_of
+from lightning_megatron.data.documents import find_inputs, parse_chunk, read_chunks
+
+#: Words of the n-grams by which overlap is measured.
+OVERLAP_WORDS = 8
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """8-grams of one test set, and those of them that occur in the training corpus.
+
+    Args:
+        test: File.
+        documents: Documents of the file.
+        eight_grams: 8-grams of all documents, repeated ones counted each time.
+        found: Those of them that occur in the training corpus.
+        distinct: Different 8-grams.
+        distinct_found: Those of them that occur in the training corpus.
+    """
+
+    test: str
+    documents: int
+    eight_grams: int
+    found: int
+    distinct: int
+    distinct_found: int
+
+    @property
+    def share(self) -> float:
+        """Share of the 8-grams that occur in the training corpus, as GPT-2's paper counts it."""
+        return self.found / max(self.eight_grams, 1)
+
+
+class HeldOut:
+    """Test sets in memory.
+
+    Args:
+        inputs: Files, directories and globs: JSON lines, or plain text with one document a file.
+        json_key: Key of the text in JSON lines.
+
+    Raises:
+        UnsupportedError: If an input matches no file.
+        CorruptDataError: If a line is not valid; the message names file and line.
+    """
+
+    def __init__(self, inputs: tuple[str, ...], json_key: str) -> None:
+        self.places: list[str] = []
+        self.texts: list[str] = []
+        #: Number of each different 8-gram.
+        self.grams: dict[str, int] = {}
+        self._sets: list[tuple[str, int, Counter[int]]] = []
+        for path in find_inputs(inputs) if inputs else []:
+            counts: Counter[int] = Counter()
+            before = len(self.texts)
+            for chunk in read_chunks(path, "file", _CHUNK_BYTES):
+                texts = parse_chunk(chunk, json_key)
+                self.texts += texts
+                self.places += [f"{chunk.path}:{line}" for line in chunk.lines]
+                for text in texts:
+                    for gram in ngrams_of(words_of(text), OVERLAP_WORDS):
+                        counts[self.grams.setdefault(gram, len(self.grams))] += 1
+            self._sets.append((str(path), len(self.texts) - before, counts))
+
+    def signatures(self, ngram: int) -> Signatures:
+        """Return the signatures of the documents.
+
+        Shapes: The result is (T, 128).
+
+        Args:
+            ngram: Words of an n-gram (words).
+        """
+        rows = [signature_of(text, ngram) for text in self.texts]
+        return np.array(rows, dtype=np.uint32).reshape(-1, NUM_HASHES)
+
+    def grams_in(self, text: str) -> list[int]:
+        """Return the numbers of the 8-grams that occur in a text, ascending."""
+        grams = set(ngrams_of(words_of(text), OVERLAP_WORDS))
+        return sorted(self.grams[gram] for gram in grams if gram in self.grams)
+
+    def overlaps(self, found: npt.NDArray[np.bool_]) -> list[Overlap]:
+        """Return the overlap of each file.
+
+        Shapes: found (G,).
+
+        Args:
+            found: Which 8-grams occur in the training corpus.
+        """
+        return [
+            Overlap(
+                test=name,
+                documents=documents,
+                eight_grams=counts.total(),
+                found=sum(times for gram, times in counts.items() if found[gram]),
+                distinct=len(counts),
+                distinct_found=sum(bool(found[gram]) for gram in counts),
+            )
+            for name, documents, counts in self._sets
+        ]

@@ -1,0 +1,98 @@
+"""MinHash signatures, whose equal places estimate the Jaccard similarity of two texts."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.corpus.words import shingles_of
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.extras import import_extra
+
+Signatures = npt.NDArray[np.uint32]
+#: Numbers of a signature.
+NUM_HASHES = 128
+# Shingles that datasketch hashes at a time: it keeps NUM_HASHES numbers for each of them.
+_BATCH = 4096
+
+
+def signature_of(text: str, ngram: int) -> Signatures:
+    """Return the MinHash signature of the word n-grams of a text.
+
+    Equals ``datasketch.MinHash(128)`` after an update with every n-gram in UTF-8.
+
+    Shapes: The result is (128,).
+
+    Args:
+        text: Text.
+        ngram: Words of an n-gram (words).
+
+    Raises:
+        MissingExtraError: If the extra ``clean`` is not installed.
+    """
+    sketch = _empty_sketch().copy()
+    encoded = (gram.encode("utf-8") for gram in shingles_of(text, ngram))
+    while batch := list(islice(encoded, _BATCH)):
+        sketch.update_batch(batch)
+    return np.asarray(sketch.hashvalues, dtype=np.uint32)
+
+
+@lru_cache(maxsize=1)
+def _empty_sketch() -> Any:
+    minhash = import_extra("datasketch", "clean").MinHash
+    return minhash(NUM_HASHES, scheme="affine32")
+
+
+def least_equal(threshold: float) -> int:
+    """Return how many numbers of two signatures must be equal for an estimate of ``threshold``.
+
+    Args:
+        threshold: Jaccard similarity.
+
+    Raises:
+        ParallelPlanError: If the threshold is not above 0.5 and at most 1.
+    """
+    if not 0.5 < threshold <= 1:
+        raise ParallelPlanError(
+            f"the Jaccard similarity of duplicates must be above 0.5 and at most 1: {threshold} "
+            "was given. With less, finding every pair means comparing almost all of them."
+        )
+    # The product may be off by one rounding, as 0.55 * 100 is.
+    return math.ceil(round(threshold * NUM_HASHES, 9))
+
+
+def rows_of_bands(threshold: float) -> int:
+    """Return the largest size of bands that lets no similar pair pass unseen.
+
+    Signatures that differ in d numbers agree in one of more than d bands, so that pairs found by
+    equal bands are all pairs.
+
+    Args:
+        threshold: Jaccard similarity, above 0.5.
+    """
+    different = NUM_HASHES - least_equal(threshold)
+    return NUM_HASHES // (different + 1)
+
+
+def band_keys(signatures: Signatures, start: int, rows: int) -> npt.NDArray[np.uint64]:
+    """Return a number for the values of one band; equal values have equal numbers.
+
+    Shapes: signatures (N, 128) -> (N,).
+
+    Args:
+        signatures: Signatures.
+        start: First column of the band.
+        rows: Columns of the band.
+    """
+    keys = np.zeros(len(signatures), dtype=np.uint64)
+    for column in range(start, start + rows):
+        keys ^= signatures[:, column]
+        # A multiplication by an odd number mixes low bits into high ones, and the shift back.
+        keys *= np.uint64(0x9E3779B97F4A7C15)
+        keys ^= keys >> np.uint64(29)
+    return keys
