@@ -59,6 +59,22 @@ COMMANDS = {
     "convert": Command(
         "lightning_megatron.cli.convert", "turn checkpoints into Hugging Face folders, and back"
     ),
+    "evaluate": Command(
+        "lightning_megatron.cli.evaluate", "measure perplexity and cloze accuracy of a model"
+    ),
+    "scaling-study": Command(
+        "lightning_megatron.cli.scaling_study", "measure weak and strong scaling, as published"
+    ),
+    "harness": Command("lightning_megatron.cli.harness", "run tasks of lm-eval under any layout"),
+    "generate": Command(
+        "lightning_megatron.cli.generate", "continue prompts with a model, as text appears"
+    ),
+    "seeds": Command(
+        "lightning_megatron.cli.seeds", "fine-tune with several seeds: median and ensemble"
+    ),
+    "clean": Command(
+        "lightning_megatron.cli.clean", "repair text, remove short and repeated documents"
+    ),
     "preprocess": Command(
         "lightning_megatron.cli.preprocess", "turn text or JSON lines into token files"
     ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_megatron.data.preprocess import EncodingOptions, default_workers, preprocess
+from lightning_megatron.data.preprocess import EncodingOptions, preprocess
 from lightning_megatron.data.speeches import PARTS, load_speeches, write_documents
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.data.worker_pool import default_workers
 
 
 def main(args: Sequence[str]) -> None:
@@ -49,7 +50,8 @@ def preprocess_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer",
         default="bytes",
-        help="bytes, gpt2, a tokenizer.json or a directory (default: %(default)s)",
+        help="bytes, gpt2, bert, speeches-wordpiece, a tokenizer.json, a vocab.txt or a directory "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--json-key", default="text", help="key of the text in JSON lines (default: %(default)s)"
@@ -59,6 +61,11 @@ def preprocess_parser() -> argparse.ArgumentParser:
         choices=("file", "line", "paragraph"),
         default="file",
         help="what one document of plain text is (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="make each English sentence a sequence of its document, as BERT's data needs",
     )
     parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
@@ -77,14 +84,19 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the token file, and print its numbers of documents and tokens."""
     if arguments.speeches:
         tokenizer = load_tokenizer(arguments.tokenizer, arguments.eod_token)
-        write_documents(arguments.output, load_speeches(arguments.speeches), tokenizer)
+        texts = load_speeches(arguments.speeches)
+        write_documents(arguments.output, texts, tokenizer, arguments.split_sentences)
         corpus = TokenFile(arguments.output)
         print(
             f"{arguments.output}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens"
         )
         return
     options = EncodingOptions(
-        arguments.tokenizer, arguments.json_key, arguments.append_eod, arguments.eod_token
+        arguments.tokenizer,
+        arguments.json_key,
+        arguments.append_eod,
+        arguments.eod_token,
+        arguments.split_sentences,
     )
     report = preprocess(
         arguments.input,

@@ -1,0 +1,136 @@
+"""Models that subcommands read: checkpoints and Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.models.token_module import TokenModule
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """Language model whose weights are not read yet.
+
+    Args:
+        path: What was opened.
+        module: Module that builds the model.
+        checkpoint: Checkpoint with its weights; None if the module reads them itself.
+        folder: Hugging Face folder with its configuration and tokenizer; None for a ``CausalLM``.
+    """
+
+    path: str
+    module: TokenModule
+    checkpoint: str | None
+    folder: str | None
+
+    @classmethod
+    def at(cls, path: str, dtype: str) -> OpenedModel:
+        """Return the model at a path.
+
+        Args:
+            path: Hugging Face folder, checkpoint of this library, or one of another strategy.
+            dtype: Dtype of the weights of a Hugging Face model.
+
+        Raises:
+            CheckpointMismatchError: If there is neither.
+            UnsupportedError: If the checkpoint is that of another module than ``CausalLM`` and
+                ``HuggingFaceCausalLM``.
+        """
+        if Path(path, "config.json").is_file():
+            given: Any = {"path": path, "dtype": dtype}
+            return cls(path, HuggingFaceCausalLM(**given), None, path)
+        settings = _hyperparameters(path)
+        if isinstance(settings.get("config"), Mapping):
+            return cls(path, CausalLM(settings["config"]), path, None)
+        folder = settings.get("path")
+        if not isinstance(folder, str):
+            raise UnsupportedError(
+                f"the checkpoint must be that of a CausalLM or a HuggingFaceCausalLM: {path} has "
+                f"other hyperparameters ({', '.join(map(str, sorted(settings))) or 'none'}). Write "
+                "its model as a Hugging Face folder (lightning-megatron convert), or call its "
+                "model in a module of your own."
+            )
+        # The weights come from the checkpoint; the folder has the configuration.
+        module = HuggingFaceCausalLM(
+            folder,
+            from_scratch=True,
+            dtype=dtype,  # type: ignore[arg-type]
+            expert_settings=settings.get("expert_settings"),
+            lora=settings.get("lora"),
+        )
+        return cls(path, module, path, folder)
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the longest row that the model reads; None if only its layers know (tokens)."""
+        config: Any = self.module.config
+        if self.folder is None:
+            return int(config.max_seq_length)
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end texts by the folder's settings of generation, if any."""
+        if self.folder is None:
+            return ()
+        file = Path(self.folder, "generation_config.json")
+        found = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        if found is None:
+            config: Any = self.module.config
+            found = config.get_text_config().eos_token_id
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, list) else (int(found),)
+
+    def prefix_token(self, tokenizer: Tokenizer) -> int | None:
+        """Return the token before texts without a context: one that begins or ends texts.
+
+        Args:
+            tokenizer: Tokenizer of the model.
+        """
+        file = Path(self.folder or "", "tokenizer_config.json")
+        if self.folder is not None and isinstance(tokenizer, FileTokenizer) and file.is_file():
+            settings = json.loads(file.read_text("utf-8"))
+            for name in ("bos_token", "eos_token"):
+                text = settings.get(name)
+                text = text["content"] if isinstance(text, dict) else text
+                found = None if text is None else tokenizer.token_id(text)
+                if found is not None:
+                    return found
+        return tokenizer.eod
+
+    def tokenizer_name(self, given: str | None) -> str:
+        """Return the name or path of the tokenizer.
+
+        Args:
+            given: That of an option; None means the one of the folder.
+
+        Raises:
+            UnsupportedError: If there is neither.
+        """
+        found = given or self.folder
+        if found is None:
+            raise UnsupportedError(
+                f"{self.path} names no tokenizer: a CausalLM knows only the number of its tokens. "
+                "Give the one that it was trained with: --tokenizer bytes, gpt2 or a path."
+            )
+        return found
+
+
+def _hyperparameters(path: str) -> Mapping[str, Any]:
+    found = saved_hyper_parameters(path)
+    if found is None:
+        raise CheckpointMismatchError(
+            f"MODEL must be a Hugging Face folder or a checkpoint: {path} has neither config.json "
+            "nor the header of a checkpoint. Check the path; nothing is downloaded."
+        )
+    return found

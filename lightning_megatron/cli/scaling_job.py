@@ -1,0 +1,143 @@
+"""Program that trains one configuration of a scaling study and writes what it measured.
+
+    python -m lightning_megatron.cli.scaling_job --case '{"hidden_size": 96, ...}' --result FILE
+
+Each configuration is a program of its own, so that one without memory does not end the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_megatron.cli.scaling_cases import ScalingCase
+from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+
+
+class RandomTokens(Dataset):
+    """Rows of random tokens, the same in every run.
+
+    Args:
+        case: Configuration with the length and the vocabulary of rows.
+        num_rows: Number of rows.
+    """
+
+    def __init__(self, case: ScalingCase, num_rows: int) -> None:
+        self._case = case
+        self._num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        shape = (self._case.seq_length + 1,)
+        tokens = torch.randint(self._case.vocab_size, shape, generator=generator)
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class StepTimer(Callback):
+    """Measure the time of steps in a row, after some that are not counted.
+
+    Args:
+        warmup: Steps before those that count.
+        steps: Steps that count.
+    """
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self._warmup = warmup
+        self._steps = steps
+        self._start = 0.0
+        #: Mean time of a step (s).
+        self.seconds = 0.0
+        self.loss = float("nan")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        done = batch_idx + 1
+        # The host waits for the device at both ends only, as in a training.
+        if done == self._warmup:
+            self._start = _now()
+        if done == self._warmup + self._steps:
+            self.seconds = (_now() - self._start) / self._steps
+            self.loss = float(outputs["loss"])
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Train the configuration and let rank 0 write the result.
+
+    Args:
+        args: Arguments; None uses those of this process.
+    """
+    options = job_parser().parse_args(args)
+    case = ScalingCase(**json.loads(options.case))
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    seed_everything(1234, verbose=False)
+    timer = StepTimer(options.warmup, options.steps)
+    num_steps = options.warmup + options.steps
+    trainer = Trainer(
+        accelerator=options.accelerator,
+        devices=case.devices,
+        precision=options.precision,
+        strategy=MegatronStrategy(tp=case.tp, recompute=options.recompute),
+        max_steps=num_steps,
+        gradient_clip_val=1.0,
+        callbacks=[timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    rows = RandomTokens(case, case.batch_size * num_steps)
+    trainer.fit(CausalLM(case.config), DataLoader(rows, case.batch_size // case.dp))
+    if trainer.is_global_zero:
+        found: dict[str, Any] = {"seconds_per_step": timer.seconds, "loss": timer.loss}
+        found |= {"peak_gib": None, "device": "CPU"}
+        if _on_gpu():
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found["device"] = torch.cuda.get_device_name()
+        Path(options.result).write_text(json.dumps(found))
+
+
+def job_parser() -> argparse.ArgumentParser:
+    """Build the parser of the program's options."""
+    parser = argparse.ArgumentParser(prog="python -m lightning_megatron.cli.scaling_job")
+    add = parser.add_argument
+    add("--case", required=True, help="the fields of ScalingCase as JSON")
+    add("--result", required=True, help="JSON file that rank 0 writes")
+    add("--steps", type=int, required=True, help="steps that count")
+    add("--warmup", type=int, required=True, help="steps before them")
+    add("--precision", required=True, help="precision of the Trainer")
+    add("--accelerator", required=True, help="accelerator of the Trainer")
+    add("--recompute", help="activations that are recomputed")
+    return parser
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _now() -> float:
+    if _on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The subcommand ``scaling-study``: weak and strong scaling as in the paper on Megatron-LM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.cli.arguments import at_least_one
+from lightning_megatron.cli.draw_scaling import draw_scaling
+from lightning_megatron.cli.scaling_cases import (
+    PAPER_REPLICAS,
+    SIZES,
+    STUDIES,
+    ScalingCase,
+    Study,
+    cases_of,
+    check_replicas,
+)
+from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
+from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.models.model_flops import FLOP_RULE
+
+EXAMPLE = """examples:
+  lightning-megatron scaling-study --output scaling
+  lightning-megatron scaling-study --size tiny --devices 2 --studies model strong --output tiny"""
+
+_JOB = "lightning_megatron.cli.scaling_job"
+_MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand.
+
+    Raises:
+        UnsupportedError: If there are fewer than two replicas.
+    """
+    options = study_parser().parse_args(args)
+    on_gpu = torch.cuda.is_available()
+    options.devices = options.devices or (torch.cuda.device_count() if on_gpu else 2)
+    # The largest model has eight GPUs.
+    options.replicas = options.replicas or min(PAPER_REPLICAS, max(2, options.devices // 8))
+    check_replicas(options.replicas)
+    options.precision = options.precision or ("bf16-mixed" if on_gpu else "32-true")
+    options.accelerator = "cuda" if on_gpu else "cpu"
+    folder = Path(options.output)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    print(f"TFLOP/s: {FLOP_RULE}", flush=True)
+    ran: dict[ScalingCase, dict[str, Any]] = {}
+    rows = []
+    for study in options.studies:
+        for case in cases_of(study, options.size, options.replicas, options.batch_size):
+            # Studies share configurations.
+            if case not in ran:
+                ran[case] = _run(case, options, folder)
+            rows.append(_row(study, case, ran[case]))
+    _report(rows, ran, options, folder)
+
+
+def study_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron scaling-study",
+        description="Train the models of the paper on Megatron-LM (tables 1, 7, 8 and figure 5), "
+        "each in a job of its own, and compare tokens/s and TFLOP/s. One node; a model that fails "
+        "is a row with the reason.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", required=True, metavar="FOLDER", help="folder of study.json, .csv and .png")
+    add(
+        "--size",
+        choices=SIZES,
+        default="paper",
+        help="small divides widths by 2 and layers by 4; tiny, for CPUs, by 16 and 20",
+    )
+    add("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(default: all)")
+    add(
+        "--devices",
+        type=at_least_one,
+        metavar="N",
+        help="GPUs or CPU processes at most (default: all GPUs, or 2 processes)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="replicas in the study model+data (default: devices / 8, from 2 to 64 as published)",
+    )
+    add("--batch-size", type=at_least_one, default=8, metavar="N", help="samples of a replica")
+    add("--steps", type=at_least_one, default=20, metavar="N", help="measured (default: 20)")
+    add("--warmup", type=at_least_one, default=5, metavar="N", help="steps before (default: 5)")
+    add("--precision", help="of the Trainer (default: bf16-mixed, on CPUs 32-true)")
+    add(
+        "--recompute",
+        choices=("selective", "full"),
+        help="activations that are recomputed; full as published (default: none)",
+    )
+    add(
+        "--timeout",
+        type=at_least_one,
+        default=1800,
+        metavar="S",
+        help="seconds after which a job is ended (default: 1800)",
+    )
+    return parser
+
+
+def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run a configuration as a job of its own, and return its result or its failure."""
+    if case.devices > options.devices:
+        return {"failure": f"needs {case.devices} devices: there are {options.devices}"}
+    result, log = (folder / "logs" / f"{case.label}{end}" for end in (".json", ".txt"))
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", _JOB, "--case", json.dumps(asdict(case))]
+    command += ["--result", str(result), "--steps", str(options.steps)]
+    command += ["--warmup", str(options.warmup), "--precision", options.precision]
+    command += ["--accelerator", options.accelerator]
+    command += ["--recompute", options.recompute] if options.recompute else []
+    with log.open("wb") as file:
+        job = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        failure = _wait(job, options.timeout)
+    if failure is None and result.is_file():
+        found: dict[str, Any] = {**json.loads(result.read_text()), "failure": ""}
+    else:
+        found = {"failure": failure or reason_in(log.read_text(errors="replace"), job.returncode)}
+    said = found["failure"] or f"{found['seconds_per_step']:.4g} s a step"
+    print(f"{case.label}: {said}", file=sys.stderr, flush=True)
+    return found
+
+
+def _wait(job: subprocess.Popen, timeout: int) -> str | None:
+    """Wait for a job, and end it with its ranks after the timeout or if this program is ended."""
+    try:
+        job.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {timeout} s (--timeout)"
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    return None
+
+
+def reason_in(text: str, returncode: int) -> str:
+    """Return why a job failed, from what it printed.
+
+    Args:
+        text: Output of the job.
+        returncode: Exit code of its first process; negative for a signal.
+    """
+    if any(word in text.lower() for word in _MEMORY):
+        return "out of memory"
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}, perhaps for lack of host memory"
+    errors = [line for line in text.splitlines() if "Error: " in line and line[:1].isalpha()]
+    said = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
+    return f"exit code {returncode}: {said[-1].strip()[:300]}"
+
+
+def _row(study: Study, case: ScalingCase, found: dict[str, Any]) -> ScalingRow:
+    return ScalingRow(
+        study,
+        case,
+        found.get("seconds_per_step"),
+        found.get("peak_gib"),
+        found.get("loss"),
+        found["failure"],
+    )
+
+
+def _report(
+    rows: Sequence[ScalingRow],
+    ran: dict[ScalingCase, dict[str, Any]],
+    options: argparse.Namespace,
+    folder: Path,
+) -> None:
+    records = records_of(rows)
+    device = next((one["device"] for one in ran.values() if "device" in one), None)
+    settings = {
+        "size": options.size,
+        "device": device,
+        "devices": options.devices,
+        "precision": options.precision,
+        "recompute": options.recompute,
+        "steps": options.steps,
+        "warmup": options.warmup,
+        "torch": torch.__version__,
+        "flop_rule": FLOP_RULE,
+    }
+    write_files(folder, settings, records)
+    print(f"\n{table_of(records)}\n\n{folder / 'study.json'} and study.csv have all numbers.")
+    try:
+        draw_scaling(records, folder / "study.png")
+    except MissingExtraError as error:
+        print(f"No picture: {error}")

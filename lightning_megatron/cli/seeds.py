@@ -1,0 +1,215 @@
+"""The subcommand ``seeds``: the median result of several seeds, and an ensemble of their models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_megatron.cli.arguments import at_least_one
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.finetuning.datamodule import TaskDataModule
+from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores, ensemble_results
+
+EXAMPLE = """example:
+  lightning-megatron seeds --seeds 5 --monitor accuracy --test -c recipe:bert_race \\
+      --model.path my_bert --data.folder RACE"""
+_SCORES = "scores"
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """Fit with one seed.
+
+    Args:
+        seed: Seed of the weights that start at random, of dropout and of the order of rows.
+        folder: Folder of its files.
+    """
+
+    seed: int
+    folder: Path
+
+    def options(self, given: Sequence[str]) -> list[str]:
+        """Return the options of its fit.
+
+        Args:
+            given: Options of all fits.
+        """
+        return [
+            *given,
+            f"--seed_everything={self.seed}",
+            f"--data.seed={self.seed}",
+            f"--trainer.default_root_dir={self.folder}",
+            f"--model.scores_dir={self.folder / _SCORES}",
+        ]
+
+    def fit(self, given: Sequence[str]) -> None:
+        """Run the fit in a process of its own, unless it is finished already.
+
+        A fit that was not finished starts again.
+
+        Args:
+            given: Options of all fits.
+
+        Raises:
+            UnsupportedError: If the folder has other files, or the fit fails, whose message is on
+                the standard error.
+        """
+        started = self.folder / "options.json"
+        done = self.folder / "done"
+        options = json.dumps(self.options(given), indent=2)
+        if self.folder.exists():
+            if not started.is_file() or started.read_text() != options:
+                raise UnsupportedError(
+                    f"the folder of a fit must be new, or have a fit with the same options: "
+                    f"{self.folder} has others, with which its results would be mixed. Use another "
+                    "--output, or remove the folder."
+                )
+            if done.is_file():
+                return
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True)
+        started.write_text(options)
+        self._run("fit", self.options(given))
+        done.touch()
+
+    def test(self, given: Sequence[str]) -> None:
+        """Run the test set with the best checkpoint of the fit.
+
+        Args:
+            given: Options of all fits.
+
+        Raises:
+            CheckpointMismatchError: If the fit has left none or several checkpoints.
+            UnsupportedError: If the test fails.
+        """
+        found = sorted(self.folder.rglob("*.ckpt"))
+        if len(found) != 1:
+            raise CheckpointMismatchError(
+                f"a fit must leave its best checkpoint alone for --test: {self.folder} has "
+                f"{len(found)}. Use a ModelCheckpoint that monitors the result, with save_top_k=1."
+            )
+        self._run("test", [*self.options(given), f"--ckpt_path={found[0]}"])
+
+    def scores(self, part: str, monitor: str) -> SavedScores:
+        """Return the scores of its best model.
+
+        Args:
+            part: ``val`` or ``test``.
+            monitor: Name of the result.
+        """
+        return best_scores(self.folder / _SCORES, part, monitor)
+
+    def data(self) -> TaskDataModule:
+        """Return the data module of its configuration."""
+        [*_, path] = sorted(self.folder.rglob("config.yaml"))
+        settings: Any = yaml.safe_load(path.read_text())["data"]
+        module, _, name = settings["class_path"].rpartition(".")
+        found = getattr(import_module(module), name)(**settings["init_args"])
+        assert isinstance(found, TaskDataModule), "fits that write scores have data of a task"
+        return found
+
+    def _run(self, name: str, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "lightning_megatron", name, *options]
+        # The results alone go to the standard output.
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+        if code:
+            raise UnsupportedError(
+                f"the {name} of seed {self.seed} must succeed: it ended with the exit code {code}, "
+                "and its message is above. Correct its cause and run the command again; finished "
+                "fits are kept."
+            )
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand; those that are not its own are options of
+            each fit.
+
+    Raises:
+        CheckpointMismatchError: If scores are missing, or belong to different data.
+        UnsupportedError: If a fit fails.
+    """
+    options, given = seeds_parser().parse_known_args(args)
+    first = options.first_seed
+    runs = [
+        SeedRun(seed, options.output / f"seed{seed}")
+        for seed in range(first, first + options.seeds)
+    ]
+    for run in runs:
+        run.fit(given)
+    report = summary(runs, "val", options.monitor)
+    if options.test:
+        chosen = runs[report["median_run"]]
+        for run in runs:
+            run.test(given)
+        tested = summary(runs, "test", options.monitor)
+        report["test"] = {
+            "of_the_median_run": chosen.scores("test", options.monitor).results,
+            "ensemble": tested["ensemble"],
+        }
+    report["median_run"] = f"seed{first + report['median_run']}"
+    print(json.dumps(report, indent=2))
+
+
+def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
+    """Return the results of all seeds, their medians and the results of the ensemble.
+
+    Args:
+        runs: Finished fits.
+        part: ``val`` or ``test``.
+        monitor: Name of the result by which a fit's model is chosen, and the median fit.
+    """
+    models = [run.scores(part, monitor) for run in runs]
+    data = runs[0].data()
+    data.setup("validate" if part == "val" else "test")
+    metric = data.scores(part)
+    assert metric is not None, "scores were written for this part"
+    names = models[0].results
+    order = sorted(range(len(runs)), key=lambda number: models[number].results[monitor])
+    return {
+        "seeds": {f"seed{run.seed}": one.results for run, one in zip(runs, models, strict=True)},
+        "median": {name: statistics.median(one.results[name] for one in models) for name in names},
+        # Of an even number of fits the lower one of the two in the middle.
+        "median_run": order[(len(order) - 1) // 2],
+        "ensemble": ensemble_results(metric, models),
+    }
+
+
+def seeds_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron seeds",
+        usage="lightning-megatron seeds [options] -c RECIPE [options of fit]",
+        description="Fit with several seeds, one after the other. Print the results of each, their "
+        "median, and those of the ensemble of all models, as JSON.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seeds", type=at_least_one, default=5, help="number of fits (5)")
+    parser.add_argument("--first-seed", type=at_least_one, default=1, help="first seed (1)")
+    parser.add_argument(
+        "--monitor", default="accuracy", help="result by which models are chosen (accuracy)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/seeds"), help="folder of the fits"
+    )
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="test the model of the median fit and the ensemble on the test set",
+    )
+    return parser

@@ -1,0 +1,199 @@
+"""Continuation of texts by a placed model, and the printing of what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.generation.decoding import generate, generated_tokens, gpt_of
+from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.stop_text import StopStrings, TextStream
+from lightning_megatron.groups.collectives import all_gather_objects
+
+
+class PromptText(NamedTuple):
+    """Text to continue.
+
+    Args:
+        text: The text.
+        tokens: Its tokens.
+    """
+
+    text: str
+    tokens: list[int]
+
+
+class SampledRow(NamedTuple):
+    """Prompt and the number of its sample.
+
+    Args:
+        prompt: Index of the prompt.
+        sample: Index of the sample.
+    """
+
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class TextGeneration:
+    """Function that continues prompts with a model and prints them on the first rank.
+
+    Rows are divided into batches, which the copies of the model (dp) take in turn. The result
+    depends on the batches, not on the layout.
+
+    Args:
+        prompts: Texts to continue.
+        tokenizer: Tokenizer of the model.
+        settings: Choice of the tokens, and when to stop.
+        stop_strings: Strings that end a row; they are not printed.
+        num_samples: Rows of each prompt.
+        batch_size: Rows that a copy of the model continues at once (rows).
+        prints_json: Whether each row is printed as a line of JSON.
+    """
+
+    prompts: Sequence[PromptText]
+    tokenizer: Tokenizer
+    settings: GenerationSettings
+    stop_strings: tuple[str, ...] = ()
+    num_samples: int = 1
+    batch_size: int = 1
+    prints_json: bool = False
+
+    def __call__(self, model: nn.Module) -> None:
+        """Continue the prompts; all ranks call this.
+
+        Args:
+            model: Model with a GPT.
+        """
+        mesh = gpt_of(model).mesh
+        prints = mesh.rank == 0
+        batches = self.batches()
+        for first in range(0, len(batches), mesh.dp.size):
+            number = first + mesh.dp.rank
+            has_own = number < len(batches)
+            # Copies that share experts compute together, so one without rows repeats others.
+            batch = batches[number] if has_own else batches[first]
+            found = self._continued(
+                model, batch, number if has_own else first, streams=prints and not self.prints_json
+            )
+            every = all_gather_objects(found if has_own else [], mesh.dp_cpu)
+            if prints:
+                self._print_rows(batches[first : first + mesh.dp.size], every)
+
+    def batches(self) -> list[list[SampledRow]]:
+        """Return the rows of each batch."""
+        samples = range(self.num_samples)
+        rows = [SampledRow(one, two) for one in range(len(self.prompts)) for two in samples]
+        size = self.batch_size
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def text_of(self, row: SampledRow, tokens: Sequence[int]) -> str:
+        """Return the text of the new tokens of a row.
+
+        Args:
+            row: The row.
+            tokens: Its new tokens, the stop token included.
+        """
+        stream = self._stream(row)
+        return "".join([*map(stream.push, self._spoken(tokens)), stream.finish()])
+
+    def _continued(
+        self, model: nn.Module, batch: Sequence[SampledRow], number: int, *, streams: bool
+    ) -> list[list[int]]:
+        """Return the new tokens of each row of a batch, and print those of the first meanwhile."""
+        prompts = [self.prompts[row.prompt].tokens for row in batch]
+        settings = replace(self.settings, seed=seed_of_batch(self.settings.seed, number))
+        stops = None
+        if self.stop_strings:
+            stops = StopStrings(self.tokenizer.decode, self.stop_strings)
+        if streams:
+            self._print_head(batch[0])
+        stream = self._stream(batch[0])
+        if settings.beams > 1:
+            found = generate(model, prompts, settings, stops)
+            if streams:
+                _say(self.text_of(batch[0], found[0]) + "\n")
+            return found
+        found = [[] for _ in batch]
+        for tokens in generated_tokens(model, prompts, settings, stops):
+            for row, token in zip(found, tokens, strict=True):
+                row.extend([] if token is None else [token])
+            if streams and tokens[0] is not None:
+                _say("".join(map(stream.push, self._spoken([tokens[0]]))))
+        if streams:
+            _say(stream.finish() + "\n")
+        return found
+
+    def _print_rows(
+        self, batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
+    ) -> None:
+        """Print the rows of a round, of which the first one was printed as it was produced."""
+        rows = self._joined(batches, found)
+        if not self.prints_json:
+            next(rows)
+        for row, tokens in rows:
+            if self.prints_json:
+                _say(json.dumps(self._described(row, tokens), ensure_ascii=False) + "\n")
+                continue
+            self._print_head(row)
+            _say(self.text_of(row, tokens) + "\n")
+
+    @staticmethod
+    def _joined(
+        batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
+    ) -> Iterator[tuple[SampledRow, Sequence[int]]]:
+        # Copies without rows of their own come last.
+        for batch, rows in zip(batches, found, strict=False):
+            yield from zip(batch, rows, strict=True)
+
+    def _described(self, row: SampledRow, tokens: Sequence[int]) -> dict[str, object]:
+        text = self.text_of(row, tokens)
+        has_stopped = tokens[-1] in self.settings.stop_tokens or (
+            bool(self.stop_strings)
+            and StopStrings(self.tokenizer.decode, self.stop_strings)(tokens)
+        )
+        return {
+            "prompt": self.prompts[row.prompt].text,
+            "sample": row.sample,
+            "text": text,
+            "tokens": list(tokens),
+            "finish_reason": "stop" if has_stopped else "length",
+        }
+
+    def _print_head(self, row: SampledRow) -> None:
+        if len(self.prompts) * self.num_samples > 1:
+            _say(f"=== prompt {row.prompt + 1}, sample {row.sample + 1}\n")
+        _say(self.prompts[row.prompt].text)
+
+    def _stream(self, row: SampledRow) -> TextStream:
+        before = self.prompts[row.prompt].tokens
+        return TextStream(self.tokenizer.decode, self.stop_strings, before)
+
+    def _spoken(self, tokens: Sequence[int]) -> list[int]:
+        return [token for token in tokens if token not in self.settings.stop_tokens]
+
+
+def seed_of_batch(seed: int, number: int) -> int:
+    """Return the seed of the draws of a batch; the first one has the seed itself.
+
+    Args:
+        seed: Seed of the run.
+        number: Number of the batch.
+    """
+    if number == 0:
+        return seed
+    # Half of the 32 bits: seeds of settings are not larger.
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

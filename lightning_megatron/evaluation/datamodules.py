@@ -1,0 +1,199 @@
+"""Data modules of evaluations: rows of tokens, and the metrics that they are for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.evaluation.lambada import ClozeRows, read_passages
+from lightning_megatron.evaluation.metrics import ClozeAccuracy, WordPerplexity
+from lightning_megatron.evaluation.wikitext import SlidingWindows, empty_row, read_wikitext
+from lightning_megatron.plan.settings import Count, coerced_arguments
+
+
+class _FullBatches(Dataset):
+    """Rows, and empty ones up to a whole number of batches on every rank.
+
+    Every rank then has as many batches of the same shape, and no row comes twice.
+    """
+
+    def __init__(self, rows: Any, multiple: int) -> None:
+        self._rows = rows
+        self._size = -(-len(rows) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row: dict[str, Tensor] = (
+            self._rows[index] if index < len(self._rows) else empty_row(self._rows.window)
+        )
+        return row
+
+
+class EvaluationData(LightningDataModule):
+    """Test data of one task for an :class:`EvaluatedLM`.
+
+    Shapes: A batch is {"tokens": (B, S), "labels": (B, S)} with labels that are shifted already;
+        -100 is not scored.
+    """
+
+    #: Whether the metrics need to know which labels are the most probable tokens.
+    needs_hits = False
+    batch_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size of the tokenizer."""
+        return self._tokenizer.vocab_size
+
+    @abstractmethod
+    def metrics(self) -> dict[str, Metric]:
+        """Return new metrics by the names under which they are logged; call ``setup`` before."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Return what the results depend on beside the model, for reports; call ``setup`` before.
+
+        Counts are in tokens, words or passages, as their names say.
+        """
+
+    @abstractmethod
+    def read(self) -> Any:
+        """Return the rows of the task, a dataset with the property ``window``."""
+
+    def __init__(self, tokenizer: str) -> None:
+        super().__init__()
+        self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
+        self._rows: Any = None
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        if self._rows is None:
+            self._rows = self.read()
+
+    @override
+    def test_dataloader(self) -> DataLoader:
+        strategy = None if self.trainer is None else self.trainer.strategy
+        given = getattr(strategy, "distributed_sampler_kwargs", None)
+        num_ranks = given["num_replicas"] if given else 1
+        return DataLoader(
+            _FullBatches(self._rows, num_ranks * self.batch_size), batch_size=self.batch_size
+        )
+
+
+class WikiTextData(EvaluationData):
+    """WikiText, or another long text, in overlapping windows.
+
+    Logs ``word_perplexity``, normalised by the words of the original text, and
+    ``token_perplexity``.
+
+    Args:
+        path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
+        tokenizer: Tokenizer "bytes", "gpt2", or a path.
+        window: Tokens that the model reads at once (tokens).
+        stride: Tokens by which windows advance; all after the first window are scored with at
+            least ``window - stride`` tokens before them. 32 is that of the published figures; a
+            stride of ``window`` takes ``window / stride`` times less work and gives higher
+            perplexities (tokens).
+        is_plain: Whether the text is as people write it, so that no detokenizer is needed.
+        batch_size: Windows per data-parallel rank and batch.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If there is no such file or tokenizer (the file in ``setup``).
+        CorruptDataError: If the text is not UTF-8 or too short (in ``setup``).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        window: Count = 1024,
+        stride: Count = 32,
+        is_plain: bool = False,
+        batch_size: Count = 1,
+    ) -> None:
+        given = coerced_arguments(WikiTextData.__init__, locals())
+        super().__init__(given["tokenizer"])
+        self.path: str = given["path"]
+        self.window: int = given["window"]
+        self.stride: int = given["stride"]
+        self.is_plain = is_plain
+        self.batch_size = given["batch_size"]
+        self._num_words = 0
+
+    @override
+    def read(self) -> SlidingWindows:
+        text = read_wikitext(self.path, is_plain=self.is_plain)
+        self._num_words = text.num_words
+        return SlidingWindows(self._tokenizer.encode(text.text), self.window, self.stride)
+
+    @override
+    def sizes(self) -> dict[str, int]:
+        return {
+            "window": self.window,
+            "stride": self.stride,
+            "words": self._num_words,
+            "tokens": len(self._rows.tokens),
+        }
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        return {
+            "word_perplexity": WordPerplexity(self._num_words),
+            "token_perplexity": WordPerplexity(),
+        }
+
+
+class LambadaData(EvaluationData):
+    """LAMBADA, or other passages whose last word is to be predicted.
+
+    Logs ``accuracy``, the share of words of which every token is the most probable one, and
+    ``perplexity``, that of the words.
+
+    Args:
+        path: File of JSON lines, ``{"text": ...}`` each.
+        tokenizer: Tokenizer "bytes", "gpt2", or a path.
+        window: Most tokens that the model reads at once; None means any number (tokens).
+        batch_size: Passages per data-parallel rank and batch.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range, or a passage is
+            longer than the window (in ``setup``).
+        UnsupportedError: If there is no such file or tokenizer (the file in ``setup``).
+        CorruptDataError: If a line has no passage (in ``setup``).
+    """
+
+    needs_hits = True
+
+    def __init__(
+        self, path: str, tokenizer: str, window: Count | None = None, batch_size: Count = 1
+    ) -> None:
+        given = coerced_arguments(LambadaData.__init__, locals())
+        super().__init__(given["tokenizer"])
+        self.path: str = given["path"]
+        self.window: int | None = given["window"]
+        self.batch_size = given["batch_size"]
+        self._num_passages = 0
+
+    @override
+    def read(self) -> ClozeRows:
+        rows = ClozeRows(read_passages(self.path), self._tokenizer.encode, self.window)
+        self._num_passages = len(rows)
+        return rows
+
+    @override
+    def sizes(self) -> dict[str, int]:
+        return {"passages": self._num_passages}
+
+    @override
+    def metrics(self) -> dict[str, Metric]:
+        return {"accuracy": ClozeAccuracy(), "perplexity": WordPerplexity(self._num_passages)}

@@ -1,0 +1,79 @@
+"""LightningModule that evaluates the model of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.evaluation.datamodules import EvaluationData
+from lightning_megatron.evaluation.metrics import ClozeAccuracy
+from lightning_megatron.evaluation.token_scores import token_losses, token_scores
+from lightning_megatron.models.token_module import TokenModule
+from lightning_megatron.shapes import Int
+
+
+class EvaluatedLM(LightningModule):
+    """Evaluate a language model on an :class:`EvaluationData` by ``Trainer.test``.
+
+    It runs under MegatronStrategy in any layout, under ``ddp`` and on one device, and reads the
+    checkpoints of the module whose model it evaluates. Its results are those of one process.
+
+    Args:
+        source: ``CausalLM`` or ``HuggingFaceCausalLM`` whose model is evaluated.
+    """
+
+    def __init__(self, source: TokenModule) -> None:
+        super().__init__()
+        # In a tuple it is no submodule: its model is one of this module, under the same name.
+        self._source = (source,)
+        self.model: nn.Module | None = None
+        self._metrics_of_task = nn.ModuleDict()
+
+    def configure_model(self) -> None:
+        """Build the model. Lightning calls this for each test."""
+        if self.model is None:
+            self.model = self._source[0].hand_over_model(self.device_mesh)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Create the metrics of the task, whose data module is set up already.
+
+        Raises:
+            ParallelPlanError: If the vocabulary of the tokenizer is larger than the model's.
+        """
+        data = self._data
+        own = self._source[0].vocab_size
+        if data.vocab_size > own:
+            raise ParallelPlanError(
+                f"the tokenizer must have at most as many tokens as the model ({own}): it has "
+                f"{data.vocab_size}, and the model has no row for the others. Use the model's own "
+                "tokenizer."
+            )
+        self._metrics_of_task = nn.ModuleDict(data.metrics())
+
+    def test_step(self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int) -> None:
+        """Update and log the metrics of the task."""
+        assert self.model is not None, "configure_model builds the model before its first use"
+        labels = batch["labels"]
+        if self._data.needs_hits:
+            losses, hits = token_scores(self.model, batch["tokens"], labels)
+        else:
+            losses = token_losses(self.model, batch["tokens"], labels)
+            hits = torch.empty(0)
+        for name, metric in self._metrics_of_task.items():
+            assert isinstance(metric, Metric), "the data module returns metrics"
+            metric.update(hits if isinstance(metric, ClozeAccuracy) else losses, labels)
+            self.log(name, metric, on_step=False, on_epoch=True)
+
+    @property
+    def _data(self) -> EvaluationData:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        assert isinstance(data, EvaluationData), "Trainer.test gets a data module of this package"
+        return data

@@ -1,0 +1,336 @@
+"""Language model of this package as a model of the lm-eval harness."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.data.tokenizer import Tokenizer, encode_prompt
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.evaluation.token_scores import token_scores
+from lightning_megatron.extras import import_extra
+from lightning_megatron.generation.decoding import generate, gpt_of
+from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.stop_text import StopStrings, before_stop
+from lightning_megatron.generation.token_pass import evaluating
+from lightning_megatron.groups.collectives import all_gather_objects, broadcast_
+from lightning_megatron.models.relay import run_stage_by_stage
+from lightning_megatron.models.token_module import IGNORED
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: Settings of tasks that a generation reads, by lm-eval's names, beside its length and its ends.
+_SETTINGS = {
+    "do_sample": "sample",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "num_beams": "beams",
+    "length_penalty": "length_penalty",
+}
+
+
+class Request(Protocol):
+    """Request of the harness, an ``lm_eval.api.instance.Instance``."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Return the texts of the request, and its settings."""
+
+
+class ScoredTokens(NamedTuple):
+    """Tokens of which the last ones are scored.
+
+    Args:
+        tokens: Tokens that the model reads, and the last one.
+        num_scored: Tokens at the end that are scored (tokens).
+    """
+
+    tokens: list[int]
+    num_scored: int
+
+
+class HarnessAnswers:
+    """Answers to the requests of the harness, equal on all ranks.
+
+    All ranks run the harness alike. The copies of the model (dp) divide the requests and exchange
+    the answers, so each rank has those of one process. ``harness_lm`` makes an
+    ``lm_eval.api.model.LM`` of this class.
+
+    Args:
+        model: Model with a GPT, such as that of a ``CausalLM`` and a replaced Hugging Face model.
+        tokenizer: Its tokenizer.
+        prefix_token: Token before texts without a context.
+        end_tokens: Tokens that end generated texts.
+        adds_special: Whether texts get the special tokens that the tokenizer adds.
+        batch_size: Rows that a copy of the model reads at once (rows).
+        max_new_tokens: Most tokens of an answer whose task names no limit (tokens).
+
+    Communication: for each round of batches that of the model, with pp a broadcast of the answers,
+        and one gather of objects over dp.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        prefix_token: int | None,
+        end_tokens: Sequence[int] = (),
+        adds_special: bool = False,
+        batch_size: int = 1,
+        max_new_tokens: int = 256,
+    ) -> None:
+        super().__init__()
+        self._gpt = gpt_of(model)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prefix_token = prefix_token
+        self._end_tokens = tuple(end_tokens)
+        self._adds_special = adds_special
+        self._batch_size = batch_size
+        self._max_new_tokens = max_new_tokens
+        self._num_draws = 0
+
+    @property
+    def max_length(self) -> int:
+        """Return the longest row of the model (tokens)."""
+        return self._gpt.config.max_seq_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the token that stands before texts without a context."""
+        if self._prefix_token is None:
+            raise UnsupportedError(
+                "a text without a context needs a token before it, which the first word follows: "
+                "the tokenizer has neither one that begins nor one that ends texts. Give one "
+                "(--prefix-token)."
+            )
+        return self._prefix_token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token that stands before texts without a context."""
+        return self.eot_token_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return the tokens of a text.
+
+        Args:
+            string: The text.
+            add_special_tokens: Whether special tokens are added; None means as for all texts,
+                unless the text has the first of them already.
+        """
+        adds = self._adds_special if add_special_tokens is None else add_special_tokens
+        plain = self._tokenizer.encode(string)
+        if not adds or (add_special_tokens is None and plain[:1] == [self._prefix_token]):
+            return plain
+        return encode_prompt(self._tokenizer, string)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Request], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the logarithm of the probability of each text, in windows that do not overlap.
+
+        Args:
+            requests: Texts.
+            disable_tqdm: Whether no progress bar is shown; none ever is.
+        """
+        library: Any = import_extra("lm_eval.utils", "harness")
+        owners: list[int] = []
+        rows = []
+        for number, request in enumerate(requests):
+            windows = library.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, scored in map(library.make_disjoint_window, windows):
+                owners.append(number)
+                rows.append(self._scored(context, scored))
+        sums = [0.0] * len(requests)
+        for owner, (score, _) in zip(owners, self._scores(rows), strict=True):
+            sums[owner] += score
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self._scores([self._scored(context, scored) for _, context, scored in requests])
+
+    def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
+        """Return what follows each context, up to the strings that its task names.
+
+        Args:
+            requests: Contexts and settings.
+            disable_tqdm: Whether no progress bar is shown; none ever is.
+
+        Raises:
+            UnsupportedError: If a task has a setting that no generation reads.
+            ParallelPlanError: If an answer leaves no room for its context.
+        """
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        answers = [""] * len(requests)
+        for kind, numbers in kinds.items():
+            contexts = [requests[number].args[0] for number in numbers]
+            found = self._generated(contexts, json.loads(kind))
+            for number, text in zip(numbers, found, strict=True):
+                answers[number] = text
+        return answers
+
+    def _generated(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
+        library: Any = import_extra("lm_eval.models.utils", "harness")
+        kwargs = library.normalize_gen_kwargs(given, self._max_new_tokens)
+        until = [one for one in kwargs.pop("until") if one]
+        most = kwargs.pop("max_gen_toks")
+        room = self.max_length - most
+        if room < 1:
+            raise ParallelPlanError(
+                f"an answer must be shorter than the model's longest row ({self.max_length} "
+                f"tokens): the task asks for {most}. Its context needs a token. Use a smaller "
+                "max_gen_toks."
+            )
+        settings = _settings_of(kwargs, most, self._end_tokens)
+        prompts = [self.tok_encode(context) for context in contexts]
+        cut = [prompt[-room:] for prompt in prompts]
+        num_cut = sum(len(one) > room for one in prompts)
+        if num_cut:
+            _log.warning(
+                "%d of %d contexts are cut on their left to %d tokens, so that %d new ones fit.",
+                num_cut,
+                len(prompts),
+                room,
+                most,
+            )
+        stops = StopStrings(self._tokenizer.decode, until) if until else None
+
+        def answer(batch: Sequence[list[int]], number: int) -> list[str]:
+            own = GenerationSettings(**settings, seed=self._num_draws + number)
+            found = generate(self._model, batch, own, stops)
+            return [before_stop(self._text(row), until) for row in found]
+
+        answers = self._in_rounds(cut, len, answer)
+        self._num_draws += len(cut) if settings["sample"] else 0
+        return answers
+
+    def _text(self, row: list[int]) -> str:
+        return self._tokenizer.decode([one for one in row if one not in self._end_tokens])
+
+    def _scored(self, context: list[int], scored: list[int]) -> ScoredTokens:
+        if not scored or len(scored) > self.max_length:
+            raise UnsupportedError(
+                f"a continuation must have at least one token and at most {self.max_length}, the "
+                f"longest row of the model: one has {len(scored)}. Leave its document out."
+            )
+        tokens = [*context, *scored]
+        if len(tokens) > self.max_length + 1:
+            _log.warning(
+                "a context of %d tokens is cut on its left, so that its row has %d tokens.",
+                len(context),
+                self.max_length,
+            )
+        return ScoredTokens(tokens[-(self.max_length + 1) :], len(scored))
+
+    def _scores(self, rows: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
+        """Return the score of each row, and whether its scored tokens are the likeliest."""
+        return self._in_rounds(rows, lambda row: len(row.tokens), self._scores_of_batch)
+
+    def _scores_of_batch(
+        self, batch: Sequence[ScoredTokens], number: int
+    ) -> list[tuple[float, bool]]:
+        # Copies that share experts need the same shapes, so rows are padded to those of the round.
+        shape = self._batch_size, self._round_length
+        tokens = torch.zeros(shape, dtype=torch.long)
+        labels = torch.full(shape, IGNORED)
+        for place, row in enumerate(batch):
+            size = len(row.tokens) - 1
+            tokens[place, :size] = torch.tensor(row.tokens[:-1])
+            labels[place, size - row.num_scored : size] = torch.tensor(
+                row.tokens[len(row.tokens) - row.num_scored :]
+            )
+        mesh = self._gpt.mesh
+        given = tokens.to(mesh.device), labels.to(mesh.device)
+        self._gpt.wait_for_parameters()
+        with torch.no_grad(), evaluating(self._gpt):
+            if mesh.pp.size == 1:
+                found: Tensor | None = _summed(self._model, *given)
+            else:
+                found = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *given))
+        if found is None:
+            found = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
+        found = broadcast_(found, mesh.pp, mesh.layout.loss_stage)
+        return [(score, bool(is_best)) for score, is_best in found[: len(batch)].tolist()]
+
+    def _in_rounds(
+        self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
+    ) -> list[T]:
+        """Return the answers to rows, of which each copy of the model takes a batch in turn."""
+        dp = self._gpt.mesh.dp
+        size = self._batch_size
+        order = sorted(range(len(rows)), key=lambda number: -length(rows[number]))
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        answers: dict[int, T] = {}
+        for first in range(0, len(batches), dp.size):
+            number = first + dp.rank
+            has_own = number < len(batches)
+            batch = batches[number] if has_own else batches[first]
+            # Rows are sorted, so the first one of a round is its longest.
+            self._round_length = length(rows[batches[first][0]]) - 1
+            found = answer([rows[one] for one in batch], number if has_own else first)
+            own = dict(zip(batch, found, strict=True)) if has_own else {}
+            for part in all_gather_objects(own, self._gpt.mesh.dp_cpu):
+                answers |= part
+        return [answers[number] for number in range(len(rows))]
+
+
+def harness_lm(model: nn.Module, tokenizer: Tokenizer, **settings: Any) -> Any:
+    """Return a model as an ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate``.
+
+    Its numbers are those of lm-eval's own model ``hf`` with the same weights, under any layout. All
+    ranks call ``simple_evaluate`` with it alike, between steps.
+
+    Args:
+        model: Model with a GPT, such as that of a ``CausalLM`` and a replaced Hugging Face model.
+        tokenizer: Its tokenizer, see ``load_tokenizer``.
+        settings: Further arguments of ``HarnessAnswers``.
+
+    Raises:
+        MissingExtraError: If lm-eval is not installed.
+        UnsupportedError: If the model has no GPT.
+    """
+    base = import_extra("lm_eval.api.model", "harness").TemplateLM
+    kind: Any = type("HarnessLM", (HarnessAnswers, base), {"__doc__": HarnessAnswers.__doc__})
+    return kind(model, tokenizer, **settings)
+
+
+def _summed(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the score of each row's labels, and 1 if all of them are the likeliest tokens."""
+    losses, hits = token_scores(model, tokens, labels)
+    is_best = (hits | (labels == IGNORED)).all(1)
+    return torch.stack((-losses.double().sum(1), is_best.double()), 1)
+
+
+def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...]) -> dict[str, Any]:
+    unknown = sorted(set(kwargs) - set(_SETTINGS))
+    if unknown:
+        raise UnsupportedError(
+            f"generation_kwargs of a task must be {', '.join(_SETTINGS)}, until and max_gen_toks: "
+            f"{', '.join(unknown)} would be ignored. Leave them out."
+        )
+    found = {_SETTINGS[name]: value for name, value in kwargs.items() if value is not None}
+    if not found["sample"]:
+        # Tasks name a temperature of 0 for the likeliest token.
+        for name in ("temperature", "top_k", "top_p"):
+            found.pop(name, None)
+    return {**found, "max_new_tokens": most, "stop_tokens": end_tokens}

@@ -1,0 +1,107 @@
+"""Metrics of language models, from the losses and hits of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.models.token_module import IGNORED
+from lightning_megatron.plan.settings import Count, coerced_arguments
+from lightning_megatron.shapes import Bool, Float, Int
+
+
+class WordPerplexity(Metric):
+    """Perplexity of a text, normalised by its original words.
+
+    Equal to ``exp(sum of losses / number of words)``. Perplexities per word of models with
+    different tokenizers can be compared, those per token cannot. Losses are summed in float64.
+
+    Args:
+        num_words: Words of the original text, before any detokenizer (words). None divides by the
+            number of labels, which gives the perplexity per token.
+        metric: Arguments of ``torchmetrics.Metric``.
+
+    Raises:
+        ParallelPlanError: If ``num_words`` is not a whole number of at least 1.
+
+    Source: Shoeybi et al. 2019, appendix E.1.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    loss_sum: Tensor
+    num_labels: Tensor
+
+    def __init__(self, num_words: Count | None = None, **metric: Any) -> None:
+        given = coerced_arguments(WordPerplexity.__init__, locals())
+        super().__init__(**metric)
+        self.num_words: int | None = given["num_words"]
+        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_labels", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, losses: Float[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]) -> None:
+        """Add the losses of some tokens.
+
+        Args:
+            losses: Loss of each token (nats).
+            labels: Id of each token, or -100 where the loss does not count.
+        """
+        is_counted = labels != IGNORED
+        self.loss_sum += losses.detach().double().masked_fill(~is_counted, 0.0).sum()
+        self.num_labels += is_counted.sum()
+
+    @override
+    def compute(self) -> Float[Tensor, ""]:
+        """Return the perplexity, NaN without any label."""
+        divisor = self.num_labels if self.num_words is None else self.num_words
+        mean = self.loss_sum / divisor
+        return mean.exp().masked_fill(self.num_labels == 0, torch.nan)
+
+
+class ClozeAccuracy(Metric):
+    """Share of rows of which every label is the model's most probable token.
+
+    A row is a passage whose last word is asked for: its labels are the tokens of that word, all
+    others are -100. The model reads the passage with the word (teacher forcing), and the row is
+    right only if all tokens of the word are. Rows without labels do not count.
+
+    Args:
+        metric: Arguments of ``torchmetrics.Metric``.
+
+    Source: Shoeybi et al. 2019, section 5.3 and appendix E.2.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    num_right: Tensor
+    num_rows: Tensor
+
+    def __init__(self, **metric: Any) -> None:
+        super().__init__(**metric)
+        self.add_state("num_right", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("num_rows", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, hits: Bool[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]) -> None:
+        """Add some rows.
+
+        Args:
+            hits: Whether each label has the largest logit.
+            labels: Id of each token of the word, -100 elsewhere.
+        """
+        is_asked = labels != IGNORED
+        has_labels = is_asked.any(-1)
+        self.num_right += ((hits | ~is_asked).all(-1) & has_labels).sum()
+        self.num_rows += has_labels.sum()
+
+    @override
+    def compute(self) -> Float[Tensor, ""]:
+        """Return the share, NaN without any row."""
+        return self.num_right.double() / self.num_rows

@@ -1,0 +1,128 @@
+"""Losses of tokens, and whether they are the most probable ones, of any language model."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.layers.context_parallel.sequence_order import (
+    joined_parts,
+    length_multiple,
+)
+from lightning_megatron.layers.vocab_argmax import vocab_parallel_argmax
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.lora import bare_model
+from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.token_module import IGNORED
+from lightning_megatron.shapes import Bool, Float, Int
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
+
+
+class TokenScores(NamedTuple):
+    """What a language model says of given tokens.
+
+    Args:
+        losses: Negative logarithm of the probability of each label, 0 for ignored ones (nats).
+        hits: Whether each label has the largest logit; false for ignored ones.
+    """
+
+    losses: Float[Tensor, "batch seq"]
+    hits: Bool[Tensor, "batch seq"]
+
+
+def token_losses(
+    model: nn.Module, tokens: Int[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch seq"]:
+    """Return the loss of each label.
+
+    Equal to the cross entropy of the full logits, in float32 (float64 for a float64 model). The
+    logits of a ``GPT`` and of a Hugging Face model that MegatronStrategy has replaced stay sharded.
+
+    Args:
+        model: A ``GPT``, or a Hugging Face model, replaced or not.
+        tokens: Token ids. Rows may have any length.
+        labels: Id of the token that follows each token, or -100.
+
+    Raises:
+        StageDone: On pipeline stages that do not compute the result.
+
+    Communication: that of the model, a few numbers per token over tp, and the losses over cp.
+    """
+    gpt = _gpt_of(model)
+    if gpt is None:
+        return _losses_of(_logits_of(model, tokens), labels)
+    return _losses_by(gpt, *_padded(gpt, tokens, labels))[:, : tokens.shape[1]]
+
+
+def token_scores(
+    model: nn.Module, tokens: Int[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]
+) -> TokenScores:
+    """Return the loss of each label, and whether it is the most probable token.
+
+    The arguments, errors and losses are those of :func:`token_losses`. Of equal logits the one with
+    the lowest id is the largest. A ``GPT`` computes its head a second time for the hits.
+
+    Communication: that of :func:`token_losses`, two further numbers per token over tp and the hits
+        over cp; under sequence parallelism an all-gather of the last hidden states.
+    """
+    gpt = _gpt_of(model)
+    if gpt is None:
+        logits = _logits_of(model, tokens)
+        return TokenScores(_losses_of(logits, labels), logits.argmax(-1) == labels)
+    length = tokens.shape[1]
+    tokens, labels = _padded(gpt, tokens, labels)
+    # The model appends the states of all layers; only the output of the last norm is needed.
+    last: Any = deque(maxlen=1)
+    gpt.hidden_states = last
+    try:
+        losses = _losses_by(gpt, tokens, labels)
+    finally:
+        gpt.hidden_states = None
+    # Where a placeholder stands for the losses, one computed from it stands for the hits.
+    hits = losses > 0.0 if isinstance(losses, RemoteTensor) else _hits_of(gpt, last[0], labels)
+    return TokenScores(losses[:, :length], hits[:, :length])
+
+
+def _gpt_of(model: nn.Module) -> GPT | None:
+    """Return the layers that compute a model; None if they are not those of this package."""
+    bare = bare_model(model)
+    if isinstance(bare, HuggingFaceLM):
+        return bare.gpt
+    return bare if isinstance(bare, GPT) else None
+
+
+def _padded(gpt: GPT, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Append positions where cp or sequence parallelism divides rows; no earlier one sees them."""
+    extra = -tokens.shape[1] % length_multiple(gpt.mesh)
+    return F.pad(tokens, (0, extra)), F.pad(labels, (0, extra), value=IGNORED)
+
+
+def _losses_by(gpt: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
+    found: Any = gpt(tokens, labels, ignore_index=IGNORED)
+    # The layers of a replaced model return their logits too.
+    losses: Tensor = found[0] if isinstance(found, tuple) else found
+    return losses
+
+
+@torch.no_grad()
+def _hits_of(gpt: GPT, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return whether labels have the largest logit, from the output of the last norm."""
+    best = vocab_parallel_argmax(gpt.logits(hidden), gpt.mesh, gpt.config.vocab_size)
+    return joined_parts(best, gpt.mesh.cp).t() == labels
+
+
+def _logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    found: Any = model(input_ids=tokens, use_cache=False)
+    logits: Tensor = found.logits
+    return logits
+
+
+def _losses_of(logits: Tensor, labels: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(labels.shape)

@@ -1,0 +1,172 @@
+"""WikiText: its words, its text as people write it, and its windows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.models.token_module import IGNORED
+from lightning_megatron.shapes import Int
+
+#: What WikiText's tokenizer has done to a text, and what undoes it, in this order. These are the
+#: rules of the published perplexities, so that others can be compared with them.
+_RULES: tuple[tuple[str, str], ...] = (
+    (r"s '", "s'"),
+    # numbers and compounds
+    (r" @([-,.])@ ", r"\1"),
+    # signs that follow a word
+    *(
+        (rf" {sign} ", f"{sign.removeprefix(chr(92))} ")
+        for sign in (":", ";", r"\.", "!", r"\?", ",")
+    ),
+    # brackets and quotation marks, which hold what is between them
+    (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^]]*?)\s*\]", r"[\1]"),
+    (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
+    (r'"\s*([^"]*?)\s*"', r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    # headings, degrees, ends of lines, numbers that were replaced, genitives
+    *(("= = = =", "===="), ("= = =", "==="), ("= =", "==")),
+    *((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")),
+)
+_COMPILED = tuple((re.compile(pattern), result) for pattern, result in _RULES)
+
+
+def detokenize(text: str) -> str:
+    """Return WikiText as people write it, without the blanks that its tokenizer put around signs.
+
+    Args:
+        text: Text of WikiText-2 or WikiText-103.
+    """
+    for pattern, result in _COMPILED:
+        text = pattern.sub(result, text)
+    return text
+
+
+def count_words(text: str) -> int:
+    """Return the words of a text before any detokenizer, the divisor of the perplexity (words).
+
+    Words are what blanks separate; as in the published figures, the end of a line is one of them:
+    the test part of WikiText-103 has 245,566.
+    """
+    return len(text.strip().split(" "))
+
+
+class WikiText(NamedTuple):
+    """Text of a part of WikiText.
+
+    Args:
+        text: Text that the model reads.
+        num_words: Words of the original (words).
+    """
+
+    text: str
+    num_words: int
+
+
+def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> WikiText:
+    """Read a part of WikiText, or another text.
+
+    Args:
+        path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
+        is_plain: Whether the text is as people write it already, so that nothing is undone.
+
+    Raises:
+        UnsupportedError: If there is no such file.
+        CorruptDataError: If a line is not UTF-8, or there is no word. The message names the file
+            and the line.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UnsupportedError(
+            f"the text to evaluate on must be a file: {os.fspath(path)!r} is none. Give the path "
+            "of a text file."
+        )
+    lines = []
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise CorruptDataError(
+                f"{path}:{number} is not UTF-8: {error.reason} at byte {error.start}. Convert it."
+            ) from None
+    text = "".join(lines)
+    if not text.strip():
+        raise CorruptDataError(f"{path} has no word in {len(lines)} lines. Copy it again.")
+    return WikiText(text if is_plain else detokenize(text), count_words(text))
+
+
+class SlidingWindows(Dataset):
+    """Rows of a long text in which each token after the first is scored once, with context.
+
+    The first window scores all its tokens. Each further one starts ``stride`` tokens later and
+    scores its last ``stride`` tokens, which then have at least ``window - stride`` tokens before
+    them. A stride of ``window`` gives windows that do not overlap.
+
+    Shapes: An item is {"tokens": (S,), "labels": (S,)}, with S = ``window``.
+
+    Args:
+        tokens: Token ids of the whole text.
+        window: Tokens that the model reads at once (tokens).
+        stride: Tokens by which windows advance (tokens); the overlap o = 32 of the paper.
+
+    Raises:
+        ParallelPlanError: If the stride is not in [1, window].
+        CorruptDataError: If the text has fewer than two tokens, so that none is predicted.
+
+    Source: Shoeybi et al. 2019, appendix E.1.
+    """
+
+    def __init__(self, tokens: Sequence[int], window: int, stride: int) -> None:
+        if not 1 <= stride <= window:
+            raise ParallelPlanError(
+                f"stride ({stride}) must be at least 1 and at most the window ({window}), because "
+                "a larger one leaves tokens without a score. Use a smaller stride."
+            )
+        if len(tokens) < 2:
+            raise CorruptDataError(
+                f"a text must have at least two tokens, of which the second one is predicted: it "
+                f"has {len(tokens)}. Use a longer text."
+            )
+        self.tokens = torch.tensor(tokens, dtype=torch.int64)
+        self.window = window
+        self.stride = stride
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that are scored, all but the first (tokens)."""
+        return len(self.tokens) - 1
+
+    def __len__(self) -> int:
+        further = max(self.num_targets - self.window, 0)
+        return 1 - (-further // self.stride)
+
+    def __getitem__(self, index: int) -> dict[str, Int[Tensor, "window"]]:
+        start = index * self.stride
+        piece = self.tokens[start : start + self.window + 1]
+        row = empty_row(self.window)
+        row["tokens"][: len(piece) - 1] = piece[:-1]
+        row["labels"][: len(piece) - 1] = piece[1:]
+        if index:
+            row["labels"][: self.window - self.stride] = IGNORED
+        return row
+
+
+def empty_row(length: int) -> dict[str, Int[Tensor, "length"]]:
+    """Return a row of padding, which nothing scores.
+
+    Args:
+        length: Positions of the row (tokens).
+    """
+    return {
+        "tokens": torch.zeros(length, dtype=torch.int64),
+        "labels": torch.full((length,), IGNORED, dtype=torch.int64),
+    }

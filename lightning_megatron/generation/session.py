@@ -1,0 +1,201 @@
+"""Rows of prompts, their cache, and the logits of the tokens that follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.generation.beam_search import Candidates
+from lightning_megatron.generation.prompts import PromptRows
+from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.token_pass import TokenPass, evaluating, why_not_recorded
+from lightning_megatron.groups.collectives import all_reduce_, broadcast_
+from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
+from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.relay import run_stage_by_stage
+from lightning_megatron.shapes import Int
+
+_log = logging.getLogger(__name__)
+
+
+class GenerationSession:
+    """Cache and rows of a group of prompts.
+
+    Args:
+        gpt: The model.
+        prompts: Tokens of each prompt.
+        settings: Choice of the tokens.
+    """
+
+    def __init__(
+        self, gpt: GPT, prompts: Sequence[Sequence[int]], settings: GenerationSettings
+    ) -> None:
+        self._gpt = gpt
+        self._check_layout()
+        sizes = torch.tensor([len(prompts), max(map(len, prompts)), settings.max_new_tokens])
+        self._shares_experts = gpt.has_shared_experts
+        if self._shares_experts:
+            # Experts need the same number of tokens from every rank.
+            all_reduce_(sizes, gpt.mesh.experts_cpu, "max")
+        num_rows, length, most = sizes.tolist()
+        _check_length(length, most, gpt.config.max_seq_length)
+        #: Most tokens that a row of any of these ranks gets (tokens).
+        self.most: int = most
+        self._num_own = len(prompts)
+        self._device = gpt.mesh.device
+        self._rows = PromptRows.of(
+            prompts,
+            self._device,
+            num_rows=num_rows,
+            length=length,
+            multiple=length_multiple(gpt.mesh),
+            later_multiple=length_multiple(gpt.mesh, is_cut=False),
+        )
+        # The last token is never read again.
+        self._cache = KeyValueCache(length + most - 1)
+        self._stretched_after = _length_before_other_angles(gpt)
+        self._num_rows = num_rows
+        self._pass = self._token_pass(num_rows) if settings.record else None
+        gpt.wait_for_parameters()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the model."""
+        return self._device
+
+    def logits(self, tokens: Int[Tensor, " batch"] | None) -> Tensor | None:
+        """Return the logits of the tokens that follow the given ones, for the rows of this rank.
+
+        Those of a recorded pass are valid until the next call.
+
+        Args:
+            tokens: Latest token of each row; None gives the logits after the prompts.
+
+        Returns:
+            Logits on the stage of the last layers; None on others.
+        """
+        if tokens is not None and self._pass is not None:
+            found: Tensor | None = self._pass(tokens)
+            self._cache.advance(1)
+        else:
+            found = self._logits_by_layers(tokens)
+        return None if found is None else found[: self._num_own]
+
+    def shared_tokens(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
+        """Return the next token of each row, those of fillers too.
+
+        Args:
+            own: Next tokens of the rows of this rank; None except on the last stage.
+        """
+        mesh = self._gpt.mesh
+        return broadcast_(self.filled(own), mesh.pp, mesh.layout.loss_stage)
+
+    def filled(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
+        """Return a token of each row, any for fillers.
+
+        Args:
+            own: Tokens of the rows of this rank; None means any.
+        """
+        # Fillers follow the rows of this rank. They draw nothing, so draws depend on own rows only.
+        tokens = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
+        if own is not None:
+            tokens[: self._num_own] = own
+        return tokens
+
+    def shared_candidates(self, own: Candidates | None, kept: int, beams: int) -> Candidates:
+        """Return the candidates of a beam search on all stages.
+
+        Args:
+            own: Candidates; None except on the last stage.
+            kept: Candidates of a prompt.
+            beams: Beams of a prompt.
+        """
+        mesh = self._gpt.mesh
+        if own is None:
+            shape = self._num_own // beams, kept
+            own = Candidates(
+                torch.empty(shape, device=self._device),
+                torch.empty(shape, dtype=torch.long, device=self._device),
+            )
+        found = (broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in own)
+        return Candidates(*found)
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Replace the tokens of the rows of this rank by those of others.
+
+        Args:
+            rows: For each row the number of the one whose tokens it gets.
+        """
+        self._cache.reorder(rows)
+        self._rows = self._rows.reordered(rows)
+
+    def _logits_by_layers(self, tokens: Tensor | None) -> Tensor | None:
+        if tokens is not None:
+            self._rows = self._rows.followed_by(tokens)
+        if self._cache.length == self._stretched_after:
+            # The keys of all tokens were rotated by other angles.
+            self._cache.clear()
+        if self._cache.length == 0:
+            rows, span = self._rows.first(self._cache)
+        else:
+            rows, span = self._rows.last(self._cache)
+        assert span.past is not None, "rows of prompts have a cache"
+        gpt = self._gpt
+        count = span.past.count
+        with evaluating(gpt):
+            if gpt.mesh.pp.size == 1:
+                found: Tensor | None = gpt.logits_at(rows, count - 1, span)
+            else:
+                found = run_stage_by_stage(gpt, lambda: gpt.logits_at(rows, count - 1, span))
+        self._cache.advance(count)
+        return found
+
+    def is_over(self, is_own_over: bool) -> bool:
+        """Return whether all rows of all ranks that compute together have ended.
+
+        Args:
+            is_own_over: Whether the rows of this rank have ended.
+        """
+        if not self._shares_experts:
+            return is_own_over
+        unfinished = torch.tensor(int(not is_own_over))
+        return not all_reduce_(unfinished, self._gpt.mesh.experts_cpu, "max")
+
+    def _token_pass(self, num_rows: int) -> TokenPass | None:
+        """Return the recorded pass of single tokens, if there can be one."""
+        reason = why_not_recorded(self._gpt, self.most)
+        if reason is not None:
+            _log.info("passes of single tokens are not recorded as a CUDA graph: %s", reason)
+            return None
+        return TokenPass(self._gpt, self._cache, self._rows.before, num_rows)
+
+    def _check_layout(self) -> None:
+        mesh = self._gpt.mesh
+        if self._gpt.cursor is not None:
+            raise UnsupportedError(
+                f"generate cannot run inside a step with pp ({mesh.pp.size}) above 1, because the "
+                "stages are busy with other microbatches. Call it between steps, such as in "
+                "on_validation_epoch_end, or use pp=1."
+            )
+
+
+def _length_before_other_angles(gpt: GPT) -> int | None:
+    """Return the longest row whose tokens are rotated by the angles of short rows, if any."""
+    scaling = gpt.config.rotary_scaling
+    if gpt.config.position != "rotary" or scaling is None or scaling.kind != "longrope":
+        return None
+    return scaling.original_length
+
+
+def _check_length(length: int, most: int, limit: int) -> None:
+    if length + most > limit:
+        raise ParallelPlanError(
+            f"prompts and new tokens must not exceed max_seq_length ({limit}) together: the "
+            f"longest prompt has {length}, and max_new_tokens is {most}. The model has no later "
+            f"positions. Use at most {max(0, limit - length)} new tokens, or cut the prompt."
+        )

@@ -1,0 +1,157 @@
+"""Pass of one new token of each row, recorded once in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.token_attention import why_no_token_attention
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_block import attention_kind
+from lightning_megatron.shapes import Float, Int
+
+#: New tokens that must follow for a recording, which takes as long as a few of them, to pay.
+_FEWEST_TOKENS = 16
+
+
+def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
+    """Return why passes of single tokens run one kernel after the other; None if a graph does.
+
+    Args:
+        gpt: The model.
+        num_tokens: Most new tokens of a row (tokens).
+    """
+    if gpt.mesh.device.type != "cuda":
+        return f"CUDA graphs need a GPU, and the model is on {gpt.mesh.device.type}"
+    if num_tokens < _FEWEST_TOKENS:
+        return f"a recording pays from {_FEWEST_TOKENS} new tokens, and there are {num_tokens}"
+    return why_place_unknown_to_host_is_refused(gpt)
+
+
+def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
+    """Return why the host must know the place of a token; None if the device alone may.
+
+    Args:
+        gpt: The model.
+    """
+    config = gpt.config
+    mesh = gpt.mesh
+    for name in ("tp", "pp", "cp"):
+        size = getattr(mesh, name).size
+        if size > 1:
+            return f"passes across ranks ({name}={size}) are not recorded"
+    if config.experts is not None:
+        return "the host reads the numbers of rows of the experts"
+    if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
+        return "the angles of longrope depend on the length of the rows"
+    if any(getattr(module, "scaling", None) is not None for module in gpt.modules()):
+        return "products in 8 bits, or of Transformer Engine, are not recorded"
+    if torch.is_autocast_enabled(mesh.device.type):
+        return "autocast keeps copies of weights between operators"
+    hooked = next(iter(modules_with_user_hooks(gpt).items()), None)
+    if hooked is not None:
+        return f"a hook on {hooked[0]} ({hooked[1]}) would not run at a replay"
+    if any(getattr(module, "sinks", None) is not None for module in gpt.modules()):
+        return "the scores of its attention have sinks"
+    reasons = (
+        why_no_token_attention(attention_kind(config, index)) for index in range(config.num_layers)
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+class TokenPass:
+    """Pass of one new token of each row, whose place only the device knows.
+
+    Equal to ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call records a CUDA
+    graph, and later ones replay it: the host launches one graph in the place of hundreds of
+    kernels. The keys that a pass reads are those up to its place, so one graph serves all.
+
+    Args:
+        gpt: The model.
+        cache: Cache of the earlier tokens, which is not empty.
+        padding: Padding before each row; None means none (tokens).
+        num_rows: Number of rows.
+    """
+
+    def __init__(
+        self, gpt: GPT, cache: KeyValueCache, padding: Int[Tensor, " batch"] | None, num_rows: int
+    ) -> None:
+        device = gpt.mesh.device
+        self._gpt = gpt
+        self._cache = cache
+        self._padding = padding
+        self._tokens = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
+        self._place = torch.zeros(1, dtype=torch.long, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+
+    def __call__(self, tokens: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
+        """Store new tokens behind those of the cache, and return the logits of the next ones.
+
+        The result of a replay is valid until the next call.
+
+        Args:
+            tokens: New token of each row.
+        """
+        self._tokens.copy_(tokens[:, None])
+        self._place.fill_(self._cache.length)
+        if self._place.device.type != "cuda":
+            return self._run()
+        if self._graph is None:
+            return self._record()
+        self._graph.replay()
+        assert self._logits is not None, "a recorded pass has logits"
+        return self._logits
+
+    def _run(self) -> Tensor:
+        """Compute the logits; a second run with the same inputs stores the same keys and values."""
+        positions = self._place.expand(self._tokens.shape)
+        if self._padding is not None:
+            positions = positions - self._padding[:, None]
+        with evaluating(self._gpt), self._cache.at(self._place):
+            return self._gpt.logits_at(
+                self._tokens,
+                0,
+                AttentionSpan(
+                    positions=positions,
+                    past=CachedTokens(self._cache, 1, padding=self._padding),
+                ),
+            )
+
+    def _record(self) -> Tensor:
+        """Record the pass, after one that loads kernels and takes the memory of libraries."""
+        current = torch.cuda.current_stream()
+        beside = torch.cuda.Stream()
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            self._run()
+        current.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._logits = self._run()
+        self._graph = graph
+        graph.replay()
+        return self._logits
+
+
+@contextmanager
+def evaluating(gpt: GPT) -> Iterator[None]:
+    """Run a model in evaluation mode.
+
+    Args:
+        gpt: The model.
+    """
+    trained = [module for module in gpt.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True

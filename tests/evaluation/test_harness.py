@@ -1,0 +1,210 @@
+"""Tasks of lm-eval: the numbers of its own model `hf`, and those of one process in every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron.cli.main import main
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from tests.oracles import float32_as_float64
+from tests.tiny_llama import save_tiny_llama, save_tiny_mixtral
+from tests.world import run_world
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("datasets")
+
+from lightning_megatron.evaluation.harness import harness_lm  # noqa: E402
+
+#: Contexts, choices and texts. The last text is longer than the model's 64 positions.
+DOCUMENTS = [
+    {"question": "ab", "choices": ["cd", "e", "fgh"], "answer": 1, "text": "Two words."},
+    {"question": "The state ", "choices": ["x", "yy", "z"], "answer": 0, "text": "Ü and é."},
+    {"question": "Why?", "choices": ["no", "yes", "?"], "answer": 2, "text": "a b c d e " * 20},
+]
+TASKS: dict[str, dict[str, Any]] = {
+    "own_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "own_text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "own_answer": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["Q", "\n"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model, its tokenizer and the tasks."""
+    path = tmp_path_factory.mktemp("harness")
+    save_tiny_llama(path)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    data = path / "documents.jsonl"
+    data.write_text("\n".join(map(json.dumps, DOCUMENTS)))
+    (path / "tasks").mkdir()
+    for name, task in TASKS.items():
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        given = {"task": name, "test_split": "test", **source, **task}
+        (path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(given))
+    return path
+
+
+def results_of_hf(folder: Path) -> dict[str, Any]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu")
+    tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    with float32_as_float64():
+        found = simple_evaluate(lm, tasks=list(TASKS), task_manager=tasks, log_samples=True)
+    assert found is not None
+    return found
+
+
+def numbers(results: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {
+        (task, metric): value
+        for task, values in results.items()
+        for metric, value in values.items()
+        if isinstance(value, float) and "stderr" not in metric
+    }
+
+
+def test_numbers_are_those_of_hf(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    expected = results_of_hf(folder)
+    arguments = ["--tasks", ",".join(TASKS), "--include-path", str(folder / "tasks")]
+    arguments += ["--own-tasks-only", "--batch-size", "2", "--json"]
+    arguments += ["--precision", "64-true", "--accelerator", "cpu"]
+    capsys.readouterr()
+    main(["harness", str(folder), *arguments])
+    found = numbers(json.loads(capsys.readouterr().out))
+    truth = numbers(expected["results"])
+    assert {task for task, _ in truth} == set(TASKS)
+    assert found == pytest.approx(truth, rel=1e-9)
+    answers = [one["resps"][0][0] for one in expected["samples"]["own_answer"]]
+    assert len(set(answers)) == len(DOCUMENTS)
+    lm = harness_lm(
+        replaced(folder, ParallelMesh.single()), load_tokenizer(str(folder)), prefix_token=256
+    )
+    kwargs = TASKS["own_answer"]["generation_kwargs"]
+    asked = [Asked((one["question"], kwargs)) for one in DOCUMENTS]
+    assert lm.generate_until(asked) == answers
+
+
+class Asked(NamedTuple):
+    """Request as the harness makes it."""
+
+    args: tuple[Any, ...]
+
+
+def answers_of(model: nn.Module, folder: Path, batch_size: int = 2) -> list[list[Any]]:
+    lm = harness_lm(
+        model,
+        load_tokenizer(str(folder)),
+        prefix_token=256,
+        end_tokens=(256,),
+        batch_size=batch_size,
+    )
+    pairs = [("ab", "cd"), ("The state", " of"), ("", "x"), ("Why? ", "not"), ("abc" * 40, "d")]
+    texts = [(one["text"],) for one in DOCUMENTS]
+    kwargs = {"until": ["Q"], "max_gen_toks": 8}
+    contexts = [(one["question"], kwargs) for one in DOCUMENTS]
+    contexts.append(("ab", {"num_beams": 3, "max_gen_toks": 5}))
+    return [
+        lm.loglikelihood([Asked(one) for one in pairs], disable_tqdm=True),
+        lm.loglikelihood_rolling([Asked(one) for one in texts]),
+        lm.generate_until([Asked(one) for one in contexts]),
+    ]
+
+
+def replaced(folder: Path, mesh: ParallelMesh) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, mesh)
+    return root["model"]
+
+
+def check_layouts(rank: int, size: int, folders: list[Path], truths: list[Any]) -> None:
+    cases = (
+        (0, {"tp": 2, "pp": 2}, True),
+        (0, {"pp": 2, "vpp": 2}, False),
+        (0, {}, False),
+        (1, {"ep": 2, "tp": 2}, True),
+        (1, {"ep": 4}, False),
+    )
+    for kind, sizes, shares_sequence in cases:
+        mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
+        found = answers_of(replaced(folders[kind], mesh), folders[0])
+        for own, truth in zip(found[0], truths[kind][0], strict=True):
+            assert own[0] == pytest.approx(truth[0], rel=1e-9), f"{sizes}, rank {rank}"
+            assert own[1] == truth[1]
+        assert found[1] == pytest.approx(truths[kind][1], rel=1e-9), f"{sizes}, rank {rank}"
+        assert found[2] == truths[kind][2], f"{sizes}, rank {rank}"
+        mesh.destroy()
+
+
+def test_every_layout_answers_as_one_process_does(folder: Path, tmp_path: Path) -> None:
+    save_tiny_mixtral(tmp_path)
+    folders = [folder, tmp_path]
+    truths = [answers_of(replaced(one, ParallelMesh.single()), folder) for one in folders]
+    # Batches change nothing.
+    alone = answers_of(replaced(folder, ParallelMesh.single()), folder, batch_size=1)
+    assert alone[2] == truths[0][2]
+    assert alone[1] == pytest.approx(truths[0][1], rel=1e-9)
+    run_world(check_layouts, 4, folders, truths)
+
+
+def test_what_cannot_be_asked_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--include-path", str(folder / "tasks"), "--own-tasks-only"]
+    for arguments, message in (
+        (["--tasks", "own_choise", *own], "'own_choise' is none. Did you mean own_choice?"),
+        (["--tasks", ",", *own], "at least one task"),
+        (["--tasks", "own_text", "--cp", "2", *own], "cannot run with --cp 2"),
+        (["--tasks", "own_text", "--include-path", str(folder / "none")], "must be a folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["harness", str(folder), *arguments])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    model = replaced(folder, ParallelMesh.single())
+    lm = harness_lm(model, load_tokenizer(str(folder)), prefix_token=None)
+    with pytest.raises(UnsupportedError, match="needs a token before it"):
+        lm.loglikelihood([Asked(("", "x"))], disable_tqdm=True)
+    with pytest.raises(UnsupportedError, match="no_repeat_ngram_size would be ignored"):
+        lm.generate_until([Asked(("a", {"no_repeat_ngram_size": 2, "max_gen_toks": 4}))])
+    with pytest.raises(ParallelPlanError, match="the task asks for 64"):
+        lm.generate_until([Asked(("a", {"max_gen_toks": 64}))])
+    with pytest.raises(UnsupportedError, match="at most 64"):
+        lm.loglikelihood([Asked(("a", "b" * 65))], disable_tqdm=True)

@@ -1,0 +1,171 @@
+"""Words that follow prompts whose cache is divided among ranks of cp: those of one process and of
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.generation.decoding import generate
+from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.plan.context_transport import ContextLinks
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.generation.test_cached_logits import NEXT, check_rows, ours
+from tests.generation.test_words import MOST, PROMPTS, replaced, sampled, words_of_transformers
+from tests.oracles import float32_as_float64
+from tests.swap import expert_models
+from tests.swap.test_language_models import exact_twin
+from tests.world import run_world
+
+#: Layouts of four ranks, and the models: a window, learned positions, biases of distances, and
+#: soft caps beside windows.
+LAYOUTS: tuple[tuple[dict[str, int], Any, bool, tuple[str, ...]], ...] = (
+    ({"cp": 4}, "ring", False, ("mistral", "bloom")),
+    # The angles of phi3 change in long rows.
+    ({"cp": 4}, "hierarchical", False, ("llama", "phi3")),
+    ({"cp": 2, "tp": 2}, "auto", True, ("mistral", "gpt2")),
+    ({"cp": 2, "tp": 2}, "all_gather", True, ("gemma2",)),
+    ({"cp": 2, "pp": 2}, "ring", False, ("mistral", "llama")),
+    ({"cp": 2, "ep": 2}, "ring", False, ("mixtral",)),
+)
+CASES = ("mistral", "bloom", "llama", "gpt2", "gemma2", "mixtral", "phi3")
+
+#: Searches of transformers. The last one reads the prompt in several calls.
+SEARCHES: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"num_beams": 3, "do_sample": False},
+    {"do_sample": True, "top_k": 9},
+    {"do_sample": False, "prefill_chunk_size": 4},
+)
+
+
+def padded() -> dict[str, Any]:
+    longest = max(map(len, PROMPTS))
+    padding = [longest - len(one) for one in PROMPTS]
+    rows = [[0] * more + one for more, one in zip(padding, PROMPTS, strict=True)]
+    mask = [[0] * more + [1] * (longest - more) for more in padding]
+    return {
+        "input_ids": torch.tensor(rows),
+        "attention_mask": torch.tensor(mask),
+        "max_new_tokens": MOST,
+    }
+
+
+def found_by(model: Any, how: dict[str, Any]) -> Tensor:
+    with float32_as_float64():
+        torch.manual_seed(3)
+        found: Tensor = model.generate(**padded(), **how)
+    return found
+
+
+def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
+    for sizes, transport, shares_sequence, cases in LAYOUTS:
+        layout = ParallelLayout(size, **sizes)
+        links = ContextLinks.of(transport, layout, size)
+        mesh = ParallelMesh.create(layout, sequence_parallel=shares_sequence, context=links)
+        for case in cases:
+            model = replaced(case, mesh).eval()
+            greedy, drawn, searched = truths[case]
+            what = f"{case}, {sizes}, {transport}, rank {rank}"
+            assert generate(model, PROMPTS, GenerationSettings(MOST)) == greedy, what
+            assert generate(model, PROMPTS[:1], GenerationSettings(MOST)) == greedy[:1], what
+            assert sampled(model, PROMPTS) == drawn, what
+            lengths: list[int] = []
+            model.gpt.register_forward_pre_hook(
+                lambda _, args, lengths=lengths: lengths.append(args[0].shape[1])
+            )
+            for how, expected in searched:
+                assert torch.equal(found_by(model, how), expected), f"{what}, {how}"
+            if case != "phi3":
+                # A cache: the last pass reads the last token alone, padded for tp.
+                assert lengths[-1] == (sizes.get("tp", 1) if shares_sequence else 1), what
+        mesh.destroy()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_rows_say_what_one_process_does() -> None:
+    truths: dict[str, Any] = {}
+    for case in CASES:
+        model = replaced(case, ParallelMesh.single()).eval()
+        greedy = generate(model, PROMPTS, GenerationSettings(MOST))
+        if case != "gemma2":
+            assert greedy == words_of_transformers(case)
+        searches = SEARCHES[:3] if case == "phi3" else SEARCHES
+        searched = [(how, found_by(model, how)) for how in searches]
+        truths[case] = greedy, sampled(model, PROMPTS), searched
+        assert len(set(map(tuple, greedy))) > 1
+    run_world(check_layouts, 4, truths)
+
+
+def held_by(cache: KeyValueCache, ranks: int) -> list[list[int]]:
+    """Return the places of the tokens that each rank holds after 6 first and 5 later ones."""
+    found = []
+    for rank in range(ranks):
+        cache.clear()
+        pieces = [
+            2 * rank,
+            2 * rank + 1,
+            2 * (2 * ranks - 1 - rank),
+            2 * (2 * ranks - 1 - rank) + 1,
+        ]
+        held = cache.hold(torch.tensor([pieces]), 6, ranks, rank)
+        for first, count in ((0, 6), (6, 1), (7, 3), (10, 1)):
+            if first:
+                key = torch.zeros(count, 1, 2, 4)[held.own_of(first, count)]
+            else:
+                key = torch.zeros(4, 1, 2, 4)
+            held.cache.extended(1, key, key, None)
+            cache.advance(count)
+        found.append([place for place in held.places_with(11, 0)[0].tolist() if place >= 0])
+        assert cache.num_bytes < 2 * 11 * 2 * 4 * 4
+    return found
+
+
+def test_each_token_is_held_by_one_rank() -> None:
+    found = held_by(KeyValueCache(11), 2)
+    assert sorted(place for one in found for place in one) == list(range(11))
+    assert {len(one) for one in found} <= {5, 6}
+
+
+#: Families under each transport, and the length of which the first rows of a call are a multiple.
+LOGITS: tuple[tuple[str, dict[str, int], int, tuple[str, ...]], ...] = (
+    ("ring", {"cp": 2}, 4, ("gemma3", "bloom", "olmo2")),
+    ("all_to_all", {"cp": 2}, 4, ("llama", "mistral", "gpt2", "mpt")),
+    ("all_gather", {"cp": 2}, 8, ("gemma2", "gpt_neox", "llama with one key head")),
+)
+
+
+def check_logits(rank: int, size: int) -> None:
+    for transport, sizes, multiple, cases in LOGITS:
+        layout = ParallelLayout(size, **sizes)
+        mesh = ParallelMesh.create(layout, context=ContextLinks.of(transport, layout, size))
+        makers: list[tuple[str, Any]] = [(case, exact_twin) for case in cases]
+        if transport == "ring":
+            makers += [(case, experts_of) for case in expert_models.CASES]
+        for case, make in makers:
+            model = ours(make(case), mesh)
+            cache = check_rows(model, PROMPTS, multiple, ours(make(case)), later=1)
+            held = cache.held
+            assert held is not None
+            # Each rank has its part of the first tokens, and every second one of the later ones.
+            most = -(-9 // multiple) * multiple // 2 + NEXT.shape[1] // 2 + 1
+            assert NEXT.shape[1] // 2 < held.cache.length <= most
+        mesh.destroy()
+
+
+def experts_of(case: str) -> nn.Module:
+    found = expert_models.twin_of(case).double()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.mul_(0.3)
+    return found
+
+
+def test_logits_are_those_of_whole_rows() -> None:
+    run_world(check_logits, 2)

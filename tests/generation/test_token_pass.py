@@ -1,0 +1,116 @@
+"""Passes of single tokens whose place only the device knows: logits of passes over whole rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
+from lightning_megatron.generation.prompts import PromptRows
+from lightning_megatron.generation.token_pass import (
+    TokenPass,
+    why_not_recorded,
+    why_place_unknown_to_host_is_refused,
+)
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.cached_attention import attend_with_cache
+from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from tests.generation.test_cached_logits import NEXT, PROMPTS, ours, whole_logits
+from tests.swap import expert_models, families
+from tests.swap.test_language_models import exact_twin
+
+
+@torch.no_grad()
+def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
+    """Compare the logits after each new token with those of a pass over the whole row."""
+    length = max(map(len, prompts))
+    cache = KeyValueCache(length + NEXT.shape[1])
+    rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
+    gpt.logits_at(*_placed(rows.first(cache), length - 1))
+    cache.advance(length)
+    one = TokenPass(gpt, cache, rows.before, len(prompts))
+    told = [list(prompt) for prompt in prompts]
+    for number in range(NEXT.shape[1]):
+        tokens = NEXT[: len(told), number]
+        for row, token in zip(told, tokens.tolist(), strict=True):
+            row.append(token)
+        found = one(tokens)
+        cache.advance(1)
+        for logits, row in zip(found, told, strict=True):
+            torch.testing.assert_close(logits, whole_logits(gpt, row), rtol=0, atol=1e-10)
+    return cache
+
+
+def _placed(given: tuple[Tensor, AttentionSpan], place: int) -> tuple[Tensor, int, AttentionSpan]:
+    return given[0], place, given[1]
+
+
+SERVED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "cohere")
+
+
+@pytest.mark.parametrize("case", [case for case in SERVED if case in families.CASES])
+def test_logits_of_a_family(case: str) -> None:
+    gpt = ours(exact_twin(case))
+    assert why_place_unknown_to_host_is_refused(gpt) is None
+    check_passes(gpt, PROMPTS)
+    check_passes(gpt, PROMPTS[:1])
+
+
+def test_latent_attention() -> None:
+    """The heads of keys and values have unequal sizes."""
+    gpt = ours(expert_models.twin_of("deepseek_v3").double())
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.mul_(0.3)
+    check_passes(gpt, PROMPTS)
+
+
+def test_a_ring_keeps_its_window() -> None:
+    cache = check_passes(ours(exact_twin("gemma3")), PROMPTS)
+    # Layers 0 and 2 have a window of 4 tokens, layer 1 has none; 6 key/value heads of 8 elements.
+    assert cache.num_bytes == 2 * 8 * 3 * 6 * 8 * (4 + 23 + 4)
+
+
+def test_slots_without_tokens_do_not_count() -> None:
+    """New memory may hold anything, NaN too."""
+    torch.manual_seed(0)
+    cache = KeyValueCache(7)
+    query, key, value = (torch.randn(5, 2, heads, 8) for heads in (4, 2, 2))
+    span = AttentionSpan(past=CachedTokens(cache, 4))
+    attend_with_cache(query[:4], key[:4], value[:4], span, 1)
+    cache.advance(4)
+    with cache.at(torch.tensor([4])):
+        for stored in cache.extended(1, key[4:], value[4:], None):
+            stored[:, :, 5:] = torch.nan
+        span = AttentionSpan(past=CachedTokens(cache, 1))
+        found = attend_with_cache(query[4:], key[4:], value[4:], span, 1)
+    expected = attend(query, key, value, AttentionSpan())[4:]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("bloom", "have a slopes"),
+        ("gemma2", "have a soft cap"),
+        ("phi3", "longrope"),
+    ],
+)
+def test_what_needs_the_host_is_not_recorded(case: str, reason: str) -> None:
+    assert reason in str(why_place_unknown_to_host_is_refused(ours(exact_twin(case))))
+
+
+def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
+    assert "need a GPU" in str(why_not_recorded(gpt, 64))
+    with caplog.at_level("INFO", "lightning_megatron.generation"):
+        generate(gpt, [[1, 2]], GenerationSettings(20))
+        assert "not recorded as a CUDA graph: CUDA graphs need a GPU" in caplog.text
+        caplog.clear()
+        generate(gpt, [[1, 2]], GenerationSettings(20, record=False))
+        assert not caplog.records
+    gpt.final_norm.register_forward_hook(lambda *_: None)
+    assert "a hook on" in str(why_place_unknown_to_host_is_refused(gpt))

@@ -1,0 +1,173 @@
+"""The subcommand `evaluate`: what it reads, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron import (
+    CausalLM,
+    GPTConfig,
+    HuggingFaceCausalLM,
+    LoraSettings,
+    MegatronStrategy,
+)
+from lightning_megatron.cli.main import main
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.evaluation import token_losses
+from lightning_megatron.evaluation.wikitext import count_words, detokenize
+from tests.evaluation import oracle
+from tests.strategy.tiny import TinyLM, loader
+from tests.tiny_llama import save_tiny_llama
+
+PRECISE = ("--precision", "64-true", "--accelerator", "cpu")
+WINDOWS = ("--window", str(oracle.WINDOW), "--stride", str(oracle.STRIDE), "--batch-size", "4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model and the data of both tasks."""
+    path = tmp_path_factory.mktemp("evaluate")
+    save_tiny_llama(path)
+    oracle.write_data(path)
+    return path
+
+
+def arguments(model: Path, folder: Path, *more: str) -> list[str]:
+    data = str(folder / "wiki.test.tokens")
+    return ["evaluate", str(model), "--task", "wikitext", "--data", data, *PRECISE, *more]
+
+
+def read_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """Run the command in this process, and return the object that it prints."""
+    capsys.readouterr()
+    main([*args, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def trained(module: pl.LightningModule, path: Path, strategy: Any) -> pl.LightningModule:
+    """Train one step, save, and return the module."""
+    rows = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
+    data = DataLoader([{"tokens": row, "labels": row} for row in rows], batch_size=2)
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    quiet |= {"enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
+    trainer = pl.Trainer(strategy=strategy, precision="64-true", max_steps=1, **quiet)
+    trainer.fit(module, data if not isinstance(module, TinyLM) else loader(4))
+    trainer.save_checkpoint(path)
+    return module
+
+
+def own_module() -> CausalLM:
+    sizes = {"vocab_size": 257, "max_seq_length": 32, "num_layers": 2, "hidden_size": 16}
+    torch.manual_seed(5)
+    return CausalLM(GPTConfig.llama(**sizes, num_heads=2), learning_rate=0.1)
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    return load_tokenizer(folder).encode(text)
+
+
+@torch.no_grad()
+def perplexity(model: torch.nn.Module, ids: list[int]) -> float:
+    """Return that of a text, one token at a time with its window before it."""
+    total = 0.0
+    for place in range(1, len(ids)):
+        start = max(0, -(-(place - oracle.WINDOW) // oracle.STRIDE)) * oracle.STRIDE
+        row = torch.tensor([ids[start : place + 1]])
+        losses: Tensor = token_losses(model, row[:, :-1], row[:, 1:])
+        total += float(losses[0, -1])
+    return math.exp(total / (len(ids) - 1))
+
+
+def test_a_folder_is_evaluated_in_its_own_tokens(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = oracle.load(folder)
+    ids = encode(folder, detokenize(oracle.TEXT))
+    expected = oracle.perplexities(model, ids, count_words(oracle.TEXT))
+    found = read_json(capsys, *arguments(folder, folder, *WINDOWS))
+    sizes = {"window": 24, "stride": 8, "words": 31, "tokens": len(ids), "devices": 1, "tp": 1}
+    assert {name: found[name] for name in sizes} == sizes
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-7)
+    main(arguments(folder, folder, *WINDOWS, "--no-progress"))
+    rows = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(rows["token_perplexity"]) == pytest.approx(found["token_perplexity"], rel=1e-5)
+
+
+def test_the_last_words_of_passages_are_evaluated_on_two_ranks(folder: Path) -> None:
+    data = str(folder / "lambada.jsonl")
+    command = [sys.executable, "-m", "lightning_megatron", "evaluate", str(folder)]
+    command += ["--task", "lambada", "--data", data, "--tp", "2", "--devices", "2", "--json"]
+    run = subprocess.run([*command, *PRECISE], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads(run.stdout)
+    model, _ = oracle.load(folder)
+    passages = [text.replace("\n", " ").rpartition(" ") for text in oracle.PASSAGES]
+    rows = [(encode(folder, text), encode(folder, f" {word}")) for text, _, word in passages]
+    expected = oracle.cloze(model, rows) | {"passages": 3, "devices": 2, "tp": 2}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "auto"])
+def test_a_checkpoint_of_a_causal_lm_is_evaluated(
+    strategy: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "last.ckpt"
+    module = trained(own_module(), path, MegatronStrategy() if strategy == "megatron" else "auto")
+    assert path.is_dir() == (strategy == "megatron")
+    found = read_json(capsys, *arguments(path, folder, *WINDOWS, "--tokenizer", "bytes"))
+    expected = perplexity(module.model.eval(), list(detokenize(oracle.TEXT).encode()))
+    assert found["token_perplexity"] == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(r=4)])
+def test_a_checkpoint_of_a_hugging_face_model_has_its_trained_weights(
+    lora: LoraSettings | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lora is not None:
+        pytest.importorskip("peft")
+    path = tmp_path / "last.ckpt"
+    module = HuggingFaceCausalLM(str(folder), learning_rate=0.1, lora=lora)
+    trained(module, path, MegatronStrategy())
+    found = read_json(capsys, *arguments(path, folder, *WINDOWS))
+    expected = perplexity(module.model.eval(), encode(folder, detokenize(oracle.TEXT)))
+    assert found["token_perplexity"] == pytest.approx(expected, rel=1e-7)
+    before = read_json(capsys, *arguments(folder, folder, *WINDOWS))
+    assert before["token_perplexity"] != pytest.approx(found["token_perplexity"], rel=1e-2)
+
+
+def test_models_and_options_that_do_not_fit_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = tmp_path / "own.ckpt", tmp_path / "other.ckpt"
+    trained(own_module(), own, "auto")
+    trained(TinyLM(), other, MegatronStrategy())
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "one two"}\n{"text": "one"}\n')
+    passages = ["--task", "lambada", "--data", str(bad)]
+    for args, message in (
+        (arguments(own, folder), "names no tokenizer"),
+        (
+            arguments(own, folder, "--tokenizer", "gpt2"),
+            "at most as many tokens as the model (257)",
+        ),
+        (arguments(other, folder), "must be that of a CausalLM or a HuggingFaceCausalLM"),
+        (arguments(tmp_path / "none", folder), "MODEL must be a Hugging Face folder or a checkp"),
+        (["evaluate", str(folder), *passages, "--stride", "3"], "--stride is for long texts alone"),
+        (["evaluate", str(folder), *passages], f"{bad}:2 has fewer than two words"),
+        (arguments(folder, folder, "--window", "8"), "stride (32) must be at least 1"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

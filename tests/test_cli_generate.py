@@ -1,0 +1,183 @@
+"""The subcommand `generate`: what it says, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_megatron import GenerationSettings, HuggingFaceCausalLM, MegatronStrategy, generate
+from lightning_megatron.cli.main import main
+from lightning_megatron.cli.text_generation import seed_of_batch
+from lightning_megatron.data.tokenizer import load_tokenizer
+from tests.test_cli_evaluate import own_module, trained
+from tests.tiny_llama import save_tiny_llama
+
+PRECISE = ("--precision", "64-true", "--accelerator", "cpu")
+PROMPTS = ["The state", "Wé"]
+MOST = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("generate")
+    save_tiny_llama(path)
+    return path
+
+
+def arguments(model: Path, *more: str, prompts: list[str] = PROMPTS) -> list[str]:
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    return [
+        "generate",
+        "--ckpt",
+        str(model),
+        *given,
+        "--max-new-tokens",
+        str(MOST),
+        *PRECISE,
+        *more,
+    ]
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[str, Any]]:
+    """Run the command in this process, and return the objects that it prints."""
+    capsys.readouterr()
+    main([*args, "--json"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def said_by_transformers(folder: Path, prompt: str, **how: Any) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokens = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt")["input_ids"]
+    found = model.generate(tokens, max_new_tokens=MOST, do_sample=False, **how)
+    return found[0, tokens.shape[1] :].tolist()
+
+
+def test_words_of_a_folder_are_those_of_transformers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rows_of(capsys, *arguments(folder, "--batch-size", "2"))
+    expected = [said_by_transformers(folder, prompt) for prompt in PROMPTS]
+    assert [row["prompt"] for row in found] == PROMPTS
+    assert [row["tokens"] for row in found] == expected
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert [row["text"] for row in found] == [tokenizer.decode(row) for row in expected]
+    assert {row["finish_reason"] for row in found} == {"length"}
+    beams = rows_of(capsys, *arguments(folder, "--beams", "3"))
+    expected = [said_by_transformers(folder, prompt, num_beams=3) for prompt in PROMPTS]
+    assert [row["tokens"] for row in beams] == expected
+
+
+def test_text_ends_before_a_stop_and_appears_in_pieces(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some of its tokens are halves of characters.
+    prompt = "Hello"
+    whole = said_by_transformers(folder, prompt)
+    own = arguments(folder, "--stop-token", str(whole[4]), prompts=[prompt])
+    (row,) = rows_of(capsys, *own)
+    assert row["tokens"] == whole[: whole.index(whole[4]) + 1]
+    assert row["finish_reason"] == "stop"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stop = next(sign for sign in tokenizer.decode(whole) if sign != "\ufffd")
+    last = next(n for n in range(1, MOST + 1) if stop in tokenizer.decode(whole[:n]))
+    (row,) = rows_of(capsys, *arguments(folder, "--stop", stop, prompts=[prompt]))
+    assert row["tokens"] == whole[:last]
+    assert row["text"] == tokenizer.decode(whole).partition(stop)[0]
+    assert row["finish_reason"] == "stop"
+    written: list[str] = []
+    monkeypatch.setattr("lightning_megatron.cli.text_generation._say", written.append)
+    main(arguments(folder, prompts=[prompt]))
+    assert written[0] == prompt
+    assert len(written) == MOST + 2
+    assert "".join(written) == prompt + tokenizer.decode(whole) + "\n"
+
+
+def test_checkpoints_say_what_their_modules_say(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = tmp_path / "own.ckpt", tmp_path / "other.ckpt"
+    module = trained(own_module(), own, "auto")
+    tokens = [list(prompt.encode()) for prompt in PROMPTS]
+    expected = generate(module, tokens, GenerationSettings(MOST, stop_tokens=(256,)))
+    found = rows_of(capsys, *arguments(own, "--tokenizer", "bytes"))
+    assert [row["tokens"] for row in found] == expected
+    module = trained(HuggingFaceCausalLM(str(folder), learning_rate=0.1), other, MegatronStrategy())
+    tokens = [load_tokenizer(folder).encode(prompt) for prompt in PROMPTS]
+    expected = generate(module, tokens, GenerationSettings(MOST, stop_tokens=(256,)))
+    found = rows_of(capsys, *arguments(other))
+    assert [row["tokens"] for row in found] == expected
+    assert expected != [said_by_transformers(folder, prompt) for prompt in PROMPTS]
+
+
+DRAWS = ("--sample", "--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--samples", "3")
+
+
+def test_samples_differ_and_are_those_of_every_layout(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A run in this process leaves its rank and port behind, which a launcher would give to ranks.
+    environment = dict(os.environ)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    own = ["generate", "--ckpt", str(folder), "--prompts", str(file), *PRECISE, *DRAWS]
+    own += ["--max-new-tokens", "6", "--seed", "5", "--batch-size", "2"]
+    truth = rows_of(capsys, *own)
+    assert [(row["prompt"], row["sample"]) for row in truth] == [
+        (prompt, sample) for prompt in PROMPTS for sample in range(3)
+    ]
+    assert len({tuple(row["tokens"]) for row in truth}) == 6
+    assert rows_of(capsys, *own) == truth
+    assert rows_of(capsys, *own[:-4], "--seed", "6", *own[-2:]) != truth
+    # Two stages and two copies, of which the second has no rows in the last round.
+    command = [sys.executable, "-m", "lightning_megatron", *own, "--json"]
+    command += ["--pp", "2", "--devices", "4"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert [json.loads(line) for line in run.stdout.splitlines()] == truth
+
+
+def test_seeds_of_batches_differ() -> None:
+    seeds = {seed_of_batch(seed, number) for seed in range(20) for number in range(20)}
+    assert len(seeds) == 400
+    assert seed_of_batch(7, 0) == 7
+    assert all(GenerationSettings(seed=seed).seed == seed for seed in seeds)
+
+
+def test_prompts_and_options_that_do_not_fit_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.ckpt"
+    trained(own_module(), own, "auto")
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "one"}\n{"text": "two"}\n')
+    file = ["generate", "--ckpt", str(folder), "--prompts"]
+    for args, message in (
+        (arguments(folder, prompts=[" "]), "--prompt ' ' has none"),
+        (arguments(folder, prompts=["a", "b" * 60]), "prompt 2 has 60, and --max-new-tokens is 10"),
+        (arguments(own, "--tokenizer", "bytes", prompts=["b" * 30]), "longest row (32 tokens)"),
+        (arguments(own), "names no tokenizer"),
+        (arguments(own, "--tokenizer", "nobody"), "tokenizer 'nobody' does not exist"),
+        (arguments(folder, "--beams", "2", "--sample"), "a beam search cannot draw tokens"),
+        (arguments(folder, "--top-p", "0.5"), "--top-p needs --sample"),
+        (arguments(folder, "--length-penalty", "0"), "--length-penalty needs --beams"),
+        (arguments(folder, "--samples", "2"), "--samples 2 needs --sample"),
+        (arguments(folder, "--sample", "--temperature", "0"), "temperature must be"),
+        (arguments(folder, "--stop", ""), "a string that stops a text must have a character"),
+        (arguments(folder, "--cp", "2", "--devices", "2"), "cannot run with --cp 2"),
+        (arguments(folder, "--tp", "2"), "tp"),
+        (arguments(tmp_path / "none"), "MODEL must be a Hugging Face folder or a checkpoint"),
+        ([*file, str(lines)], f"{lines}:2"),
+        ([*file, str(tmp_path / "none.txt")], "the prompts must be a file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
