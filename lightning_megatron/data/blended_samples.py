@@ -50,12 +50,12 @@ class BlendedSamples:
         return self.parts[self.choices[index]][int(self.numbers[index])]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in their order."""
         return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents that a window has tokens of."""
+        """Largest number of documents, and gaps between them, that a window has."""
         return max(part.most_documents for part in self.parts)
 
     @property
@@ -89,30 +89,77 @@ def blend_samples(
     """
     if len(corpora) == 1 and (weights is None or options.order != "megatron"):
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
-    if weights is not None and len(weights) != len(corpora):
-        raise UnsupportedError(
-            f"a blend needs one weight for each corpus: it has {len(weights)} weights and "
-            f"{len(corpora)} corpora."
-        )
+    _check_weights(weights, len(corpora))
     if options.order == "megatron":
         return _blend_as_megatron(corpora, weights, options, num_samples)
-    if num_samples is None and (weights is None or options.order in ONCE):
-        parts = [GPTSamples(corpus, options, documents) for corpus, documents in corpora]
-        return BlendedSamples(
-            parts, blend_exhaustively([len(part) for part in parts]), "exhaustive"
+
+    def open_part(number: int, size: int | None) -> Samples:
+        corpus, documents = corpora[number]
+        return GPTSamples(corpus, options, documents, size)
+
+    if num_samples is None and options.order in ONCE:
+        weights = None
+    return BlendedSamples(
+        *blend_parts(
+            len(corpora),
+            open_part,
+            weights,
+            num_samples,
+            options.cache_dir,
+            lambda: _one_pass(corpora, options),
         )
-    sizes = _one_pass(corpora, options)
+    )
+
+
+def blend_parts(
+    count: int,
+    open_part: Callable[[int, int | None], Samples],
+    weights: Sequence[float] | None,
+    num_samples: int | None,
+    cache_dir: str | None,
+    one_pass: Callable[[], list[int]] | None = None,
+) -> tuple[list[Samples], npt.NDArray[np.int16], str]:
+    """Return the arguments of a blend: its parts, the choices among them, and their rule.
+
+    Args:
+        count: Number of corpora.
+        open_part: Function of the number of a corpus, and of its samples (None makes one pass),
+            that returns the part.
+        weights: Proportions of samples, exact in their decimal notation; None uses the sizes of one
+            pass.
+        num_samples: Number of samples; None uses one pass over every corpus.
+        cache_dir: Directory of the index cache; None keeps the choices in memory.
+        one_pass: Function that returns the samples of one pass over each corpus; None opens the
+            parts to count them.
+
+    Raises:
+        UnsupportedError: If the number of weights differs from the number of corpora, or weights
+            are invalid.
+    """
+    _check_weights(weights, count)
+    if num_samples is None and weights is None:
+        parts = [open_part(number, None) for number in range(count)]
+        return parts, blend_exhaustively([len(part) for part in parts]), "exhaustive"
+    if one_pass is None:
+        sizes = [len(open_part(number, None)) for number in range(count)]
+    else:
+        sizes = one_pass()
     shares = sizes if weights is None else weights
     size = sum(sizes) if num_samples is None else num_samples
     fields = {"weights": [str(weight) for weight in shares], "size": size}
-    choices = _cached(fields, lambda: blend(shares, size), options.cache_dir)
+    choices = _cached(fields, lambda: blend(shares, size), cache_dir)
     # Open also a corpus of which no sample is drawn: otherwise a longer run could fail late.
-    counts = np.maximum(np.bincount(choices, minlength=len(corpora)), 1).tolist()
-    parts = [
-        GPTSamples(corpus, options, documents, count)
-        for (corpus, documents), count in zip(corpora, counts, strict=True)
-    ]
-    return BlendedSamples(parts, choices, ",".join(map(str, integer_weights(shares))))
+    drawn = np.maximum(np.bincount(choices, minlength=count), 1).tolist()
+    parts = [open_part(number, drawn[number]) for number in range(count)]
+    return parts, choices, ",".join(map(str, integer_weights(shares)))
+
+
+def _check_weights(weights: Sequence[float] | None, count: int) -> None:
+    if weights is not None and len(weights) != count:
+        raise UnsupportedError(
+            f"a blend needs one weight for each corpus: it has {len(weights)} weights and "
+            f"{count} corpora."
+        )
 
 
 def _blend_as_megatron(

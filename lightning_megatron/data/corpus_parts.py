@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,8 @@ class CorpusParts:
         data_dir: Directory to which a bundled corpus is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first file.
         checksums: Whether to compare each file with its checksum.
+        sets: Prefixes of the named sets of each part, which ``prefixes`` has too.
+        by_sentence: Whether each sentence of a bundled corpus is a sequence.
     """
 
     prefixes: dict[Part, list[str]]
@@ -43,6 +46,8 @@ class CorpusParts:
     data_dir: str
     cache_dir: str | None
     checksums: bool
+    sets: Mapping[Part, Mapping[str, list[str]]] = field(default_factory=dict)
+    by_sentence: bool = False
     _files: dict[str, TokenFile] = field(default_factory=dict)
     _checked: set[Part] = field(default_factory=set)
 
@@ -93,16 +98,19 @@ class CorpusParts:
         """Write the bundled corpus unless it exists, and take its prefixes."""
         if self.corpus is not None and not self.prefixes["train"]:
             assert self.tokenizer is not None, "a named corpus always has a tokenizer"
-            written = prepare_speeches(self.data_dir, self.tokenizer)
+            written = prepare_speeches(self.data_dir, self.tokenizer, self.by_sentence)
             heldout = [written["heldout"]]
             self.prefixes = {"train": [written["train"]], "val": heldout, "test": heldout}
 
-    def of(self, part: Part, in_charge: bool = True) -> list[tuple[TokenFile, range | None]]:
+    def of(
+        self, part: Part, in_charge: bool = True, name: str | None = None
+    ) -> list[tuple[TokenFile, range | None]]:
         """Return the files of a part, each with the range of its documents; None means all.
 
         Args:
             part: Part of the run.
             in_charge: Whether this process compares checksums if results cannot be stored.
+            name: Name of a set, for its files alone; None means all of the part.
 
         Raises:
             CorruptDataError: If a file is damaged, or was written with another tokenizer.
@@ -110,7 +118,8 @@ class CorpusParts:
         self.locate()
         self._check(part, in_charge)
         if self.split is None:
-            return [(self._open(prefix), None) for prefix in self.prefixes[part]]
+            wanted = self.prefixes[part] if name is None else self.sets[part][name]
+            return [(self._open(prefix), None) for prefix in wanted]
         found: list[tuple[TokenFile, range | None]] = []
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)

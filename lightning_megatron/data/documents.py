@@ -21,6 +21,21 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
 @dataclass(frozen=True)
+class JsonDocument:
+    """Line of JSON lines with its text.
+
+    Args:
+        line: Number of the line, counted from 1.
+        content: Bytes of the whole object as they stand in the file.
+        text: Decoded text of the object.
+    """
+
+    line: int
+    content: bytes
+    text: str
+
+
+@dataclass(frozen=True)
 class RawChunk:
     """Undecoded documents of one file; a worker process decodes them.
 
@@ -85,7 +100,7 @@ def read_chunks(
     Raises:
         CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
     """
-    kind: Kind = "json" if _plain_suffix(path) in JSON_SUFFIXES else document
+    kind: Kind = "json" if is_json_lines(path) else document
     lines: list[int] = []
     documents: list[bytes] = []
     size = 0
@@ -119,6 +134,55 @@ def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
         _parse(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
         for line, content in zip(chunk.lines, chunk.documents, strict=True)
     ]
+
+
+def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | CorruptDataError]:
+    """Return the objects of a chunk of JSON lines, and an error in the place of each broken line.
+
+    The errors are those that ``parse_chunk`` raises.
+    """
+    found: list[JsonDocument | CorruptDataError] = []
+    for line, content in zip(chunk.lines, chunk.documents, strict=True):
+        try:
+            text = _parse(content, f"{chunk.path}:{line}", json_key)
+        except CorruptDataError as error:
+            found.append(error)
+        else:
+            found.append(JsonDocument(line, content, text))
+    return found
+
+
+def replace_text(content: bytes, json_key: str, text: str) -> bytes:
+    """Return a JSON object with another text and all other characters as they were.
+
+    Args:
+        content: Valid JSON object in UTF-8.
+        json_key: Key of the text.
+        text: New text.
+    """
+    source = content.decode("utf-8")
+    decoder = json.JSONDecoder()
+    # Encoding the whole object anew would change numbers such as 1.10 and 1E400.
+    position = source.index("{") + 1
+    while True:
+        key, position = decoder.raw_decode(source, _after_blanks(source, position))
+        position = _after_blanks(source, _after_blanks(source, position) + 1)
+        _, end = decoder.raw_decode(source, position)
+        if key == json_key:
+            value = json.dumps(text, ensure_ascii=False)
+            return (source[:position] + value + source[end:]).encode("utf-8")
+        position = _after_blanks(source, end) + 1
+
+
+def is_json_lines(path: Path) -> bool:
+    """Return whether the name of a file, packed or not, is one of JSON lines."""
+    return _plain_suffix(path) in JSON_SUFFIXES
+
+
+def _after_blanks(source: str, position: int) -> int:
+    while source[position] in " \t\r\n":
+        position += 1
+    return position
 
 
 def _parse(content: bytes, place: str, json_key: str | None) -> str:

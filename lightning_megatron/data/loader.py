@@ -12,19 +12,29 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.samples import NO_TOKEN, Samples
 
 IGNORE_INDEX = -100
 
 
-class WindowBatches(Dataset):
+class SampleBatches(Dataset):
+    """Dataset whose items are whole batches, indexed by a list of sample numbers.
+
+    A number of -1 stands for a sample without labels.
+    """
+
+    #: Samples in their order.
+    samples: Samples
+
+
+class WindowBatches(SampleBatches):
     """Dataset whose items are whole batches, indexed by a list of sample numbers.
 
     Shapes:
         An item is {"tokens": (B, S), "labels": (B, S)} with labels already shifted by one token.
-        The padding of a short window, and all of a row with number -1, is token 0 and label -100.
-        Separate documents add {"lengths": (B, L)}: the tokens of each document of a row, then
-        zeros. L is the same for all batches.
+        The padding of a short window, gaps between documents, and all of a row with number -1 are
+        token 0 and label -100. Separate documents add {"lengths": (B, L)}: the tokens of each
+        document and gap of a row, then zeros. L is the same for all batches.
 
     Args:
         samples: Windows of token ids.
@@ -50,6 +60,8 @@ class WindowBatches(Dataset):
                 window = self.samples[number]
                 tokens[row, : len(window) - 1] = window[:-1]
                 labels[row, : len(window) - 1] = window[1:]
+        tokens[tokens == NO_TOKEN] = 0
+        labels[labels == NO_TOKEN] = IGNORE_INDEX
         if self.mask_after is not None:
             labels[tokens == self.mask_after] = IGNORE_INDEX
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
@@ -86,7 +98,7 @@ class TokenLoader:
         pin_memory: Whether to pin batches in memory, from which a GPU copies faster.
     """
 
-    batches: WindowBatches
+    batches: SampleBatches
     sampler: TokenBatchSampler
     num_workers: int = 0
     pin_memory: bool = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-#: A piece of one token predicts nothing.
-_LEAST = 2
+from lightning_megatron.data.best_fit import best_fit
+from lightning_megatron.data.window_packing import GAP, pack_windows
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,8 @@ class PackedIndex:
     neighbouring windows do. What is left of it is packed like a document.
 
     Args:
-        parts: Document, offset in it and tokens of each piece, in the order of the rows.
+        parts: Document, offset in it and tokens of each piece, in the order of the rows. A gap,
+            which has positions and no tokens, is the document -1.
         firsts: First piece of each row, and as the last entry the number of pieces.
     """
 
@@ -34,7 +34,7 @@ class PackedIndex:
 
     @property
     def most_pieces(self) -> int:
-        """Return the largest number of documents that a row has tokens of."""
+        """Return the largest number of documents, and gaps between them, that a row has."""
         return int(np.diff(self.firsts).max(initial=0))
 
     def pieces(self, index: int, bounds: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -45,17 +45,25 @@ class PackedIndex:
             bounds: First token of each document, and the end of the last one.
 
         Returns:
-            First token and end of each piece
+            First token and end of each piece; -n and 0 of a gap of n positions
         """
         found = []
         for document, offset, size in self.parts[self.firsts[index] : self.firsts[index + 1]]:
+            if document == GAP:
+                found.append((-int(size), 0))
+                continue
             start = int(bounds[document]) + int(offset)
             found.append((start, start + int(size)))
         return found
 
 
 def index_packed(
-    lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int | None, seed: int | None
+    lengths: npt.NDArray[np.int64],
+    seq_length: int,
+    num_samples: int | None,
+    seed: int | None,
+    is_packed: bool = True,
+    num_windows: int = 1,
 ) -> PackedIndex:
     """Pack the documents of one or several passes, each of them by itself and in another order.
 
@@ -67,6 +75,9 @@ def index_packed(
         seq_length: Tokens that a row predicts; it has one more as its last label (tokens).
         num_samples: Rows over as many passes as needed; None makes one pass (samples).
         seed: Seed of the shuffles; None keeps the order.
+        is_packed: Whether rows have as many documents as fit; otherwise one.
+        num_windows: Windows of a row, which groups of context-parallel ranks share: no document
+            lies in more of them than the longest one of its row needs.
     """
     pieces = _pieces(lengths, seq_length)
     if not len(pieces):
@@ -77,10 +88,10 @@ def index_packed(
     while number == 0 or (num_samples is not None and len(sizes) < num_samples):
         random = None if seed is None else np.random.RandomState([seed, number, 4])
         own = pieces if random is None else pieces[random.permutation(len(pieces))]
-        rows = best_fit(own[:, 2], seq_length + 1)
+        rows = _rows(own, seq_length, is_packed, num_windows, random)
         order = range(len(rows)) if random is None else random.permutation(len(rows))
         for row in order:
-            parts.append(own[rows[row]])
+            parts.append(rows[row])
             sizes.append(len(rows[row]))
         number += 1
     kept = len(sizes) if num_samples is None else num_samples
@@ -88,41 +99,22 @@ def index_packed(
     return PackedIndex(np.concatenate(parts[:kept]), firsts)
 
 
-def best_fit(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Put items into rows, the largest first, each where the least room is left.
-
-    Args:
-        sizes: Size of each item, from 2 to the capacity (tokens).
-        capacity: Size of a row (tokens).
-
-    Returns:
-        Items of each row
-
-    Source: Ding et al. 2024 (https://arxiv.org/abs/2404.10830).
-    """
-    rows: list[list[int]] = []
-    #: Rows by the room that they have, and all rooms in their order.
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[item])
-        at = bisect_left(rooms, size)
-        room = capacity
-        if at == len(rooms):
-            row = len(rows)
-            rows.append([])
-        else:
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
-        rows[row].append(item)
-        if room - size >= _LEAST:
-            if room - size not in with_room:
-                with_room[room - size] = []
-                insort(rooms, room - size)
-            with_room[room - size].append(row)
-    return rows
+def _rows(
+    pieces: npt.NDArray[np.int64],
+    seq_length: int,
+    is_packed: bool,
+    num_windows: int,
+    random: np.random.RandomState | None,
+) -> list[npt.NDArray[np.int64]]:
+    """Return document, offset and tokens of the pieces and gaps of each row."""
+    if not is_packed:
+        return [pieces[item : item + 1] for item in range(len(pieces))]
+    if num_windows == 1:
+        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1)]
+    return [
+        np.array([[GAP, 0, size] if item == GAP else pieces[item] for item, size in row])
+        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random)
+    ]
 
 
 def _pieces(lengths: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +14,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_megatron.data.documents import RawChunk, find_inputs, parse_chunk, read_chunks
+from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.data.worker_pool import map_in_order
 from lightning_megatron.errors import UnsupportedError
 
 CHUNK_BYTES = 1 << 20
@@ -34,12 +32,15 @@ class EncodingOptions:
         json_key: Key of the text in JSON lines.
         append_eod: Whether to end each document with the end-of-document token.
         eod: Text of the end-of-document token, if it is not one of the usual ones.
+        by_sentence: Whether each sentence is a sequence of its document; otherwise a document is
+            one sequence.
     """
 
     tokenizer: str
     json_key: str = "text"
     append_eod: bool = False
     eod: str | None = None
+    by_sentence: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PreprocessReport:
 @dataclass(frozen=True)
 class _Encoded:
     tokens: npt.NDArray[np.int64]
-    lengths: list[int]
+    lengths: list[list[int]]
     text_bytes: list[int]
     num_read: int
 
@@ -71,7 +72,8 @@ def preprocess(
     """Write the documents of ``inputs`` as the token file ``output``.
 
     The token file appears only when it is complete. As in Megatron-Core, an empty text becomes an
-    empty document without an end-of-document token.
+    empty document without an end-of-document token. Of sentences, those without a token are left
+    out, and the last one of a document has its end-of-document token.
 
     Args:
         inputs: Files, directories and globs.
@@ -98,9 +100,10 @@ def preprocess(
     with TokenFileWriter(output, tokenizer=tokenizer) as writer, bar:
         for encoded in _encode_all(chunks, options, workers):
             start = 0
-            for length, text_bytes in zip(encoded.lengths, encoded.text_bytes, strict=True):
-                writer.add_document(encoded.tokens[start : start + length], num_bytes=text_bytes)
-                start += length
+            for lengths, text_bytes in zip(encoded.lengths, encoded.text_bytes, strict=True):
+                stop = start + sum(lengths)
+                writer.add_document(encoded.tokens[start:stop], text_bytes, lengths)
+                start = stop
             bar.update(encoded.num_read)
             bar.set_postfix_str(
                 f"{writer.num_documents / (time.perf_counter() - started):.0f} documents/s"
@@ -113,36 +116,18 @@ def preprocess(
 def _encode_all(
     chunks: Iterator[RawChunk], options: EncodingOptions, workers: int
 ) -> Iterator[_Encoded]:
-    if workers <= 1:
-        for chunk in chunks:
-            yield _encode(chunk, options)
-        return
-    context = multiprocessing.get_context()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting: deque[Future[_Encoded]] = deque()
-        try:
-            for chunk in chunks:
-                waiting.append(pool.submit(_encode, chunk, options))
-                # Bound the number of waiting chunks, so that memory does not grow with the corpus.
-                if len(waiting) >= 4 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+    return map_in_order(partial(_encode, options=options), chunks, workers)
 
 
 def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     tokenizer = _tokenizer_of(options)
     end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
     texts = parse_chunk(chunk, options.json_key)
-    pieces = [tokenizer.encode(text) for text in texts]
-    pieces = [piece + end if piece else piece for piece in pieces]
-    lengths = [len(piece) for piece in pieces]
+    pieces = [encode_document(text, tokenizer, options.by_sentence, end) for text in texts]
     tokens = np.fromiter(
-        (token for piece in pieces for token in piece), dtype=np.int64, count=sum(lengths)
+        (token for document in pieces for one in document for token in one), np.int64
     )
+    lengths = [[len(one) for one in document] for document in pieces]
     return _Encoded(tokens, lengths, [len(text.encode("utf-8")) for text in texts], chunk.num_bytes)
 
 
@@ -155,10 +140,3 @@ def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
             "with --eod-token, or leave --append-eod out."
         )
     return tokenizer
-
-
-def default_workers() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

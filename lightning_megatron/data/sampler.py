@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
+from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
 REQUIRED = ("epoch", "consumed", "num_samples", "global_batch_size")
 OPTIONAL = ("batches", "steps")
@@ -42,6 +43,8 @@ class TokenBatchSampler:
             epochs.
         balance: Assignment of the samples of each global batch to ranks by their work; only with
             ``drop_last``. None gives rank r the r-th contiguous share.
+        ramp_up: Growth of the first global batches to batch_size * dp_size; only with
+            ``drop_last``. It counts all samples of earlier epochs.
 
     Raises:
         ParallelPlanError: If sizes do not fit together, or no global batch is full.
@@ -58,12 +61,15 @@ class TokenBatchSampler:
         stream: bool = False,
         finished: Callable[[], int] | None = None,
         balance: RowBalance | None = None,
+        ramp_up: RampUp | None = None,
     ) -> None:
         if batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ParallelPlanError(
                 "batch_size must be at least 1 and dp_rank must lie in [0, dp_size): batch_size is "
                 f"{batch_size}, dp_rank {dp_rank}, dp_size {dp_size}."
             )
+        self.global_batch = GlobalBatch(batch_size * dp_size, ramp_up)
+        self.global_batch.check(dp_size)
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.dp_rank = dp_rank
@@ -77,17 +83,17 @@ class TokenBatchSampler:
         self.num_before = 0
         self._finished = finished or (lambda: 0)
         self._finished_before: int | None = None
-        if drop_last and num_samples < self.global_batch_size:
+        if drop_last and not self.num_left:
             raise ParallelPlanError(
-                f"one global batch needs batch_size x dp samples: {batch_size} x {dp_size} = "
-                f"{self.global_batch_size}, but there are {num_samples}. Use a smaller batch_size, "
-                "fewer data-parallel ranks, a shorter seq_length or more text."
+                f"an epoch must have at least one global batch: it has {num_samples} samples, and "
+                f"the first batch {self.global_batch.at(0)} over {dp_size} data-parallel ranks. "
+                "Use a smaller batch, a shorter seq_length or more text."
             )
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples of all ranks in one batch."""
-        return self.batch_size * self.dp_size
+        """Number of samples of all ranks in a full batch."""
+        return self.global_batch.size
 
     def __len__(self) -> int:
         """Return the batches of the Trainer's epoch: finished before ``consumed``, and left."""
@@ -96,19 +102,26 @@ class TokenBatchSampler:
     @property
     def num_left(self) -> int:
         """Number of batches from ``consumed`` to the end of the epoch."""
-        left = max(self.num_samples - self.consumed, 0)
-        return (
-            left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
-        )
+        if self.drop_last:
+            return self.global_batch.count(self._passed, self._passed_before + self.num_samples)
+        return -(-max(self.num_samples - self.consumed, 0) // self.global_batch_size)
+
+    @property
+    def _passed_before(self) -> int:
+        """Samples of all epochs before this one."""
+        return self.epoch * self.num_samples
+
+    @property
+    def _passed(self) -> int:
+        """Samples before the next one, in all epochs."""
+        return self._passed_before + self.consumed
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator runs up to here at the request of the first batch, after a checkpoint has
         # been restored.
         self._finished_before = self._finished()
         order = self._order()
-        for number in range(self.num_left):
-            start = self.consumed + number * self.global_batch_size
-            size = min(self.global_batch_size, self.num_samples - start)
+        for start, size in self._places(self.num_left):
             if self.balance is not None:
                 yield self.balance.shares(_taken(order, start, start + size))[self.dp_rank]
                 continue
@@ -125,9 +138,17 @@ class TokenBatchSampler:
             count: Largest number of batches (batches).
         """
         order = self._order()
-        for number in range(min(count, self.num_left)):
-            start = self.consumed + number * self.global_batch_size
-            yield _taken(order, start, start + self.global_batch_size)
+        for start, size in self._places(min(count, self.num_left)):
+            yield _taken(order, start, start + size)
+
+    def _places(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the first place in the epoch's order, and the size, of the next batches."""
+        start = self.consumed
+        before = self._passed_before
+        for _ in range(count):
+            size = min(self.global_batch.at(before + start), self.num_samples - start)
+            yield start, size
+            start += size
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch of the Trainer, or continue the current one if its number is the same."""
@@ -143,7 +164,8 @@ class TokenBatchSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and its number of consumed samples over all ranks."""
-        consumed = min(self.consumed + self.num_finished * self.global_batch_size, self.num_samples)
+        passed = self.global_batch.after(self._passed, self.num_finished)
+        consumed = min(passed - self._passed_before, self.num_samples)
         return {"epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lightning_megatron.data.index_cache import cache_key, load_or_build
 from lightning_megatron.data.packing import PackedIndex, index_packed
 from lightning_megatron.data.token_file import TokenFile
+from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.data.windows import (
     WindowIndex,
     index_as_megatron,
@@ -23,10 +24,15 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 Order = Literal["passes", "megatron", "spread", "sequential"]
 ONCE = ("spread", "sequential")
+#: Id of a position between documents that holds no token.
+NO_TOKEN = -1
 
 
 class Samples(Protocol):
-    """Sequence of windows with at most seq_length + 1 token ids each."""
+    """Sequence of windows with at most seq_length + 1 token ids each.
+
+    Positions between documents that hold no token have the id ``NO_TOKEN``.
+    """
 
     seq_length: int
 
@@ -36,14 +42,14 @@ class Samples(Protocol):
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents that a window has tokens of."""
+        """Largest number of documents, and gaps between them, that a window has."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in their order."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class SampleOptions:
             the windows of "sequential", so that the first of them are a fair sample.
         whole: Whether windows consist of whole documents, packed by best fit; otherwise they run
             over the ends of documents. Not in the order "megatron".
+        context_windows: Parts of a window that groups of context-parallel ranks share: no whole
+            document lies in more of them than the longest one of its window needs.
         by_sequence: Whether to shuffle and split the sequences of a corpus in place of its
             documents, as Megatron-Core does. The order "megatron" always does. The two differ if a
             document has several sequences.
@@ -77,9 +85,11 @@ class SampleOptions:
     cache_dir: str | None = None
     by_sequence: bool = False
     whole: bool = False
+    context_windows: int = 1
 
     def __post_init__(self) -> None:
         check_rows(self.whole, self.order)
+        check_context_windows(self.context_windows, self.seq_length, self.whole)
         if self.seq_length < 1:
             raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
@@ -115,6 +125,30 @@ def check_rows(whole: bool, order: str) -> None:
         raise UnsupportedError(
             "documents='whole' cannot be used with order='megatron', whose samples run over the "
             "ends of documents. Use order='passes', or documents='separate'."
+        )
+
+
+def check_token_ids(
+    tokens: npt.NDArray[np.int64], vocab_size: int | None, index: int, corpus: TokenFile
+) -> None:
+    """Refuse tokens that are not in the vocabulary.
+
+    Args:
+        tokens: Tokens of a sample.
+        vocab_size: Size of the vocabulary; None accepts all ids that are not negative.
+        index: Number of the sample.
+        corpus: Token file that it comes from.
+
+    Raises:
+        CorruptDataError: If an id is negative, or not below the size.
+    """
+    low = int(tokens.min())
+    high = int(tokens.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        raise CorruptDataError(
+            f"token ids must lie in the vocabulary of {vocab_size} tokens: sample {index} of "
+            f"{corpus.prefix} holds {low} to {high}. The corpus was written with another "
+            "tokenizer: use that tokenizer."
         )
 
 
@@ -178,19 +212,21 @@ class GPTSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         places = self.index.pieces(index, self._bounds)
-        pieces = [self.corpus.tokens[start:stop] for start, stop in places]
-        tokens = np.concatenate(pieces).astype(np.int64)
-        self._check(tokens, index)
-        return tokens
+        pieces = [
+            np.full(stop - start, NO_TOKEN) if start < 0 else self._tokens(start, stop, index)
+            for start, stop in places
+            if start < stop
+        ]
+        return np.concatenate(pieces)
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in their order."""
         sizes = [stop - start for start, stop in self.index.pieces(index, self._bounds)]
         return [size for size in sizes if size]
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents that a window has tokens of."""
+        """Largest number of documents, and gaps between them, that a window has."""
         return self.index.most_pieces
 
     @property
@@ -202,16 +238,10 @@ class GPTSamples:
         extent = {"num_samples": self._num_samples} if fixed else {}
         return cache_key({**self._fields(), **extent})
 
-    def _check(self, tokens: npt.NDArray[np.int64], index: int) -> None:
-        limit = self.options.vocab_size
-        low = int(tokens.min())
-        high = int(tokens.max())
-        if low < 0 or (limit is not None and high >= limit):
-            raise CorruptDataError(
-                f"token ids must lie in the vocabulary of {limit} tokens: sample {index} of "
-                f"{self.corpus.prefix} holds {low} to {high}. The corpus was written with another "
-                "tokenizer: use that tokenizer."
-            )
+    def _tokens(self, start: int, stop: int, index: int) -> npt.NDArray[np.int64]:
+        tokens = self.corpus.tokens[start:stop].astype(np.int64)
+        check_token_ids(tokens, self.options.vocab_size, index, self.corpus)
+        return tokens
 
     def _fields(self) -> dict[str, object]:
         options = self.options
@@ -219,9 +249,10 @@ class GPTSamples:
         # Documents and sequences are the same if every document is one sequence.
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
         # Options that are off have no field, so that indices of earlier versions are found.
-        options_on = {"by_sequence": by_sequence, "whole": options.whole}
+        added: dict[str, bool | int] = {"by_sequence": by_sequence, "whole": options.whole}
+        added |= {"context_windows": options.context_windows > 1 and options.context_windows}
         return {
-            **{name: True for name, is_on in options_on.items() if is_on},
+            **{name: value for name, value in added.items() if value},
             # The `.idx` file determines the windows; the path and times of the corpus do not.
             "corpus": corpus.index_sha256,
             "documents": [self.documents.start, self.documents.stop],
@@ -249,7 +280,13 @@ class GPTSamples:
         options = self.options
         if options.whole:
             seed = None if options.order == "sequential" else options.seed
-            return index_packed(lengths, options.seq_length, num_samples, seed)
+            return index_packed(
+                lengths,
+                options.seq_length,
+                num_samples,
+                seed,
+                num_windows=options.context_windows,
+            )
         if options.order in ONCE:
             seed = options.seed if options.order == "spread" else None
             return index_once(lengths, options.seq_length, seed)

@@ -9,6 +9,7 @@ import csv
 from pathlib import Path
 from typing import Literal
 
+from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.installed import check_sha256, locate_installed
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.token_index import idx_path
@@ -40,7 +41,9 @@ def load_speeches(part: Part) -> list[str]:
     ]
 
 
-def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, str]:
+def prepare_speeches(
+    directory: str | Path, tokenizer: Tokenizer, by_sentence: bool = False
+) -> dict[Part, str]:
     """Write the token files of both parts unless they exist.
 
     Of several processes that call this at once, one writes and the others wait.
@@ -48,11 +51,14 @@ def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, 
     Args:
         directory: Directory of the token files; it may contain those of several tokenizers.
         tokenizer: Tokenizer; its fingerprint is part of the file names.
+        by_sentence: Whether each sentence is a sequence of the token files, which then have names
+            of their own.
 
     Returns:
         Prefix of each part's token file
     """
-    stem = f"{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
+    kind = "sentences-" if by_sentence else ""
+    stem = f"{kind}{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
     prefixes: dict[Part, str] = {
         part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS
     }
@@ -62,17 +68,27 @@ def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, 
             continue
         with one_at_a_time(Path(f"{prefix}.lock")):
             if not _is_written(prefix, tokenizer):
-                write_documents(prefix, load_speeches(part), tokenizer)
+                write_documents(prefix, load_speeches(part), tokenizer, by_sentence)
     return prefixes
 
 
-def write_documents(prefix: str, documents: list[str], tokenizer: Tokenizer) -> None:
-    """Write documents as a token file, each followed by the tokenizer's end-of-document token."""
-    end = [] if tokenizer.eod is None else [tokenizer.eod]
+def write_documents(
+    prefix: str, documents: list[str], tokenizer: Tokenizer, by_sentence: bool = False
+) -> None:
+    """Write documents as a token file.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+        documents: Text of each document.
+        tokenizer: Tokenizer; its end-of-document token, if any, follows each document.
+        by_sentence: Whether each sentence is a sequence. No end-of-document token follows then.
+    """
+    end = [] if tokenizer.eod is None or by_sentence else [tokenizer.eod]
     with TokenFileWriter(prefix, tokenizer=tokenizer) as writer:
         for text in documents:
-            tokens = tokenizer.encode(text)
-            writer.add_document(tokens + end if tokens else [], num_bytes=len(text.encode("utf-8")))
+            pieces = encode_document(text, tokenizer, by_sentence, end)
+            tokens = [token for piece in pieces for token in piece]
+            writer.add_document(tokens, len(text.encode("utf-8")), [len(one) for one in pieces])
 
 
 def _is_written(prefix: str, tokenizer: Tokenizer) -> bool:

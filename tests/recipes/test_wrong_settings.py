@@ -151,6 +151,14 @@ STRATEGY = "trainer.strategy.init_args"
             "learning_rate must be a finite number of at least 0: it is -0.1",
         ),
         (
+            "model.init_args.lr_schedule",
+            {
+                "class_path": "lightning_megatron.CosineSchedule",
+                "init_args": {"num_steps": 5, "warmup_steps": 5},
+            },
+            "lr_schedule (CosineSchedule): warmup_steps (5) must be below num_steps (5)",
+        ),
+        (
             "data.init_args.seq_length",
             0,
             "seq_length must be a whole number of at least 1: it is 0",

@@ -1,0 +1,138 @@
+"""Rows of whole conversations, packed by best fit, and batches whose labels are answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from lightning_megatron.data.chat_template import ChatTokenizer
+from lightning_megatron.data.conversations import read_conversations
+from lightning_megatron.data.encoded_rows import EncodedRows, EncodedText
+from lightning_megatron.data.index_cache import cache_key
+from lightning_megatron.data.loader import IGNORE_INDEX, WindowBatches
+from lightning_megatron.data.packing import index_packed
+
+
+class EncodedConversations(EncodedRows):
+    """Tokens of all conversations of some files, each at most a row long.
+
+    Args:
+        paths: Files of conversations.
+        tokenizer: Tokenizer with its chat template.
+        seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
+        too_long: What is done with longer ones: cut their end, leave them out, or refuse them.
+        cache_dir: Folder of the encoded tokens; None keeps them in memory.
+
+    Raises:
+        CorruptDataError: If a row is no conversation, one is too long and that is to be refused,
+            or none is left.
+    """
+
+    plural = "conversations"
+
+    @override
+    def _encode(self, path: Path, tokenizer: ChatTokenizer) -> Iterator[list[EncodedText] | None]:
+        for conversation in read_conversations(path):
+            text = self.fitted(conversation, tokenizer)
+            yield None if text is None else [text]
+
+
+class ChatSamples:
+    """Rows of conversations in an order, whole conversations each.
+
+    Args:
+        encoded: Tokens of the conversations.
+        seq_length: Tokens that a row predicts (tokens).
+        seed: Seed of the order; None keeps that of the files.
+        is_packed: Whether a row has as many conversations as fit; otherwise one.
+        num_samples: Rows over as many passes as needed; None makes one pass (samples).
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedConversations,
+        seq_length: int,
+        seed: int | None,
+        is_packed: bool,
+        num_samples: int | None = None,
+    ) -> None:
+        self.seq_length = seq_length
+        self._encoded = encoded
+        lengths = np.diff(encoded.bounds)
+        self._index = index_packed(lengths, seq_length, num_samples, seed, is_packed)
+        self.order_key = cache_key(
+            {
+                "conversations": encoded.key,
+                "seed": seed,
+                "is_packed": is_packed,
+                "is_pass": num_samples is None,
+            }
+        )
+
+    def __len__(self) -> int:
+        return self._index.num_windows
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        return self._joined(self._encoded.tokens, index).astype(np.int64)
+
+    @property
+    def most_documents(self) -> int:
+        """Largest number of conversations that a row has."""
+        return self._index.most_pieces
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each conversation in a row, in their order."""
+        return [stop - start for start, stop in self._index.pieces(index, self._encoded.bounds)]
+
+    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of a row belong to answers.
+
+        Args:
+            index: Number of the row.
+        """
+        return self._joined(self._encoded.is_answer, index).astype(np.bool_)
+
+    def _joined(self, values: npt.NDArray, index: int) -> npt.NDArray:
+        places = self._index.pieces(index, self._encoded.bounds)
+        return np.concatenate([values[start:stop] for start, stop in places])
+
+
+class ChatBatches(WindowBatches):
+    """Batches of conversations whose labels are the tokens of answers.
+
+    Shapes:
+        As :class:`WindowBatches`; labels are -100 where the next token is no answer's. Lengths come
+        with {"position_ids": (B, S)}, the positions of tokens in their conversations: Hugging
+        Face's models take these.
+
+    Args:
+        samples: Rows of conversations.
+        are_separate: Whether the lengths of the conversations are part of the batch.
+    """
+
+    def __init__(self, samples: ChatSamples, are_separate: bool) -> None:
+        super().__init__(samples, are_separate=are_separate)
+        self._chat_samples = samples
+
+    @override
+    def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
+        batch = super().__getitem__(numbers)
+        for row, number in enumerate(numbers):
+            if number >= 0:
+                wanted = torch.from_numpy(self._chat_samples.is_answer(number)[1:])
+                batch["labels"][row, : len(wanted)][~wanted] = IGNORE_INDEX
+        if self.are_separate:
+            length = batch["tokens"].shape[1]
+            rows = [_positions(sizes, length) for sizes in batch["lengths"].tolist()]
+            batch["position_ids"] = torch.from_numpy(np.stack(rows))
+        return batch
+
+
+def _positions(sizes: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """Return the position of each token of a row in its conversation, and in the padding."""
+    return np.concatenate([np.arange(size) for size in (*sizes, length - sum(sizes))])

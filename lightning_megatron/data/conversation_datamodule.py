@@ -1,0 +1,135 @@
+"""Data module of files of conversations, whatever a row of them has."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_megatron.data.chat_template import ChatTokenizer
+from lightning_megatron.data.conversations import find_conversations
+from lightning_megatron.data.encoded_rows import EncodedRows
+from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.named_sets import SetPaths, all_paths, named_sets
+from lightning_megatron.data.row_datamodule import RowDataModule
+from lightning_megatron.data.samples import Samples
+
+Encoded = TypeVar("Encoded", bound=EncodedRows)
+
+
+class ConversationDataModule(RowDataModule, Generic[Encoded]):
+    """Batches of rows of files, encoded with the chat template of a tokenizer.
+
+    A subclass encodes a part and orders its samples.
+
+    Args:
+        parts: Files, folders of them or globs of ``train``, ``val`` and ``test``; the latter may
+            have several sets by their names. None for a part that is not given.
+        given: Checked settings: ``tokenizer``, ``chat_template``, ``too_long``, ``cache_dir``, and
+            those of ``RowDataModule``.
+        balance_attention: Whether to balance the attention work over data ranks.
+
+    Raises:
+        UnsupportedError: If files are missing, or settings conflict.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, SetPaths],
+        given: Mapping[str, Any],
+        balance_attention: bool = False,
+    ) -> None:
+        super().__init__(
+            given["seq_length"],
+            given["batch_size"],
+            given["global_batch_size"],
+            given["ramp_up"],
+            given["num_workers"],
+            given["seed"],
+            given["train_samples"],
+            balance_attention,
+            given["pin_memory"],
+        )
+        sets = {part: named_sets(part, parts[part]) for part in ("val", "test")}
+        self.set_names = {part: tuple(named) for part, named in sets.items()}
+        #: Files of each part that is given, and of its sets if these have names ("val/news").
+        self.files = {
+            f"{part}/{name}" if name else part: find_conversations(paths)
+            for part, of_part in parts.items()
+            for name, paths in (sets.get(part) or {"": all_paths(of_part)}).items()
+            if paths
+        }
+        self.tokenizer_folder: str = given["tokenizer"]
+        self.chat_template: str | None = given["chat_template"]
+        self.too_long: Literal["cut", "leave_out", "refuse"] = given["too_long"]
+        self.cache_dir = Path(given["cache_dir"] or self.files["train"][0].parent / "index_cache")
+        self._encoded: dict[str, Encoded] = {}
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """Tokenizer with its template, read at the first use."""
+        return ChatTokenizer(self.tokenizer_folder, self.chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id of the tokenizer plus 1."""
+        return self.tokenizer.vocab_size
+
+    def setup(self, stage: str | None = None) -> None:
+        """Encode the rows of a stage, so that faults raise before the first step."""
+        self.restart()
+        parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        for part in parts.get(stage or "", ("train", "val", "test")):
+            for one in self._sets_of(part):
+                self.encoded(one)
+
+    def encoded(self, part: str) -> Encoded:
+        """Return the encoded rows of a part, and tell what truncation took of them.
+
+        Args:
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        if part not in self._encoded:
+            found = self._encode(part)
+            tell = rank_zero_warn if found.num_cut + found.num_left_out else rank_zero_info
+            tell(found.line(self.seq_length))
+            self._encoded[part] = found
+        return self._encoded[part]
+
+    @override
+    @abstractmethod
+    def training_samples(self, num_samples: int | None) -> Samples: ...
+
+    @abstractmethod
+    def evaluation_samples(self, part: str) -> Samples:
+        """Return the samples of a part in an order that is the same in every run.
+
+        Args:
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+
+    def val_dataloader(self) -> TokenLoader | list:
+        """Build the loader that yields every validation row once, or one for each set."""
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> TokenLoader | list:
+        """Build the loader that yields every test row once, or one for each set."""
+        return self._evaluation("test")
+
+    @abstractmethod
+    def _encode(self, part: str) -> Encoded:
+        """Encode the files of a part."""
+
+    def _sets_of(self, part: str) -> list[str]:
+        return [one for one in self.files if one == part or one.startswith(f"{part}/")]
+
+    def _evaluation(self, part: str) -> TokenLoader | list:
+        found = [
+            self.evaluation_loader(self.evaluation_samples(one)) for one in self._sets_of(part)
+        ]
+        return found if self.set_names[part] or not found else found[0]

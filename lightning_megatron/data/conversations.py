@@ -1,0 +1,225 @@
+"""Conversations in JSON lines, Parquet or folders of datasets, checked row by row."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.data.dataset_folders import dataset_rows, is_dataset_folder
+from lightning_megatron.data.documents import read_chunks
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.plan.legal_values import join_or
+from lightning_megatron.strict_json import parse_object
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_SUFFIXES = (*_JSON_LINES, ".parquet")
+_CHUNK_BYTES = 1 << 20
+REMEDY = "Repair the row, or remove it."
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of one row of a file.
+
+    Args:
+        messages: Messages with ``role``, ``content`` and what else the template reads.
+        num_given: Leading messages that are a prompt, whose answers are not trained.
+        tools: Tools that the template describes to the model; None for none.
+        place: File and row, for errors.
+    """
+
+    messages: tuple[Message, ...]
+    num_given: int
+    tools: list[Any] | None
+    place: str
+
+
+def find_conversations(paths: str | Sequence[str]) -> tuple[Path, ...]:
+    """Return the files of paths, folders and globs, each sorted by name.
+
+    A folder of datasets stands for its files.
+
+    Args:
+        paths: Files, folders of them, folders of datasets, or globs.
+
+    Raises:
+        UnsupportedError: If one of them has no file of JSON lines or Parquet, or several splits.
+    """
+    found: list[Path] = []
+    for one in [paths] if isinstance(paths, str) else paths:
+        names = [str(path) for path in Path(one).glob("*")] if Path(one).is_dir() else [one]
+        if not os.path.exists(one):
+            names = glob.glob(one, recursive=True)
+        if is_dataset_folder(Path(one)):
+            names = [one]
+        files = sorted(Path(name) for name in names)
+        files = [file for file in files if _has_conversations(file)]
+        if not files:
+            raise UnsupportedError(
+                f"conversations must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
+                f"written by save_to_disk of datasets, or globs: {one!r} names none. "
+                "Write one conversation in each line, such as "
+                '{"messages": [{"role": "user", "content": "..."}, ...]}.'
+            )
+        found.extend(files)
+    return tuple(found)
+
+
+def _has_conversations(path: Path) -> bool:
+    return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
+
+
+def read_conversations(path: Path) -> Iterator[Conversation]:
+    """Yield the conversations of a file in their order.
+
+    Args:
+        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
+
+    Raises:
+        CorruptDataError: If a row is no conversation; the message names file and row.
+        MissingExtraError: If pyarrow or datasets is needed and not installed.
+    """
+    for place, row in read_rows(path):
+        yield _conversation(row, place)
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the fields of each row of a file that have a value, with file and row for errors.
+
+    Args:
+        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
+
+    Raises:
+        CorruptDataError: If the file cannot be read, or a line holds no JSON object.
+        MissingExtraError: If pyarrow or datasets is needed and not installed.
+    """
+    read = _parquet_rows if path.suffix == ".parquet" else _json_rows
+    for place, row in (dataset_rows if path.is_dir() else read)(path):
+        # Parquet has a value for every column and field; those without one are None.
+        yield place, {name: value for name, value in row.items() if value is not None}
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for chunk in read_chunks(path, "line", _CHUNK_BYTES):
+        for line, content in zip(chunk.lines, chunk.documents, strict=True):
+            place = f"{path}:{line}"
+            yield place, parse_object(content, place, REMEDY)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    parquet = import_extra("pyarrow.parquet", "parquet")
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    # pyarrow raises ValueError and OSError for damaged files.
+    except (CorruptDataError, UnsupportedError):
+        raise
+    except (ValueError, OSError) as error:
+        raise CorruptDataError(
+            f"{path} cannot be read as Parquet: {error}. Copy it again."
+        ) from error
+
+
+def _conversation(found: Mapping[str, Any], place: str) -> Conversation:
+    has_pair = "prompt" in found or "completion" in found
+    if ("messages" in found) == has_pair or has_pair != {"prompt", "completion"}.issubset(found):
+        raise CorruptDataError(
+            f"{place} must have either messages or both prompt and completion: its fields are "
+            f"{sorted(found)}. {REMEDY}"
+        )
+    tools = tools_of(found, place)
+    if not has_pair:
+        messages = messages_of(found["messages"], f"{place}: messages")
+        num_given = 0
+    else:
+        given = side_of(found["prompt"], "user", f"{place}: prompt")
+        answer = side_of(found["completion"], "assistant", f"{place}: completion")
+        messages = (*given, *answer)
+        num_given = len(given)
+    if not any(message["role"] == "assistant" for message in messages[num_given:]):
+        raise CorruptDataError(
+            f"{place} has no message of the role assistant, so that it trains nothing. {REMEDY}"
+        )
+    return Conversation(messages, num_given, tools, place)
+
+
+def tools_of(row: Mapping[str, Any], place: str) -> list[Any] | None:
+    """Return the tools of a row, which its template describes; None for none.
+
+    Args:
+        row: Fields of the row.
+        place: File and row, for errors.
+
+    Raises:
+        CorruptDataError: If they are no list.
+    """
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise CorruptDataError(
+            f"{place}: tools must be a list of descriptions: it is a {type(tools).__name__}. "
+            f"{REMEDY}"
+        )
+    return tools
+
+
+def side_of(value: Any, role: str, place: str) -> tuple[Message, ...]:
+    """Return the messages of a prompt or an answer, which may be a text alone.
+
+    Args:
+        value: Text or list of messages.
+        role: Role of a text.
+        place: File, row and field, for errors.
+
+    Raises:
+        CorruptDataError: If it is neither.
+    """
+    whole = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return messages_of(whole, place)
+
+
+def messages_of(value: Any, place: str) -> tuple[Message, ...]:
+    """Return checked messages, whose fields without a value are left out.
+
+    Args:
+        value: List of messages.
+        place: File, row and field, for errors.
+
+    Raises:
+        CorruptDataError: If it is no list of messages, or one of them has an unknown role, no
+            content, or is an answer without text.
+    """
+    if not isinstance(value, list) or not value:
+        raise CorruptDataError(f"{place} must be a list of messages that is not empty. {REMEDY}")
+    return tuple(_message(one, f"{place}, message {at}") for at, one in enumerate(value, 1))
+
+
+def _message(value: Any, place: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise CorruptDataError(
+            f"{place} must be an object with role and content: it is a {type(value).__name__}. "
+            f"{REMEDY}"
+        )
+    found = {name: part for name, part in value.items() if part is not None}
+    role = found.get("role")
+    if role not in ROLES:
+        raise CorruptDataError(
+            f"{place}: the role must be {join_or(ROLES)}: it is {role!r}. {REMEDY}"
+        )
+    calls = role == "assistant" and bool(found.get("tool_calls"))
+    if not isinstance(found.get("content", "" if calls else None), str):
+        raise CorruptDataError(f"{place} of the role {role} must have a text as content. {REMEDY}")
+    if role == "assistant" and not calls and not found["content"].strip():
+        raise CorruptDataError(f"{place} is an answer without text. {REMEDY}")
+    return found

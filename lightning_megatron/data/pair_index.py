@@ -1,0 +1,131 @@
+"""Index of samples of consecutive sentences of one document, as BERT's pre-training takes them.
+
+A sample takes sentences of its document until it has its target length, and the next sample begins
+behind it; the last sample of a document has the rest. The target length is the room of a row, or
+with a small probability a shorter one. It depends on the seed, the pass, the document and the
+number of the sample in its document alone, so that all documents are cut at once.
+
+Source: Megatron-LM core/datasets/helpers.cpp (build_mapping), with other random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+_STEPS = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """Rule by which documents are cut into samples.
+
+    Args:
+        most: Largest target length (tokens).
+        least_sentences: Smallest number of sentences of a sample; shorter documents are left out.
+        short_probability: Probability that a target length is drawn from 2 to ``most``.
+        seed: Seed of the target lengths and of the order.
+    """
+
+    most: int
+    least_sentences: int
+    short_probability: float
+    seed: int
+
+
+def index_pairs(
+    starts: Integers, documents: Integers, first_document: int, rule: PairRule, count: int | None
+) -> npt.NDArray[np.integer]:
+    """Return the samples of as many passes as needed; each pass is shuffled on its own.
+
+    More samples extend fewer ones.
+
+    Args:
+        starts: Position of each sentence's first token, and the number of tokens (tokens).
+        documents: First sentence of each document, and the end of the last one (sentences).
+        first_document: Number of the first document in its token file.
+        rule: Rule of the cuts.
+        count: Number of samples; None makes one pass (samples).
+
+    Returns:
+        Array (samples, 3) of first sentence, end of the sentences, and target length; empty if no
+        document has enough sentences
+    """
+    passes: list[Integers] = []
+    found = 0
+    while not passes or (count is not None and found < count):
+        cut = cut_documents(starts, documents, first_document, rule, len(passes))
+        # RandomState, unlike newer generators, never changes its numbers.
+        order = np.random.RandomState([rule.seed, len(passes), 3]).permutation(len(cut))
+        passes.append(cut[order])
+        found += len(cut)
+        if not len(cut):
+            break
+    samples = np.concatenate(passes)[:count]
+    return samples.astype(np.int32) if samples.max(initial=0) < 2**31 else samples
+
+
+def cut_documents(
+    starts: Integers, documents: Integers, first_document: int, rule: PairRule, epoch: int
+) -> Integers:
+    """Return the samples of one pass in the order of the text.
+
+    Args:
+        starts: Position of each sentence's first token, and the number of tokens (tokens).
+        documents: First sentence of each document, and the end of the last one (sentences).
+        first_document: Number of the first document in its token file.
+        rule: Rule of the cuts.
+        epoch: Number of the pass.
+    """
+    used = np.flatnonzero(np.diff(documents) >= rule.least_sentences)
+    first = documents[used]
+    last = documents[used + 1]
+    numbers = used + first_document
+    found: list[Integers] = [np.zeros((0, 3), np.int64)]
+    while len(first):
+        # Round k makes the k-th sample of every document that has one.
+        target = target_lengths(rule, epoch, numbers, len(found) - 1)
+        stop = np.searchsorted(starts, starts[first] + target)
+        stop = np.maximum(stop, first + rule.least_sentences)
+        # A single last sentence joins the sample before it.
+        stop = np.where(last - stop > 1, stop, last)
+        found.append(np.stack([first, stop, target], axis=1))
+        goes_on = stop < last
+        first = stop[goes_on]
+        last = last[goes_on]
+        numbers = numbers[goes_on]
+    samples = np.concatenate(found)
+    return samples[np.argsort(samples[:, 0], kind="stable")]
+
+
+def target_lengths(rule: PairRule, epoch: int, documents: Integers, number: int) -> Integers:
+    """Return the target length of the sample of each document with a number (tokens).
+
+    Args:
+        rule: Rule of the cuts.
+        epoch: Number of the pass.
+        documents: Numbers of the documents.
+        number: Number of the sample in its document.
+    """
+    state = np.full(len(documents), rule.seed, np.uint64)
+    for part in (epoch, documents.astype(np.uint64), number):
+        state = _mixed(state + np.asarray(part, np.uint64))
+    # 53 bits make a double in [0, 1).
+    is_short = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53 < rule.short_probability
+    short = 2 + (_mixed(state) % np.uint64(rule.most - 1)).astype(np.int64)
+    return np.where(is_short, short, rule.most)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return hashes of numbers by splitmix64, whose arithmetic is modulo 2^64."""
+    values = values + _STEPS[0]
+    values = (values ^ (values >> np.uint64(30))) * _STEPS[1]
+    values = (values ^ (values >> np.uint64(27))) * _STEPS[2]
+    return values ^ (values >> np.uint64(31))

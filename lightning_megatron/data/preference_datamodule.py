@@ -1,0 +1,113 @@
+"""Data module of preference pairs, for training on which of two answers is better."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, cast
+
+from typing_extensions import override
+
+from lightning_megatron.data.conversation_datamodule import ConversationDataModule
+from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.preference_samples import EncodedPairs, PairBatches, PairSamples
+from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.samples import Samples
+from lightning_megatron.plan.global_batch import RampUp
+from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
+
+
+class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
+    """Batches of pairs of a chosen and a rejected answer to the same prompt, for ``DPO``.
+
+    Each row of a file has ``prompt``, ``chosen`` and ``rejected`` as texts or lists of messages, or
+    ``chosen`` and ``rejected`` as lists of messages that begin with the same prompt. The
+    tokenizer's own chat template makes the tokens, as in ``ChatDataModule``. A row that is no pair
+    raises with its file and line.
+
+    Shapes:
+        A batch is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}: chosen conversations
+        first, shifted labels that are -100 where the next token is no answer's, and the number of
+        each pair in the files.
+
+    Args:
+        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
+        tokenizer: Local folder of a Hugging Face tokenizer.
+        val: Files of the validation set; None disables validation.
+        test: Files of the test set.
+        chat_template: Jinja file in the place of the tokenizer's own template.
+        seq_length: Tokens that a conversation predicts; it has at most one more.
+        too_long: What happens to pairs with a longer conversation. "cut" keeps its beginning,
+            "leave_out" drops the pair, "refuse" raises. Pairs that keep no token of one of the
+            answers, or no difference, are left out. The start of a run tells how many.
+        length_multiple: Batches are as long as their longest conversation, rounded up to a multiple
+            of this number; None makes all of them ``seq_length`` long, as CUDA graphs and experts
+            on several ranks need (tokens).
+        batch_size: Pairs per data-parallel rank and batch; 1 if no size is given.
+        global_batch_size: Pairs of each optimizer step over all data-parallel ranks, in place of
+            ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
+        num_workers: Worker processes per rank that prefetch batches.
+        seed: Seed of the order of training pairs.
+        train_samples: Training pairs per epoch over all ranks; None means ``max_steps`` batches if
+            the Trainer stops by steps alone, and one pass otherwise.
+        cache_dir: Folder of the encoded pairs; None uses ``index_cache`` next to the first file.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If files or the template are missing, or settings conflict.
+        CorruptDataError: If a row is no pair (in ``setup``), with its file and line.
+        MissingExtraError: If transformers, or pyarrow for Parquet, is not installed.
+    """
+
+    order_settings = "files, tokenizer, template, seq_length, too_long or seed"
+
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        chat_template: str | None = None,
+        seq_length: Count = 1024,
+        too_long: Literal["cut", "leave_out", "refuse"] = "cut",
+        length_multiple: Count | None = 64,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
+        train_samples: Elements | None = None,
+        cache_dir: str | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        given = coerced_arguments(PreferenceDataModule.__init__, locals())
+        super().__init__({"train": train, "val": val, "test": test}, given)
+        self.length_multiple: int | None = given["length_multiple"]
+
+    @override
+    def training_samples(self, num_samples: int | None) -> PairSamples:
+        return PairSamples(self.encoded("train"), self.seed, num_samples)
+
+    @override
+    def evaluation_samples(self, part: str) -> PairSamples:
+        # Fixed seed: `limit_val_batches` then compares runs on the same pairs.
+        return PairSamples(self.encoded(part), 0)
+
+    @override
+    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
+        batches = PairBatches(cast(PairSamples, samples), self.length_multiple)
+        return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
+
+    def each_pair_once(self, part: str) -> TokenLoader:
+        """Build a loader of all pairs of a part in the order of the files, divided among ranks.
+
+        Args:
+            part: ``train``, ``val`` or ``test``.
+        """
+        return self.evaluation_loader(PairSamples(self.encoded(part), None))
+
+    @override
+    def _encode(self, part: str) -> EncodedPairs:
+        return EncodedPairs(
+            self.files[part], self.tokenizer, self.seq_length, self.too_long, self.cache_dir
+        )

@@ -1,0 +1,68 @@
+"""Division of English text into sentences by a few rules, without a trained model."""
+
+from __future__ import annotations
+
+import re
+
+# Marks that end a sentence, with the quotes and brackets that close after them, before a space.
+_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)")
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
+_OPENING = "\"'“‘(["
+_GAP = re.compile(r"[\s—–/]+")
+_INITIALS = re.compile(r"(?:[A-Za-z]\.)+")
+#: Words whose period does not end a sentence, without it and in lower case.
+ABBREVIATIONS = frozenset(
+    {
+        *("mr", "mrs", "ms", "messrs", "mme", "dr", "prof", "st", "hon", "rev", "gov", "sen"),
+        *("rep", "pres", "gen", "lieut", "lt", "col", "capt", "maj", "cmdr", "adm", "sgt", "jr"),
+        *("sr", "esq", "vs", "viz", "cf", "etc", "al", "approx", "dept", "univ", "inc", "ltd"),
+        *("co", "corp", "bros", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "oct"),
+        *("nov", "dec", "mt", "ft", "ave", "fig", "vol"),
+    }
+)
+#: Words whose period does not end a sentence before a number, in lower case.
+BEFORE_NUMBERS = frozenset({"no", "nos", "art", "sec", "secs", "p", "pp", "ch"})
+
+
+def split_sentences(text: str) -> list[str]:
+    """Return the sentences of an English text, in their order and without surrounding spaces.
+
+    A sentence ends at a blank line, and at a period, exclamation or question mark (with closing
+    quotes and brackets) before a space and a capital letter or a digit. The period of an initial
+    ("U.S.", "J. Adams"), of a known abbreviation ("Mr.", "Oct."), or of "No." and its like before a
+    number ends none. A line break inside a paragraph is a space. The sentences have all
+    characters of the text but the spaces between them.
+
+    Args:
+        text: Text of one document.
+    """
+    return [
+        sentence
+        for paragraph in _BLANK_LINE.split(text)
+        for sentence in _split_paragraph(paragraph)
+    ]
+
+
+def _split_paragraph(text: str) -> list[str]:
+    found = []
+    start = 0
+    for mark in _END.finditer(text):
+        if _ends_sentence(text, start, mark):
+            found.append(text[start : mark.end()].strip())
+            start = mark.end()
+    found.append(text[start:].strip())
+    return [sentence for sentence in found if sentence]
+
+
+def _ends_sentence(text: str, start: int, mark: re.Match[str]) -> bool:
+    # A window of 100 characters keeps the search for the next letter linear in the text.
+    following = text[mark.end() : mark.end() + 100].lstrip().lstrip(_OPENING)
+    if not following or not (following[0].isupper() or following[0].isdigit()):
+        return False
+    if mark.group() != ".":
+        return True
+    words = _GAP.split(text[max(start, mark.start() - 100) : mark.start()])
+    word = words[-1].lstrip(_OPENING)
+    if _INITIALS.fullmatch(word + ".") or word.lower() in ABBREVIATIONS:
+        return False
+    return not (following[0].isdigit() and word.lower() in BEFORE_NUMBERS)

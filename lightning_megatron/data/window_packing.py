@@ -1,0 +1,119 @@
+"""Rows whose documents lie in windows that groups of context-parallel ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.data.best_fit import best_fit
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.context import legal_context_lengths
+from lightning_megatron.plan.legal_values import join_or, powers_of_two_around
+
+#: In the place of a document: positions of a row that hold no token.
+GAP = -1
+
+
+def check_context_windows(num_windows: int, seq_length: int, is_whole: bool) -> None:
+    """Refuse windows that groups of ranks cannot share, or that rows cannot keep.
+
+    Args:
+        num_windows: Windows of a row.
+        seq_length: Tokens that a row predicts (tokens).
+        is_whole: Whether rows consist of whole documents.
+
+    Raises:
+        ParallelPlanError: If the number is no power of two, or two of them do not divide a row.
+        UnsupportedError: If rows run over the ends of documents.
+    """
+    if num_windows == 1:
+        return
+    if num_windows & (num_windows - 1):
+        raise ParallelPlanError(
+            f"context_windows ({num_windows}) must be a power of two, because groups of 1, 2, 4 "
+            f"and more ranks of cp share windows. Use {join_or(powers_of_two_around(num_windows))}."
+        )
+    if seq_length % (2 * num_windows):
+        legal = legal_context_lengths(seq_length, 2 * num_windows)
+        raise ParallelPlanError(
+            f"seq_length ({seq_length}) must be a multiple of 2 * context_windows "
+            f"({2 * num_windows}), because each rank of cp holds two pieces of a row. Use "
+            f"{join_or(legal)}."
+        )
+    if not is_whole:
+        raise UnsupportedError(
+            f"context_windows ({num_windows}) needs documents='whole': other rows cut documents "
+            "where a row ends, and windows would cut more of them. Use documents='whole', or leave "
+            "context_windows out."
+        )
+
+
+def pack_windows(
+    sizes: npt.NDArray[np.int64],
+    seq_length: int,
+    num_windows: int,
+    random: np.random.RandomState | None,
+) -> list[list[tuple[int, int]]]:
+    """Put documents into rows such that none lies in more windows than its row's longest needs.
+
+    A span is 1, 2, 4 ... neighbouring windows, and begins at a multiple of its length. A document
+    opens the smallest span that can hold it, or goes into a span that has room, where the least is
+    left. Spans of one length share rows as far as they fill them.
+
+    Args:
+        sizes: Tokens of each document, from 2 to ``seq_length + 1`` (tokens).
+        seq_length: Tokens that a row predicts (tokens).
+        num_windows: Windows of a row, a power of two.
+        random: Shuffles the spans; None keeps their order.
+
+    Returns:
+        Documents of each row with their positions; gaps have the number ``GAP``, and reach to the
+        end of their span (positions).
+    """
+    window = seq_length // num_windows
+    # Whole windows that a document needs, rounded up to a power of two.
+    needed = np.minimum(-(-sizes // window), num_windows)
+    spans = 1 << np.ceil(np.log2(needed)).astype(np.int64)
+    # The last token of a row is a label alone, and takes no position.
+    rooms = spans * window + (spans == num_windows)
+    packed = best_fit(sizes, rooms)
+    by_span: dict[int, list[list[tuple[int, int]]]] = {}
+    for items in packed if random is None else _shuffled(packed, random):
+        # Longer documents open spans, and come first.
+        span = int(spans[items[0]])
+        filled = [(item, int(sizes[item])) for item in items]
+        by_span.setdefault(span, []).append(_with_gap(filled, span * window))
+    return [
+        [piece for one in row for piece in one]
+        for row in _rows_of_spans(by_span, num_windows, window)
+    ]
+
+
+def _with_gap(pieces: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+    rest = room - sum(size for _, size in pieces)
+    return [*pieces, (GAP, rest)] if rest > 0 else pieces
+
+
+def _rows_of_spans(
+    by_span: dict[int, list[list[tuple[int, int]]]], num_windows: int, window: int
+) -> list[list[list[tuple[int, int]]]]:
+    """Fill rows with spans, larger ones first, so that each begins at a multiple of its length."""
+    rows: list[list[list[tuple[int, int]]]] = []
+    free = 0
+    for span in sorted(by_span, reverse=True):
+        for one in by_span[span]:
+            if free < span:
+                rows.append([])
+                free = num_windows
+            rows[-1].append(one)
+            free -= span
+    # The windows that the last row leaves free: one gap each, which is in no two windows.
+    for _ in range(free):
+        rows[-1].append([(GAP, window)])
+    return rows
+
+
+def _shuffled(rows: Sequence[list[int]], random: np.random.RandomState) -> list[list[int]]:
+    return [rows[at] for at in random.permutation(len(rows))]

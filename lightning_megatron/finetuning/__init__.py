@@ -1,0 +1,1 @@
+"""Fine-tuning of encoders on tasks: their files, modules, scores and ensembles."""

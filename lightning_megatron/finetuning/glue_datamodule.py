@@ -1,0 +1,117 @@
+"""Data module of GLUE tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from lightning_megatron.finetuning.datamodule import TaskDataModule, present
+from lightning_megatron.finetuning.glue import (
+    GLUE_TASKS,
+    GlueExamples,
+    GlueName,
+    Malformed,
+    read_glue,
+)
+from lightning_megatron.finetuning.rows import joined
+from lightning_megatron.finetuning.scores import ClassScores
+from lightning_megatron.plan.settings import coerced_arguments
+
+
+class GlueDataModule(TaskDataModule):
+    """Batches of a GLUE task from the files of its folder.
+
+    The two validation sets of MNLI are one set of two groups, with the results
+    ``val_accuracy_matched`` and ``val_accuracy_mismatched``. QQP has ``val_f1``, too.
+
+    Args:
+        task: ``mnli``, ``qqp`` or ``sst2``.
+        folder: Folder with the TSV files of the task, under their own names.
+        tokenizer: Local folder of a WordPiece tokenizer.
+        test: Labelled files of a test set, which GLUE itself does not publish; None without any.
+        malformed: What happens to malformed lines: ``refuse`` raises with the file and the line,
+            ``leave_out`` leaves them out, and the start of a run tells how many.
+        options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
+            ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
+            ``pin_memory``.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If files are missing, or settings conflict.
+        CorruptDataError: If a file is damaged (in ``setup``), with its name and line.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        task: GlueName,
+        folder: str,
+        tokenizer: str,
+        test: list[str] | None = None,
+        malformed: Malformed = "refuse",
+        **options: Any,
+    ) -> None:
+        given = coerced_arguments(GlueDataModule.__init__, locals())
+        super().__init__(given["tokenizer"], **options)
+        self.task: GlueName = given["task"]
+        self.malformed: Malformed = given["malformed"]
+        columns = GLUE_TASKS[self.task]
+        self.num_labels = len(columns.labels)
+        root = Path(given["folder"])
+        self._files = {
+            "train": [root / columns.train],
+            "val": [root / name for name in columns.validation.values()],
+            "test": [Path(name) for name in given["test"] or ()],
+        }
+        present("files of the task " + self.task, (p for f in self._files.values() for p in f))
+
+    @override
+    def files(self, part: str) -> list[Path]:
+        return self._files[part]
+
+    @override
+    def settings(self) -> dict[str, object]:
+        return {"task": self.task, "malformed": self.malformed}
+
+    @override
+    def encode(self, part: str) -> dict[str, npt.NDArray]:
+        found = self._read(part)
+        sides = [
+            [text for one in found for text in one.texts[side]]
+            for side in range(len(found[0].texts))
+        ]
+        second = sides[1] if len(sides) > 1 else None
+        tokens, types, num_cut = self.tokenizer.pairs(
+            sides[0], second, self.seq_length, "longest_first"
+        )
+        return joined(
+            tokens,
+            types,
+            [label for one in found for label in one.labels],
+            [number for number, one in enumerate(found) for _ in one.labels],
+            (sum(one.num_left_out for one in found), num_cut),
+        )
+
+    @override
+    def new_scores(self, part: str) -> ClassScores:
+        rows = self.encoded(part)
+        names = (
+            list(GLUE_TASKS[self.task].validation)
+            if part == "val"
+            else [path.stem for path in self.files(part)]
+        )
+        return ClassScores(
+            torch.from_numpy(rows.labels.copy()),
+            torch.from_numpy(rows.groups.copy()),
+            names,
+            GLUE_TASKS[self.task].has_f1,
+        )
+
+    def _read(self, part: str) -> Sequence[GlueExamples]:
+        task = GLUE_TASKS[self.task]
+        return [read_glue(path, task, self.malformed) for path in self.files(part)]

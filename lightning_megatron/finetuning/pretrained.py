@@ -1,0 +1,167 @@
+"""Pretrained encoders to start from: Hugging Face folders and checkpoints of BERTPretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint import (
+    Entry,
+    copy_full_tensors,
+    load_tensors,
+)
+from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_config import EncoderConfig, EncoderHead
+from lightning_megatron.models.hugging_face_folder import read_config
+from lightning_megatron.models.layered import WORD_EMBEDDING
+from lightning_megatron.plan.settings import coerced
+from lightning_megatron.swap.families.bert import BERT_CLASSES, BERT_SPANS
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+
+#: Prefix of the model's parameters in a checkpoint of BERTPretraining.
+_PREFIX = "state_dict.model."
+_POOLER = "head.pooler.dense."
+
+
+@dataclass(frozen=True)
+class PretrainedEncoder:
+    """Encoder to start from, whose weights are not read yet.
+
+    Args:
+        path: Hugging Face folder, or checkpoint of ``BERTPretraining``.
+        config: Configuration of the encoder, with its own head.
+        is_folder: Whether it is a Hugging Face folder.
+    """
+
+    path: str
+    config: EncoderConfig
+    is_folder: bool
+
+    @classmethod
+    def at(cls, path: str) -> PretrainedEncoder:
+        """Read the configuration at a path.
+
+        Args:
+            path: Hugging Face folder of a BERT, checkpoint of ``BERTPretraining`` of this strategy,
+                or single-file checkpoint of it.
+
+        Raises:
+            CheckpointMismatchError: If there is neither.
+            CorruptDataError: If a file is damaged.
+            UnsupportedError: If it is no BERT, or a BERT with settings that are not supported.
+            MissingExtraError: If transformers is needed for the folder and not installed.
+        """
+        if Path(path, "config.json").is_file():
+            settings = read_config(path).to_dict()
+            kind = settings.get("model_type")
+            if kind != BERT_CLASSES.model_type:
+                raise UnsupportedError(
+                    f"a folder to fine-tune must hold a BERT: {path} has the model_type {kind!r}. "
+                    "Use a BERT, or replace your own module's model by MegatronStrategy."
+                )
+            return cls(path, BERT_CLASSES.config(settings), True)
+        given = _hyperparameters(path).get("config")
+        if not isinstance(given, Mapping):
+            raise UnsupportedError(
+                f"a checkpoint to fine-tune must be that of a BERTPretraining: {path} has no "
+                "hyperparameter config. Train a BERTPretraining first, or use a Hugging Face "
+                "folder."
+            )
+        config: EncoderConfig = coerced("config", dict(given), EncoderConfig)
+        # Before the classifier BERT has the dropout of its hidden states.
+        return cls(path, replace(config, head_dropout=config.hidden_dropout), False)
+
+    def config_with(
+        self, head: EncoderHead, num_labels: int, dropout: float | None
+    ) -> EncoderConfig:
+        """Return the configuration with the head of a task.
+
+        Args:
+            head: Kind of the head.
+            num_labels: Outputs of a classifier.
+            dropout: Probability of all dropout; None keeps those of the encoder.
+        """
+        config = replace(self.config, head=head, num_labels=num_labels)
+        if dropout is None:
+            return config
+        return replace(
+            config, hidden_dropout=dropout, attention_dropout=dropout, head_dropout=dropout
+        )
+
+    def fill(self, model: Encoder) -> tuple[str, ...]:
+        """Read this rank's part of the weights; parameters that are not there keep their values.
+
+        Args:
+            model: This rank's part of an encoder with the head of a task.
+
+        Returns:
+            Names of the parameters of the head that the source lacks, the same on every rank
+
+        Raises:
+            CheckpointMismatchError: If parameters of another part than the head are missing or
+                have other shapes.
+            CorruptDataError: If a file is damaged.
+
+        Communication: for a checkpoint one gather of names over tp x pp.
+        """
+        if not self.is_folder:
+            return self._fill_from_checkpoint(model)
+        family = BERT_SPANS if model.config.head == "span" else BERT_CLASSES
+        return load_from(model, SafetensorsFolder(self.path), family, torch.initial_seed())
+
+    def _fill_from_checkpoint(self, model: Encoder) -> tuple[str, ...]:
+        stored = None if Path(self.path).is_file() else Stored.open(self.path)
+        full: Mapping[str, Tensor] = {}
+        if stored is None:
+            state = read_single_file(self.path)["state_dict"]
+            full = {f"state_dict.{name}": tensor for name, tensor in state.items()}
+            # A single process has the padding of its vocabulary in the file.
+            word = f"{_PREFIX}{WORD_EMBEDDING}"
+            full = {**full, word: full[word][: self.config.vocab_size]} if word in full else full
+        saved = full if stored is None else stored.tensors
+        entries = {}
+        lacking = []
+        for name, parameter in model.named_parameters():
+            source = f"{_PREFIX}{name.replace('head.dense.', _POOLER)}"
+            if name.startswith("head.") and (
+                not name.startswith("head.dense.") or source not in saved
+            ):
+                lacking.append(name)
+                continue
+            with torch.no_grad():
+                parameter.zero_()  # Padding of the vocabulary has no source.
+            entries[source] = Entry(
+                parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank)
+            )
+        if stored is None:
+            found = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
+        else:
+            found = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
+        if found.missing:
+            raise CheckpointMismatchError(
+                f"a checkpoint must hold all layers of its encoder: {self.path} lacks "
+                f"{', '.join(found.missing[:5])}. Use a checkpoint of BERTPretraining."
+            )
+        return tuple(lacking)
+
+
+def _hyperparameters(path: str) -> Mapping[str, Any]:
+    found = saved_hyper_parameters(path)
+    if found is None:
+        raise CheckpointMismatchError(
+            f"path must be a Hugging Face folder or a checkpoint of BERTPretraining: {path!r} has "
+            "neither config.json nor the header of a checkpoint. Check the path; nothing is "
+            "downloaded."
+        )
+    return found

@@ -1,0 +1,106 @@
+"""Data module of RACE."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.finetuning.datamodule import TaskDataModule
+from lightning_megatron.finetuning.race import LETTERS, RaceQuestion, race_files, read_race
+from lightning_megatron.finetuning.rows import joined
+from lightning_megatron.finetuning.scores import ClassScores
+from lightning_megatron.plan.settings import Count, coerced_arguments
+
+#: Folders of each part.
+_FOLDERS = {"train": "train", "val": "dev", "test": "test"}
+GROUPS = ("middle", "high")
+
+
+class RaceDataModule(TaskDataModule):
+    """Batches of RACE: four sequences for each question, one with each option.
+
+    A sequence is the question with an option, then the passage, whose end is cut if it is too long.
+    Results are ``val_accuracy``, ``val_accuracy_middle`` and ``val_accuracy_high``, and the same of
+    the test set.
+
+    Args:
+        folder: Folder ``RACE``, with the folders ``train``, ``dev`` and ``test`` that have
+            ``middle`` and ``high``.
+        tokenizer: Local folder of a WordPiece tokenizer.
+        question_length: Most tokens of a question with its option; the end is cut (tokens).
+        options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
+            ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
+            ``pin_memory``.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If the folder has no such files, or settings conflict.
+        CorruptDataError: If a file is damaged (in ``setup``), with its name and question.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    num_labels = 1
+    choices = len(LETTERS)
+
+    def __init__(
+        self, folder: str, tokenizer: str, question_length: Count = 128, **options: Any
+    ) -> None:
+        given = coerced_arguments(RaceDataModule.__init__, locals())
+        super().__init__(given["tokenizer"], **options)
+        self.folder = Path(given["folder"])
+        self.question_length: int = given["question_length"]
+        if not self.files("train") and not self.files("val") and not self.files("test"):
+            raise UnsupportedError(
+                f"the folder of RACE must have files such as train/middle/1.txt: {folder!r} has "
+                "none. Nothing is downloaded. Copy the data set there, or name its folder."
+            )
+
+    @cached_property
+    def _paths(self) -> dict[str, list[Path]]:
+        return {
+            part: race_files(self.folder / name / group for group in GROUPS)
+            for part, name in _FOLDERS.items()
+        }
+
+    @override
+    def files(self, part: str) -> list[Path]:
+        return self._paths[part]
+
+    @override
+    def settings(self) -> dict[str, object]:
+        return {"question_length": self.question_length}
+
+    @override
+    def encode(self, part: str) -> dict[str, npt.NDArray]:
+        questions: list[RaceQuestion] = [
+            one
+            for path in self.files(part)
+            for one in read_race(path, GROUPS.index(path.parent.name))
+        ]
+        texts, num_short = self.tokenizer.short(
+            [text for one in questions for text in one.texts], self.question_length
+        )
+        passages = [one.passage for one in questions for _ in LETTERS]
+        tokens, types, num_cut = self.tokenizer.pairs(
+            texts, passages, self.seq_length, "only_second"
+        )
+        return joined(
+            tokens,
+            types,
+            [one.label for one in questions],
+            [one.group for one in questions],
+            (0, num_short + num_cut),
+        )
+
+    @override
+    def new_scores(self, part: str) -> ClassScores:
+        rows = self.encoded(part)
+        return ClassScores(
+            torch.from_numpy(rows.labels.copy()), torch.from_numpy(rows.groups.copy()), GROUPS
+        )

@@ -1,0 +1,150 @@
+"""Scores of the rows of a task, collected over batches and ranks, and the results from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.functional.classification import binary_f1_score
+from typing_extensions import override
+
+from lightning_megatron.shapes import Bool, Float, Int, Shaped
+
+
+class TaskScores(Metric):
+    """Scores of all rows of a data set, whichever rank and batch has computed them.
+
+    A subclass makes results of the table of scores. Rows that no batch had are left out of them.
+
+    Args:
+        num_rows: Rows of the data set.
+        metric: Arguments of ``torchmetrics.Metric``.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    row: list[Tensor]
+    scores: list[Tensor]
+
+    def __init__(self, num_rows: int, **metric: Any) -> None:
+        super().__init__(**metric)
+        self.num_rows = num_rows
+        self.add_state("row", [], dist_reduce_fx="cat")
+        self.add_state("scores", [], dist_reduce_fx="cat")
+
+    @override
+    def update(self, row: Int[Tensor, "batch"], scores: Float[Tensor, "batch *scores"]) -> None:
+        """Add the scores of some rows.
+
+        Args:
+            row: Number of each row in the data set, or -1 for padding of a batch.
+            scores: Scores of each row, such as the logits of its classes.
+        """
+        self.row.append(row)
+        # Ranks and precisions differ in the dtype of logits; half precision has none in numpy.
+        self.scores.append(scores.detach().float())
+
+    def table(self) -> tuple[Float[Tensor, "rows *scores"], Bool[Tensor, "rows"]]:
+        """Return the scores of all rows, and which rows have any; on the CPU.
+
+        Between ``update`` and ``compute`` it has this rank's rows alone.
+        """
+        row = _joined(self.row).cpu()
+        scores = _joined(self.scores).cpu()
+        is_row = row >= 0
+        table = scores.new_zeros(self.num_rows, *scores.shape[1:])
+        table[row[is_row]] = scores[is_row]
+        is_seen = torch.zeros(self.num_rows, dtype=torch.bool)
+        is_seen[row[is_row]] = True
+        return table, is_seen
+
+    @abstractmethod
+    def results(
+        self, scores: Float[Tensor, "rows *scores"], is_seen: Bool[Tensor, "rows"]
+    ) -> dict[str, float]:
+        """Return the results of the task by their names.
+
+        Args:
+            scores: Scores of all rows.
+            is_seen: Rows that have scores.
+        """
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return the results of the rows of all ranks."""
+        #: Scores of all ranks, from which the last results are.
+        self.computed = self.table()
+        found = self.results(*self.computed)
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+
+    @staticmethod
+    def combined(tables: Float[Tensor, "models rows *scores"]) -> Float[Tensor, "rows *scores"]:
+        """Return the scores of an ensemble: the mean of its models' probabilities.
+
+        Args:
+            tables: Scores of all rows by each model.
+        """
+        return tables.softmax(2).mean(0)
+
+
+class ClassScores(TaskScores):
+    """Accuracy of the class with the highest score, for all rows and for each group of them.
+
+    The results are ``accuracy``, ``accuracy_GROUP`` for each group if there are several, and with
+    ``has_f1`` the ``f1`` of class 1. Equal to scikit-learn's ``accuracy_score`` and ``f1_score``.
+
+    Args:
+        labels: Class of each row.
+        groups: Number of the group of each row.
+        names: Names of the groups.
+        has_f1: Whether the F1 of class 1 is a result.
+        metric: Arguments of ``torchmetrics.Metric``.
+    """
+
+    def __init__(
+        self,
+        labels: Int[Tensor, "rows"],
+        groups: Int[Tensor, "rows"],
+        names: Sequence[str] = ("",),
+        has_f1: bool = False,
+        **metric: Any,
+    ) -> None:
+        super().__init__(len(labels), **metric)
+        self.labels = labels
+        self.groups = groups
+        self.names = tuple(names)
+        self.has_f1 = has_f1
+
+    @override
+    def results(
+        self, scores: Float[Tensor, "rows classes"], is_seen: Bool[Tensor, "rows"]
+    ) -> dict[str, float]:
+        chosen = scores.argmax(1)
+        is_right = chosen == self.labels
+        found = {"accuracy": _share(is_right, is_seen)}
+        if len(self.names) > 1:
+            for number, name in enumerate(self.names):
+                found[f"accuracy_{name}"] = _share(is_right, is_seen & (self.groups == number))
+        if self.has_f1:
+            found["f1"] = float(binary_f1_score(chosen[is_seen], self.labels[is_seen]))
+        return found
+
+
+def _share(is_right: Tensor, is_counted: Tensor) -> float:
+    """Return the share of counted rows that are right, NaN without any."""
+    return float(is_right[is_counted].double().mean())
+
+
+def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return a state of a metric, which is one tensor after the reduction over ranks."""
+    return parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+
+
+def labelled(batch: Mapping[str, Shaped[Tensor, "batch *_"]]) -> Int[Tensor, ""]:
+    """Return the number of rows of a batch that are no padding (rows)."""
+    return (batch["row"] >= 0).sum()

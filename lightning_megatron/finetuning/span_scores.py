@@ -1,0 +1,243 @@
+"""Answers from the scores of starts and ends, and the results of SQuAD from the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.finetuning.rows import TaskRows
+from lightning_megatron.finetuning.scores import TaskScores
+from lightning_megatron.finetuning.squad import SquadQuestion, exact_score, f1_score
+from lightning_megatron.shapes import Bool, Float, Int
+
+#: Windows whose spans are searched at once (windows).
+_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Best answers to a question.
+
+    Args:
+        texts: Best spans of the context, the best first.
+        values: Score of each span: the sum of its start and end.
+        without: Score of having no answer, the smallest over the windows of the question.
+    """
+
+    texts: tuple[str, ...]
+    values: tuple[float, ...]
+    without: float
+
+    @property
+    def advantage(self) -> float:
+        """Score of having no answer minus that of the best span."""
+        return self.without - (self.values[0] if self.values else float("-inf"))
+
+
+@dataclass(frozen=True)
+class WindowPlaces:
+    """Places of windows in the questions and contexts of a data set.
+
+    Args:
+        question: Number of the question of each window.
+        offsets: First and last character (exclusive) of each token in its context, for all tokens
+            of all windows.
+    """
+
+    question: npt.NDArray
+    offsets: npt.NDArray
+
+
+class SpanScores(TaskScores):
+    """Exact matches and F1 of answers, as the official evaluations of SQuAD define them.
+
+    The results are shares of 1: ``exact_match`` and ``f1``. With questions without answers there
+    are also ``exact_match_answerable``, ``f1_answerable`` and ``exact_match_unanswerable``, and
+    ``best_f1`` with ``best_f1_threshold``, the largest F1 of any threshold. Questions with a window
+    without scores are left out.
+
+    Args:
+        rows: Windows.
+        places: Places of the windows.
+        questions: Questions of the data set.
+        may_lack: Whether questions may have no answer.
+        num_best: Spans of each window that are considered.
+        answer_length: Most tokens of an answer (tokens).
+        threshold: A question has no answer if the score of having none is larger than that of the
+            best span by more than this.
+        metric: Arguments of ``torchmetrics.Metric``.
+
+    Source: Devlin et al. 2018, sections 4.2 and 4.3; Rajpurkar et al. 2016 and 2018.
+    """
+
+    def __init__(
+        self,
+        rows: TaskRows,
+        places: WindowPlaces,
+        questions: Sequence[SquadQuestion],
+        may_lack: bool,
+        num_best: int,
+        answer_length: int,
+        threshold: float,
+        **metric: Any,
+    ) -> None:
+        super().__init__(len(rows), **metric)
+        self.rows = rows
+        self.places = places
+        self.questions = tuple(questions)
+        self.may_lack = may_lack
+        self.num_best = num_best
+        self.answer_length = answer_length
+        self.threshold = threshold
+
+    def answers(
+        self, scores: Float[Tensor, "rows seq 2"], is_seen: Bool[Tensor, "rows"]
+    ) -> dict[int, Answer]:
+        """Return the best answers by the number of their question.
+
+        Args:
+            scores: Scores of starts and ends of all windows.
+            is_seen: Windows that have scores.
+        """
+        found: dict[int, list[tuple[float, str]]] = {}
+        without: dict[int, float] = {}
+        unseen = set(self.places.question[~is_seen.numpy()].tolist())
+        for start in range(0, len(scores), _CHUNK):
+            part = scores[start : start + _CHUNK].double()
+            spans = best_spans(
+                part, self._is_context(start, part), self.answer_length, self.num_best
+            )
+            for at, (first, last, value) in enumerate(zip(*spans, strict=True)):
+                window = start + at
+                question = int(self.places.question[window])
+                if question in unseen:
+                    continue
+                none = float(part[at, 0].sum())
+                without[question] = min(none, without.get(question, none))
+                listed = found.setdefault(question, [])
+                for span in zip(first.tolist(), last.tolist(), value.tolist(), strict=True):
+                    if span[2] > float("-inf"):
+                        listed.append((span[2], self._text(window, span[0], span[1])))
+        return {
+            question: _answer(listed, without[question], self.num_best)
+            for question, listed in found.items()
+        }
+
+    def predictions(self, answers: dict[int, Answer]) -> dict[str, str]:
+        """Return the text of each answer by the ``id`` of its question, empty for no answer.
+
+        The official evaluation scripts read this mapping as JSON.
+
+        Args:
+            answers: Best answers by the number of their question.
+        """
+        return {self.questions[number].key: self._chosen(one) for number, one in answers.items()}
+
+    @override
+    def results(
+        self, scores: Float[Tensor, "rows seq 2"], is_seen: Bool[Tensor, "rows"]
+    ) -> dict[str, float]:
+        answers = self.answers(scores, is_seen)
+        chosen = {number: self._chosen(one) for number, one in answers.items()}
+        right = {number: self.questions[number].answers for number in answers}
+        exact = {number: exact_score(text, right[number]) for number, text in chosen.items()}
+        f1 = {number: f1_score(text, right[number]) for number, text in chosen.items()}
+        found = {"exact_match": _mean(exact.values()), "f1": _mean(f1.values())}
+        if not self.may_lack:
+            return found
+        with_answer = [number for number in answers if right[number]]
+        others = [number for number in answers if not right[number]]
+        found["exact_match_answerable"] = _mean(exact[number] for number in with_answer)
+        found["f1_answerable"] = _mean(f1[number] for number in with_answer)
+        found["exact_match_unanswerable"] = _mean(exact[number] for number in others)
+        found["best_f1"], found["best_f1_threshold"] = self._best_f1(answers)
+        return found
+
+    @staticmethod
+    @override
+    def combined(tables: Float[Tensor, "models rows seq 2"]) -> Float[Tensor, "rows seq 2"]:
+        # The score of having no answer is compared over windows, whose probabilities are not.
+        return tables.mean(0)
+
+    def _best_f1(self, answers: dict[int, Answer]) -> tuple[float, float]:
+        """Return the largest mean F1 over all thresholds, and the smallest such threshold."""
+        ordered = sorted(answers.items(), key=lambda one: one[1].advantage)
+        # With a threshold below all, every question is predicted to have no answer.
+        total = float(sum(not self.questions[number].answers for number, _ in ordered))
+        best = total
+        threshold = ordered[0][1].advantage - 1.0 if ordered else 0.0
+        for number, one in ordered:
+            right = self.questions[number].answers
+            best_text = one.texts[0] if one.texts else ""
+            total += f1_score(best_text, right) if right else -float(bool(best_text))
+            if total > best:
+                best = total
+                threshold = one.advantage
+        return best / max(1, len(ordered)), threshold
+
+    def _chosen(self, one: Answer) -> str:
+        if self.may_lack and one.advantage > self.threshold:
+            return ""
+        return next((text for text in one.texts if text), "")
+
+    def _is_context(self, start: int, part: Tensor) -> Tensor:
+        """Return which tokens of some windows belong to the context."""
+        stop = start + len(part)
+        first = torch.from_numpy(np.array(self.rows.first[start:stop]))
+        # The last token of a window is a separator.
+        last = torch.from_numpy(np.diff(self.rows.bounds[start : stop + 1])) - 1
+        at = torch.arange(part.shape[1])
+        return (at >= first[:, None]) & (at < last[:, None])
+
+    def _text(self, window: int, first: int, last: int) -> str:
+        begin = int(self.rows.bounds[window])
+        start = int(self.places.offsets[begin + first, 0])
+        stop = int(self.places.offsets[begin + last, 1])
+        return self.questions[int(self.places.question[window])].context[start:stop]
+
+
+def best_spans(
+    scores: Float[Tensor, "batch seq 2"],
+    is_allowed: Bool[Tensor, "batch seq"],
+    answer_length: int,
+    num_best: int,
+) -> tuple[Int[Tensor, "batch best"], Int[Tensor, "batch best"], Float[Tensor, "batch best"]]:
+    """Return the spans with the largest sums of start and end, the best first.
+
+    All spans are compared, of any start and end.
+
+    Args:
+        scores: Scores of starts and ends.
+        is_allowed: Tokens of which spans consist.
+        answer_length: Most tokens of a span (tokens).
+        num_best: Number of spans.
+
+    Returns:
+        First tokens, last tokens and sums, -inf if there are fewer spans
+    """
+    start, end = scores.masked_fill(~is_allowed[..., None], float("-inf")).unbind(-1)
+    longest = min(answer_length, scores.shape[1])
+    ends = F.pad(end, (0, longest - 1), value=float("-inf")).unfold(1, longest, 1)
+    sums = (start[..., None] + ends).flatten(1)
+    values, place = sums.topk(min(num_best, sums.shape[1]), dim=1)
+    first = place // longest
+    return first, first + place % longest, values
+
+
+def _answer(listed: list[tuple[float, str]], without: float, num_best: int) -> Answer:
+    # Sorting is stable: of equal spans the one in the earlier window is first.
+    best = sorted(listed, key=lambda one: -one[0])[:num_best]
+    return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), without)
+
+
+def _mean(values: Any) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else float("nan")

@@ -1,0 +1,150 @@
+"""Questions of SQuAD 1.1 and 2.0, and their answers as the official evaluation compares them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.strict_json import read_json
+
+SquadVersion = Literal["1.1", "2.0"]
+#: Limit of a file's size; the training set has 42 megabytes (bytes).
+_MOST_BYTES = 1 << 30
+_REMEDY = "Copy the file of SQuAD again."
+
+
+@dataclass(frozen=True)
+class SquadQuestion:
+    """Question on a paragraph.
+
+    Args:
+        key: Its ``id`` in the file.
+        text: Text of the question.
+        context: Text of the paragraph.
+        answers: Texts of the given answers; none if the paragraph has no answer.
+        start: First character of the first answer in the paragraph, -1 without an answer.
+    """
+
+    key: str
+    text: str
+    context: str
+    answers: tuple[str, ...]
+    start: int
+
+
+def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
+    """Read the questions of a file of SQuAD in their order.
+
+    Args:
+        path: File, such as ``train-v1.1.json``.
+        version: ``2.0`` accepts questions without an answer.
+
+    Raises:
+        CorruptDataError: If the file is something else, or an answer is not at its place; the
+            message names the file and the question.
+    """
+    found = read_json(path, _REMEDY, _MOST_BYTES)
+    articles = found.get("data") if isinstance(found, dict) else None
+    questions = list(_questions(path, articles, version))
+    if not questions:
+        raise CorruptDataError(
+            f"{path} must have a list data of articles with paragraphs and questions: it has none. "
+            f"{_REMEDY}"
+        )
+    return questions
+
+
+def _questions(path: Path, articles: Any, version: SquadVersion) -> Iterator[SquadQuestion]:
+    for article in _mappings(articles):
+        for paragraph in _mappings(article.get("paragraphs")):
+            context = paragraph.get("context")
+            for one in _mappings(paragraph.get("qas")):
+                yield _question(f"{path}, question {one.get('id')!r}", one, context, version)
+
+
+def _question(
+    place: str, one: Mapping[str, Any], context: Any, version: SquadVersion
+) -> SquadQuestion:
+    key = one.get("id")
+    text = one.get("question")
+    if not (isinstance(key, str) and isinstance(text, str) and isinstance(context, str)):
+        raise CorruptDataError(
+            f"{place} must have an id, a question and the context of its paragraph, all texts. "
+            f"{_REMEDY}"
+        )
+    answers = list(_mappings(one.get("answers")))
+    if one.get("is_impossible"):
+        answers = []  # What the file has as plausible answers is none.
+    if not answers and version == "1.1":
+        raise CorruptDataError(
+            f"{place} must have an answer: it has none. Questions without one are in version 2.0 "
+            "alone. Set version='2.0'."
+        )
+    for answer in answers:
+        start: Any = answer.get("answer_start")
+        given: Any = answer.get("text")
+        is_there = isinstance(start, int) and isinstance(given, str) and given
+        if not is_there or context[start : start + len(given)] != given:
+            raise CorruptDataError(
+                f"{place} must have its answer in the context at answer_start: {given!r} is not at "
+                f"{start!r}. {_REMEDY}"
+            )
+    texts = tuple(answer["text"] for answer in answers)
+    return SquadQuestion(key, text, context, texts, answers[0]["answer_start"] if answers else -1)
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, dict):
+            yield one
+
+
+def normalised(text: str) -> str:
+    """Return an answer in lower case without punctuation, articles and further spaces.
+
+    Equal to ``normalize_answer`` of the official evaluation.
+
+    Args:
+        text: Answer.
+    """
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_score(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if a prediction equals one of the answers after normalisation, else 0.
+
+    Args:
+        text: Predicted answer; empty for none.
+        answers: Right answers; none if the question has no answer.
+    """
+    return max(float(normalised(one) == normalised(text)) for one in _comparable(answers))
+
+
+def f1_score(text: str, answers: Sequence[str]) -> float:
+    """Return the largest F1 of a prediction's words with those of an answer.
+
+    Args:
+        text: Predicted answer; empty for none.
+        answers: Right answers; none if the question has no answer.
+    """
+    return max(_f1(text, one) for one in _comparable(answers))
+
+
+def _comparable(answers: Sequence[str]) -> Sequence[str]:
+    return [one for one in answers if normalised(one)] or [""]
+
+
+def _f1(text: str, answer: str) -> float:
+    found = normalised(text).split()
+    wanted = normalised(answer).split()
+    if not found or not wanted:
+        return float(found == wanted)
+    num_same = sum((Counter(found) & Counter(wanted)).values())
+    return 2 * num_same / (len(found) + len(wanted))

@@ -1,0 +1,195 @@
+"""Data module of SQuAD 1.1 and 2.0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.finetuning.datamodule import TaskDataModule, present
+from lightning_megatron.finetuning.rows import joined
+from lightning_megatron.finetuning.span_scores import SpanScores, WindowPlaces
+from lightning_megatron.finetuning.squad import SquadQuestion, SquadVersion, read_squad
+from lightning_megatron.finetuning.tokens import PairTokenizer
+from lightning_megatron.plan.settings import Count, Index, coerced_arguments
+
+
+class SquadDataModule(TaskDataModule):
+    """Batches of SQuAD: windows of contexts, each after its question.
+
+    A context that is too long has several windows, which share ``doc_stride`` tokens. The labels of
+    a window without the whole answer are its first token. Results are ``val_exact_match`` and
+    ``val_f1`` of the questions, as shares of 1; :class:`SpanScores` lists those of version 2.0.
+
+    Args:
+        version: ``1.1``, or ``2.0`` with questions that have no answer.
+        folder: Folder with ``train-v1.1.json`` and ``dev-v1.1.json``, or ``v2.0``.
+        tokenizer: Local folder of a WordPiece tokenizer.
+        test: File of a test set, which SQuAD itself does not publish; None without one.
+        seq_length: Tokens of a window, with its question and special tokens (tokens).
+        doc_stride: Tokens of the context that successive windows share, as in transformers
+            (tokens).
+        question_length: Most tokens of a question; the end is cut (tokens).
+        num_best: Spans of each window that are considered.
+        answer_length: Most tokens of a predicted answer (tokens).
+        threshold: A question of version 2.0 has no answer if the score of having none is larger
+            than that of the best span by more than this.
+        options: Arguments of ``TaskDataModule``: ``batch_size``, ``global_batch_size``,
+            ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``, ``pin_memory``.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range, or windows have no
+            room for new tokens of a context.
+        UnsupportedError: If files are missing, or settings conflict.
+        CorruptDataError: If a file is damaged (in ``setup``), with its name and question.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    num_labels = 2
+    further_arrays = ("question", "offsets")
+
+    def __init__(
+        self,
+        version: SquadVersion,
+        folder: str,
+        tokenizer: str,
+        test: str | None = None,
+        seq_length: Count = 384,
+        doc_stride: Index = 128,
+        question_length: Count = 64,
+        num_best: Count = 20,
+        answer_length: Count = 30,
+        threshold: float = 0.0,
+        **options: Any,
+    ) -> None:
+        given = coerced_arguments(SquadDataModule.__init__, locals())
+        super().__init__(given["tokenizer"], seq_length=given["seq_length"], **options)
+        self.version: SquadVersion = given["version"]
+        self.doc_stride: int = given["doc_stride"]
+        self.question_length: int = given["question_length"]
+        self.num_best: int = given["num_best"]
+        self.answer_length: int = given["answer_length"]
+        self.threshold: float = given["threshold"]
+        room = self.seq_length - self.question_length - 3
+        if self.doc_stride >= room:
+            raise ParallelPlanError(
+                f"doc_stride ({self.doc_stride}) must be below seq_length - question_length - 3 "
+                f"({room}), because a window of the context after its question and three special "
+                "tokens must have new tokens. Use a smaller doc_stride or a larger seq_length."
+            )
+        root = Path(given["folder"])
+        self._files = {
+            "train": [root / f"train-v{self.version}.json"],
+            "val": [root / f"dev-v{self.version}.json"],
+            "test": [Path(given["test"])] if given["test"] else [],
+        }
+        present("files of SQuAD", (path for paths in self._files.values() for path in paths))
+        self._places: dict[str, WindowPlaces] = {}
+        self._questions: dict[str, list[SquadQuestion]] = {}
+
+    @override
+    def files(self, part: str) -> list[Path]:
+        return self._files[part]
+
+    @override
+    def settings(self) -> dict[str, object]:
+        return {
+            "version": self.version,
+            "doc_stride": self.doc_stride,
+            "question_length": self.question_length,
+        }
+
+    @override
+    def encode(self, part: str) -> dict[str, npt.NDArray]:
+        return encoded_windows(
+            self.questions(part),
+            self.tokenizer,
+            self.seq_length,
+            self.doc_stride,
+            self.question_length,
+        )
+
+    @override
+    def keep(self, part: str, arrays: dict[str, npt.NDArray]) -> None:
+        self._places[part] = WindowPlaces(**arrays)
+
+    def questions(self, part: str) -> list[SquadQuestion]:
+        """Return the questions of a part.
+
+        Args:
+            part: ``train``, ``val`` or ``test``.
+
+        Raises:
+            CorruptDataError: If the file is damaged; the message names it and the question.
+        """
+        if part not in self._questions:
+            found = [one for path in self.files(part) for one in read_squad(path, self.version)]
+            if part == "train":
+                return found  # Evaluation alone compares texts.
+            self._questions[part] = found
+        return self._questions[part]
+
+    @override
+    def new_scores(self, part: str) -> SpanScores:
+        rows = self.encoded(part)
+        return SpanScores(
+            rows,
+            self._places[part],
+            self.questions(part),
+            may_lack=self.version == "2.0",
+            num_best=self.num_best,
+            answer_length=self.answer_length,
+            threshold=self.threshold,
+        )
+
+
+def encoded_windows(
+    questions: list[SquadQuestion],
+    tokenizer: PairTokenizer,
+    seq_length: int,
+    doc_stride: int,
+    question_length: int,
+) -> dict[str, npt.NDArray]:
+    """Return the arrays of the windows of questions, with ``question`` and ``offsets``.
+
+    Args:
+        questions: Questions.
+        tokenizer: Tokenizer.
+        seq_length: Most tokens of a window (tokens).
+        doc_stride: Tokens that successive windows share (tokens).
+        question_length: Most tokens of a question (tokens).
+    """
+    # Some questions begin with many spaces, which would count when the pair is cut.
+    texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
+    found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
+    owners = found["overflow_to_sample_mapping"]
+    labels = [
+        _label(questions[owner], np.array(types), np.array(offsets))
+        for owner, types, offsets in zip(
+            owners, found["token_type_ids"], found["offset_mapping"], strict=True
+        )
+    ]
+    arrays = joined(
+        found["input_ids"], found["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
+    )
+    offsets = [np.array(one, np.int32) for one in found["offset_mapping"]]
+    return arrays | {"question": np.array(owners, np.int64), "offsets": np.concatenate(offsets)}
+
+
+def _label(question: SquadQuestion, types: npt.NDArray, offsets: npt.NDArray) -> tuple[int, int]:
+    """Return the first and the last token of the answer; the first token if it is not whole."""
+    if question.start < 0:
+        return 0, 0
+    start = question.start
+    stop = start + len(question.answers[0])
+    [context] = np.nonzero(types)
+    context = context[:-1]  # The last one is a separator.
+    if not len(context) or offsets[context[0], 0] > start or offsets[context[-1], 1] < stop:
+        return 0, 0
+    first = context[np.searchsorted(offsets[context, 0], start, side="right") - 1]
+    last = context[np.searchsorted(offsets[context, 1], stop, side="left")]
+    return int(first), int(last)

@@ -1,0 +1,158 @@
+"""Tokens of texts and pairs of texts by the WordPiece tokenizer of a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokenizer
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
+
+#: Side of a pair that loses tokens: the longer one at each token, or the second.
+Cut = Literal["longest_first", "only_second"]
+#: Pairs that are encoded at once, by the threads of the library (pairs).
+_CHUNK = 1024
+
+
+class PairTokenizer:
+    """Tokenizer of texts and pairs, with the special tokens of its model. No code of a folder runs.
+
+    Equal to ``transformers.AutoTokenizer`` of the folder.
+
+    Args:
+        folder: Local folder with ``tokenizer.json`` or ``vocab.txt``.
+
+    Raises:
+        UnsupportedError: If there is no such folder.
+        CorruptDataError: If transformers cannot read it.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    def __init__(self, folder: str) -> None:
+        files = [os.path.join(folder, name) for name in ("tokenizer.json", "vocab.txt")]
+        if not any(map(os.path.isfile, files)):
+            raise UnsupportedError(
+                "the tokenizer must be a local folder with tokenizer.json or vocab.txt: "
+                f"{folder!r} is not. Nothing is downloaded. Use the folder of a BERT."
+            )
+        self.folder = folder
+        self._tokenizer = read_pretrained_tokenizer(folder, "BertTokenizerFast")
+        needed = {"CLS": self._tokenizer.cls_token_id, "SEP": self._tokenizer.sep_token_id}
+        missing = [name for name, token in needed.items() if token is None]
+        if missing or not self._tokenizer.is_fast:
+            raise UnsupportedError(
+                f"the tokenizer must be a fast one with the tokens CLS and SEP: that of {folder} "
+                f"lacks {', '.join(missing) or 'the fast kind'}. Use the folder of a BERT."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus 1."""
+        return max(self._tokenizer.get_vocab().values()) + 1
+
+    @property
+    def padding(self) -> int:
+        """Id of the padding token, 0 without one."""
+        return int(self._tokenizer.pad_token_id or 0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all that determines the tokens of texts."""
+        special = sorted((k, str(v)) for k, v in self._tokenizer.special_tokens_map.items())
+        state = self._tokenizer.backend_tokenizer.to_str()
+        version = import_extra("tokenizers", "text").__version__
+        return hashlib.sha256(repr((state, special, version)).encode()).hexdigest()
+
+    def pairs(
+        self, first: Sequence[str], second: Sequence[str] | None, most: int, cut: Cut
+    ) -> tuple[list[list[int]], list[list[int]], int]:
+        """Return the tokens of texts or pairs, each at most ``most`` long.
+
+        Args:
+            first: First texts, or the only ones.
+            second: Second texts; None without any.
+            most: Largest number of tokens, with the special ones (tokens).
+            cut: Side that loses tokens of a pair that is longer.
+
+        Returns:
+            Tokens, their types, and how many texts or pairs were cut
+
+        Raises:
+            CorruptDataError: If a first text leaves no room for the second one.
+        """
+        tokens: list[list[int]] = []
+        types: list[list[int]] = []
+        num_cut = 0
+        for start in range(0, len(first), _CHUNK):
+            chosen = slice(start, start + _CHUNK)
+            texts = [list(first[chosen])] + ([] if second is None else [list(second[chosen])])
+            found = self._call(*texts)
+            long = [at for at, one in enumerate(found["input_ids"]) if len(one) > most]
+            if long:
+                num_cut += len(long)
+                short = self._cut([[side[at] for at in long] for side in texts], most, cut)
+                for name in ("input_ids", "token_type_ids"):
+                    for at, one in zip(long, short[name], strict=True):
+                        found[name][at] = one
+            tokens += found["input_ids"]
+            types += found["token_type_ids"]
+        return tokens, types, num_cut
+
+    def _cut(self, texts: list[list[str]], most: int, cut: Cut) -> Any:
+        side = cut if len(texts) > 1 else "only_first"
+        if side == "only_second":
+            for text, alone in zip(texts[0], self._call(texts[0])["input_ids"], strict=True):
+                if len(alone) + 2 > most:
+                    raise CorruptDataError(
+                        f"a first text must leave room for one token of the second in seq_length "
+                        f"({most} tokens): {text[:80]!r} has {len(alone) - 2}. Use a larger "
+                        "seq_length."
+                    )
+        return self._call(*texts, truncation=side, max_length=most)
+
+    def short(self, texts: Sequence[str], most: int) -> tuple[list[str], int]:
+        """Return the beginning of each text with at most ``most`` tokens, and how many were cut.
+
+        Args:
+            texts: Texts, without special tokens.
+            most: Largest number of tokens (tokens).
+        """
+        found = []
+        num_cut = 0
+        for start in range(0, len(texts), _CHUNK):
+            part = list(texts[start : start + _CHUNK])
+            given = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
+            for text, places in zip(part, given["offset_mapping"], strict=True):
+                is_long = len(places) > most
+                num_cut += is_long
+                found.append(text[: places[most - 1][1]] if is_long else text)
+        return found, num_cut
+
+    def windows(
+        self, questions: Sequence[str], contexts: Sequence[str], most: int, shared: int
+    ) -> Any:
+        """Return windows of long contexts, each with its question before it.
+
+        Equal to transformers' ``return_overflowing_tokens``: ``input_ids``, ``token_type_ids``,
+        ``offset_mapping`` and ``overflow_to_sample_mapping``.
+
+        Args:
+            questions: Questions.
+            contexts: Context of each question.
+            most: Tokens of a window, with the question and special tokens (tokens).
+            shared: Tokens of the context that successive windows share (tokens).
+        """
+        return self._call(
+            list(questions), list(contexts), truncation="only_second", max_length=most,
+            stride=shared, return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
+
+    def _call(self, *texts: list[str], **options: Any) -> Any:
+        given = {"truncation": False, "padding": False, "return_attention_mask": False}
+        return self._tokenizer(
+            *texts, **(given | options), return_token_type_ids=True, verbose=False
+        )

@@ -1,0 +1,1 @@
+"""Training of language models on which of two answers is better."""

@@ -1,0 +1,193 @@
+"""LightningModule that trains a Hugging Face language model on preference pairs (DPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.data.preference_datamodule import PreferenceDataModule
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.evaluation.token_scores import token_losses
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.models.lora import LoraSettings
+from lightning_megatron.models.token_module import IGNORED
+from lightning_megatron.plan.settings import Positive, Probability
+from lightning_megatron.preferences.pair_loss import PairLoss
+from lightning_megatron.preferences.reference import ReferenceLogProbs
+from lightning_megatron.shapes import Float, Int
+
+_ENTRY = "reference_log_probs"
+
+
+class DPO(HuggingFaceCausalLM):
+    """Train a Hugging Face decoder to prefer chosen answers to rejected ones.
+
+    This is direct preference optimization. Batches are those of ``PreferenceDataModule``. The loss
+    is the mean over the pairs of all data ranks and microbatches. The reference is the model before
+    training: its log-probabilities of all pairs are computed once, before the first step, kept as
+    two numbers for each pair, and saved in checkpoints. There is never a second model.
+
+    The module logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``
+    and ``rewards/accuracies`` of each step, and the same of an evaluation as ``val_loss``,
+    ``val_rewards/chosen`` and so on. The reward of an answer is ``beta`` times its log-ratio.
+
+    Args:
+        path: Local folder with ``config.json`` and the weights in safetensors files.
+        beta: Weight of the log-ratios; smaller values allow a greater distance from the reference.
+        loss_type: Loss of a pair; see ``PairLoss``.
+        label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
+        reference_free: Whether the reference gives all answers the same probability; then nothing
+            is computed before the first step.
+        dtype: Dtype of the weights, as in ``HuggingFaceCausalLM``.
+        lora: Low-rank adapters to train in place of the model's weights; None trains these.
+        training: Other arguments of ``HuggingFaceCausalLM``, except ``token_weighted`` and
+            ``bytes_per_token``, which have no meaning for pairs.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If the data are no pairs, or the reference cannot be computed any more
+            because the model was trained (at the start of training or of an evaluation).
+        CheckpointMismatchError: If a checkpoint has the reference of other pairs.
+        Exception: As for ``HuggingFaceCausalLM``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        beta: Positive = 0.1,
+        loss_type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero"] = "sigmoid",
+        label_smoothing: Probability = 0.0,
+        reference_free: bool = False,
+        dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
+        lora: LoraSettings | None = None,
+        **training: Any,
+    ) -> None:
+        super().__init__(path, dtype=dtype, lora=lora, **training)
+        if not self.token_weighted or self.bytes_per_token is not None:
+            raise ParallelPlanError(
+                "token_weighted and bytes_per_token have no meaning for DPO, whose loss is a mean "
+                f"over pairs: they are {self.token_weighted} and {self.bytes_per_token}. Leave "
+                "them out."
+            )
+        self.pair_loss = PairLoss(loss_type, beta, label_smoothing)
+        self.reference_free = reference_free
+        self.reference = ReferenceLogProbs()
+        self.save_hyperparameters(
+            {
+                "beta": self.pair_loss.beta,
+                "loss_type": loss_type,
+                "label_smoothing": self.pair_loss.label_smoothing,
+                "reference_free": reference_free,
+            }
+        )
+
+    def log_probs(self, batch: Mapping[str, Int[Tensor, "pairs ..."]]) -> Float[Tensor, "pairs 2"]:
+        """Return the log-probability of each answer, the sum over its tokens (nats).
+
+        The logits stay sharded over tp.
+
+        Args:
+            batch: Tokens and labels of pairs.
+        """
+        assert self.model is not None, "configure_model builds the model before its first use"
+        tokens = batch["tokens"].flatten(0, 1)
+        losses = token_losses(self.model, tokens, batch["labels"].flatten(0, 1))
+        return -losses.sum(1).view(-1, 2)
+
+    @override
+    def training_step(
+        self, batch: Mapping[str, Int[Tensor, "pairs ..."]], batch_idx: int
+    ) -> Float[Tensor, ""]:
+        """Return the mean loss of the batch's pairs."""
+        size = len(batch["pairs"])
+        loss, rewards = self._measured(batch, "train")
+        self.log(
+            "train_loss",
+            loss.detach(),
+            on_step=True,
+            prog_bar=True,
+            sync_dist=True,
+            batch_size=size,
+        )
+        for name, value in rewards.items():
+            self.log(name, value, on_step=True, sync_dist=True, batch_size=size)
+        return loss
+
+    @override
+    def predict_step(
+        self, batch: Mapping[str, Int[Tensor, "pairs ..."]], batch_idx: int
+    ) -> Float[Tensor, "pairs 2"]:
+        """Return the log-probabilities of the chosen and the rejected answers (nats)."""
+        return self.log_probs(batch)
+
+    def on_train_start(self) -> None:
+        """Compute the reference of all pairs, also of those of the validation set."""
+        self._prepare("train")
+        if self.trainer.limit_val_batches:
+            self._prepare("val")
+        self.reference.was_trained = True
+
+    def on_validation_start(self) -> None:
+        """Compute the reference of the validation set, unless it is known."""
+        self._prepare("val")
+
+    def on_test_start(self) -> None:
+        """Compute the reference of the test set, unless it is known."""
+        self._prepare("test")
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[_ENTRY] = self.reference.state()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.reference.load_state(checkpoint.get(_ENTRY, {}))
+        self.reference.was_trained = True
+
+    @override
+    def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
+        # Lightning adds the index of the loader to the names of logs, if there are several.
+        loss, rewards = self._measured(batch, part)
+        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
+        # read.
+        weight: Any = (batch["pairs"] >= 0).sum().to(loss.dtype)
+        self.log(f"{part}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
+        for key, value in rewards.items():
+            self.log(f"{part}_{key}", value, sync_dist=True, batch_size=weight)
+
+    def _measured(self, batch: Mapping[str, Tensor], part: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss of a batch's pairs and the means of their rewards."""
+        found = self.log_probs(batch)
+        ratios = found if self.reference_free else found - self.reference.of(part, batch["pairs"])
+        # A sample that only fills a batch up is no pair.
+        is_pair = (batch["pairs"] >= 0).to(ratios.dtype)
+        num_pairs = is_pair.sum().clamp(min=1)
+        losses = self.pair_loss.of(ratios, (batch["labels"] != IGNORED).sum(-1))
+        rewards = self.pair_loss.beta * ratios.detach()
+        chosen = rewards[:, 0]
+        rejected = rewards[:, 1]
+        values = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).to(ratios.dtype),
+        }
+        means = {name: (value * is_pair).sum() / num_pairs for name, value in values.items()}
+        return (losses * is_pair).sum() / num_pairs, means
+
+    def _prepare(self, part: str) -> None:
+        """Compute the reference of a part of the data, unless it is known or not needed."""
+        if self.reference_free:
+            return
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, PreferenceDataModule):
+            raise UnsupportedError(
+                "DPO with a reference must have the data module PreferenceDataModule, which "
+                f"numbers the pairs: the Trainer has {type(data).__name__}. Use it, or "
+                "reference_free=True."
+            )
+        if part in data.files:
+            self.reference.prepare(self, data, part)

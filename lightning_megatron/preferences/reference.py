@@ -1,0 +1,152 @@
+"""Log-probabilities of answers by the model before training, two numbers for each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_megatron.data.preference_datamodule import PreferenceDataModule
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.shapes import Float, Int
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Log-probabilities of the pairs of some files, and the key of their tokens."""
+
+    key: str
+    values: Tensor
+
+
+class ReferenceLogProbs:
+    """Log-probabilities of the answers of all pairs by the reference, the model before training.
+
+    A pass over the data computes them once, by the strategy's prediction steps, which work in every
+    layout. With adapters the reference is the model without them.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+        #: Whether the model has other weights than at the start of its training.
+        self.was_trained = False
+
+    def of(self, part: str, pairs: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs 2"]:
+        """Return the log-probabilities of the chosen and the rejected answers of pairs (nats).
+
+        Args:
+            part: ``train``, ``val`` or ``test``.
+            pairs: Numbers of the pairs in the files; -1 gives any number.
+        """
+        return self._parts[part].values[pairs]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the values of all parts, on the CPU."""
+        return {
+            name: {"key": part.key, "values": part.values.cpu()}
+            for name, part in self._parts.items()
+        }
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the values of a checkpoint.
+
+        Args:
+            state: What :meth:`state` returned.
+        """
+        self._parts = {name: _Part(part["key"], part["values"]) for name, part in state.items()}
+
+    def prepare(self, module: LightningModule, data: PreferenceDataModule, part: str) -> None:
+        """Make the values of a part known on the module's device.
+
+        Args:
+            module: Module whose ``predict_step`` returns log-probabilities, and whose ``model`` is
+                the reference, without its adapter if it has one.
+            data: Pairs.
+            part: ``train``, ``val`` or ``test``.
+
+        Raises:
+            CheckpointMismatchError: If the known values are of other pairs and cannot be computed.
+            UnsupportedError: If no values are known and they cannot be computed.
+
+        Communication: the first time that of the prediction steps, and a gather over data ranks.
+        """
+        key = data.encoded(part).key
+        known = self._parts.get(part)
+        if known is not None and known.key == key:
+            self._parts[part] = _Part(key, known.values.to(module.device))
+            return
+        if self.was_trained and not _has_adapter(module):
+            _refuse(part, known is not None)
+        self._parts[part] = _Part(key, _computed(module, data, part))
+
+
+def _refuse(part: str, are_others: bool) -> None:
+    remedy = (
+        "Use the data that training began with, adapters (lora), whose reference is the model "
+        "without them, or reference_free=True."
+    )
+    if are_others:
+        raise CheckpointMismatchError(
+            f"the {part} pairs must be those whose reference log-probabilities the checkpoint has: "
+            "files, tokenizer, template, seq_length or too_long differ, and the model before "
+            f"training, which would compute them, is gone. {remedy}"
+        )
+    raise UnsupportedError(
+        f"the reference log-probabilities of the {part} pairs must be computed before training, "
+        f"and this model has been trained. {remedy}"
+    )
+
+
+def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
+    """Return the log-probabilities of all pairs of a part, on every rank."""
+    strategy = module.trainer.strategy
+    num_pairs = len(data.encoded(part))
+    rank_zero_info(f"Computing the reference log-probabilities of {num_pairs:,} {part} pairs.")
+    numbers: list[Tensor] = []
+    values: list[Tensor] = []
+    # An evaluation runs in inference mode, whose tensors no training step could use.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _evaluating(module),
+        _without_adapter(module),
+    ):
+        for index, batch in enumerate(data.each_pair_once(part)):
+            moved = strategy.batch_to_device(batch)
+            values.append(strategy.predict_step(moved, index).to(module.device))
+            numbers.append(moved["pairs"])
+        # All ranks have equally many samples.
+        all_numbers = module.all_gather(torch.cat(numbers)).flatten()
+        all_values = module.all_gather(torch.cat(values)).reshape(-1, 2)
+        found = all_values.new_zeros(num_pairs, 2)
+        is_pair = all_numbers >= 0
+        found[all_numbers[is_pair]] = all_values[is_pair]
+    return found
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and leave every part in its mode afterwards."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in before:
+            part.training = was_training
+
+
+def _has_adapter(module: Any) -> bool:
+    # This method of peft's wrappers exists before and after a swap.
+    return hasattr(module.model, "disable_adapter")
+
+
+def _without_adapter(module: Any) -> AbstractContextManager[Any]:
+    disabled: AbstractContextManager[Any] = nullcontext()
+    return module.model.disable_adapter() if _has_adapter(module) else disabled

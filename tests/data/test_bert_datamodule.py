@@ -1,0 +1,296 @@
+"""Rows of BERTDataModule restore to sentences of their documents, and depend on seed and number
+alone: on no rank, worker, batch size or restart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+
+from lightning_megatron import BERTDataModule
+from lightning_megatron.data.pair_batches import PairBatches, _cut_sizes
+from lightning_megatron.data.pair_samples import PairOptions, PairSamples
+from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from tests.bert_corpus import VOCABULARY, write_sentences, write_vocabulary
+from tests.data.recorder import make_trainer, run
+from tests.data.test_datamodule_resume import StopAfter
+
+LENGTH = 32
+CLS, SEP, MASK = 2, 3, 4
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> str:
+    return write_vocabulary(tmp_path / "vocab.txt")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, vocabulary: str) -> str:
+    return write_sentences(tmp_path / "corpus", vocabulary)
+
+
+def module_of(corpus: Any, vocabulary: str, **options: Any) -> BERTDataModule:
+    return BERTDataModule(corpus, tokenizer=vocabulary, seq_length=LENGTH, **options)
+
+
+def rows_of(data: BERTDataModule, count: int = 200) -> tuple[PairBatches, dict[str, torch.Tensor]]:
+    samples = data.training_samples(count)
+    batches = data.loader_of(samples, TokenBatchSampler(count, 1)).batches
+    assert isinstance(batches, PairBatches)
+    return batches, batches[list(range(count))]
+
+
+def test_a_row_is_two_swapped_or_ordered_parts_of_one_document(
+    corpus: str, vocabulary: str
+) -> None:
+    batches, rows = rows_of(module_of(corpus, vocabulary))
+    text = TokenFile(corpus).tokens.tolist()
+    full = 0
+    for row in range(200):
+        labels = rows["labels"][row]
+        true = torch.where(labels == -100, rows["tokens"][row], labels)
+        size = int(rows["valid"][row].sum())
+        assert rows["valid"][row, :size].all()
+        assert (rows["tokens"][row, size:] == 0).all()
+        assert (labels[size:] == -100).all()
+        tokens = true[:size].tolist()
+        assert (tokens[0], tokens[-1]) == (CLS, SEP)
+        border = tokens.index(SEP)
+        types = rows["token_types"][row].tolist()
+        assert types == [0] * (border + 1) + [1] * (size - border - 1) + [0] * (LENGTH - size)
+        first, second = tokens[1:border], tokens[border + 1 : -1]
+        sentences, target = batches.samples.sentences(row)
+        assert len(first) + len(second) == min(target, sum(map(len, sentences)))
+        whole = [token for sentence in sentences for token in sentence.tolist()]
+        assert " ".join(map(str, whole)) in " ".join(map(str, text))
+        if rows["order"][row]:
+            first, second = second, first
+        if len(first) + len(second) == len(whole):
+            assert first + second == whole
+            ends = np.cumsum([len(sentence) for sentence in sentences])[:-1].tolist()
+            assert len(first) in ends
+            full += 1
+        else:
+            assert any(whole[at : at + len(first)] == first for at in range(len(whole)))
+            assert any(whole[at : at + len(second)] == second for at in range(len(whole)))
+    assert 20 < full < 180
+    assert 0.4 < rows["order"].double().mean() < 0.6
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 60))
+def test_cuts_are_those_of_the_longer_segment_one_by_one(
+    first: int, second: int, target: int
+) -> None:
+    expected = [first, second]
+    while sum(expected) > target:
+        expected[0 if expected[0] > expected[1] else 1] -= 1
+    assert _cut_sizes(first, second, target) == tuple(expected)
+
+
+def test_one_segment_has_no_order(corpus: str, vocabulary: str) -> None:
+    batches, rows = rows_of(module_of(corpus, vocabulary, order_prediction=False))
+    assert not rows["order"].any()
+    assert not rows["token_types"].any()
+    for row in range(200):
+        true = torch.where(rows["labels"][row] == -100, rows["tokens"][row], rows["labels"][row])
+        assert int((true == SEP).sum()) == 1
+    sentences, target = batches.samples.sentences(0)
+    assert target <= LENGTH - 2
+
+
+def test_rows_depend_on_seed_and_number_alone(corpus: str, vocabulary: str) -> None:
+    _, rows = rows_of(module_of(corpus, vocabulary))
+    batches, _ = rows_of(module_of(corpus, vocabulary), count=500)
+    for number in (7, 3, 180):
+        found = batches[[number]]
+        for name, values in rows.items():
+            assert torch.equal(found[name][0], values[number]), name
+    _, others = rows_of(module_of(corpus, vocabulary, seed=2))
+    assert not torch.equal(others["tokens"], rows["tokens"])
+    # The same sample in another epoch has other masks.
+    batches.epoch = 1
+    assert not torch.equal(batches[[7]]["labels"][0], rows["labels"][7])
+
+
+def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> None:
+    batches, _ = rows_of(module_of(corpus, vocabulary))
+    empty = batches[[-1]]
+    assert empty["tokens"][0].tolist() == [CLS] + [0] * (LENGTH - 1)
+    assert empty["valid"][0].tolist() == [True] + [False] * (LENGTH - 1)
+    assert (empty["labels"] == -100).all()
+
+
+class Watcher(LightningModule):
+    """Record each row that is trained on or validated with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[tuple[int, ...]]] = []
+        self.validated: list[list[tuple[int, ...]]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        self.seen.append(named(batch))
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+        self.validated.append(named(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def named(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    joined = torch.cat([batch["tokens"], batch["labels"], batch["order"][:, None]], dim=1)
+    return [tuple(row) for row in joined.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_workers"),
+    [
+        ({"max_steps": 9, "max_epochs": -1}, 0),
+        ({"max_steps": 9, "max_epochs": -1}, 2),
+        ({"max_epochs": 3}, 0),
+    ],
+    ids=["steps", "steps and workers", "epochs"],
+)
+def test_a_killed_run_continues_with_the_next_row(
+    tmp_path: Path, corpus: str, vocabulary: str, limits: dict[str, int], num_workers: int
+) -> None:
+    def data(workers: int = num_workers) -> BERTDataModule:
+        return module_of(corpus, vocabulary, global_batch_size=16, num_workers=workers)
+
+    def trained(data: BERTDataModule, *callbacks: Any, ckpt_path: Path | None = None) -> list:
+        trainer = make_trainer(tmp_path, *callbacks, **limits)
+        return run(Watcher(), data, trainer, ckpt_path)  # type: ignore[arg-type]
+
+    whole = trained(data(0))
+    assert len(whole) >= 6
+    rows = [row for batch in whole for row in batch]
+    # Two rows of few tokens may have the same masks by chance.
+    assert len(set(rows)) > 0.9 * len(rows)
+    killed = tmp_path / "killed.ckpt"
+    for stop in (2, 5):
+        first = trained(data(), StopAfter(stop, killed))
+        assert first == whole[:stop]
+        assert first + trained(data(), ckpt_path=killed) == whole
+
+
+def test_validation_has_every_sample_once_with_the_same_masks(
+    tmp_path: Path, corpus: str, vocabulary: str
+) -> None:
+    found = []
+    for seed, batch_size in ((1, 4), (2, 16)):
+        data = module_of(corpus, vocabulary, val=corpus, seed=seed, batch_size=batch_size)
+        module = Watcher()
+        trainer = make_trainer(
+            tmp_path, max_epochs=2, num_sanity_val_steps=0, limit_train_batches=1
+        )
+        run(module, data, trainer)  # type: ignore[arg-type]
+        rows = [
+            row for batch in module.validated for row in batch if any(v > 0 for v in row[LENGTH:])
+        ]
+        half = len(rows) // 2
+        # Both epochs of the Trainer have the same rows.
+        assert rows[:half] == rows[half:]
+        assert len(set(rows[:half])) > 0.9 * half
+        found.append(rows[:half])
+    assert found[0] == found[1]
+    options = PairOptions(LENGTH, seed=0)
+    assert len(found[0]) == len(PairSamples(TokenFile(corpus), options))
+
+
+def test_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str) -> None:
+    data = module_of(corpus, vocabulary)
+    samples = data.training_samples(64)
+    one = [
+        row for batch in data.loader_of(samples, TokenBatchSampler(64, 8)) for row in named(batch)
+    ]
+    loaders = [
+        data.loader_of(samples, TokenBatchSampler(64, 4, rank, 2, seed=0)) for rank in range(2)
+    ]
+    two = [row for pair in zip(*loaders, strict=True) for batch in pair for row in named(batch)]
+    assert len(one) == 64
+    assert two == one
+
+
+def test_a_split_is_disjoint_and_a_blend_has_its_shares(
+    tmp_path: Path, corpus: str, vocabulary: str
+) -> None:
+    data = module_of(corpus, vocabulary, split="6,2,2")
+    data.setup()
+    ranges = [data._corpora(part)[0][1] for part in ("train", "val", "test")]
+    assert [number for one in ranges if one is not None for number in one] == list(
+        range(len(TokenFile(corpus).document_starts) - 1)
+    )
+    bounds = np.unique(TokenFile(corpus).document_index)
+    sentences = data.training_samples(300)
+    assert ranges[0] is not None
+    assert sentences._index[:, 1].max() <= bounds[ranges[0].stop]  # type: ignore[attr-defined]
+    assert len(data.val_dataloader()) > 0
+
+    other = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
+    blend = module_of({corpus: 0.25, other: 0.75}, vocabulary).training_samples(80)
+    assert np.bincount(blend.choices).tolist() == [20, 60]  # type: ignore[attr-defined]
+    exhaustive = module_of([corpus, other], vocabulary).training_samples(None)
+    options = PairOptions(LENGTH)
+    assert len(exhaustive) == sum(
+        len(PairSamples(TokenFile(prefix), options)) for prefix in (corpus, other)
+    )
+    longer = module_of({corpus: 0.25, other: 0.75}, vocabulary).training_samples(160)
+    assert blend.order_key == longer.order_key != exhaustive.order_key
+    for number in range(80):
+        assert np.array_equal(blend[number], longer[number])
+
+
+def test_a_stored_index_is_the_one_that_is_built(corpus: str, vocabulary: str) -> None:
+    found = [module_of(corpus, vocabulary).training_samples(100) for _ in range(2)]
+    folder = Path(corpus).parent / "index_cache"
+    assert any(path.name == "samples.npy" for path in folder.rglob("*.npy"))
+    plain = PairSamples(
+        TokenFile(corpus), PairOptions(LENGTH, vocab_size=VOCABULARY), num_samples=100
+    )
+    for samples in found:
+        assert np.array_equal(samples._index, plain._index)  # type: ignore[attr-defined]
+        assert samples.order_key == plain.order_key
+
+
+def test_what_is_left_out_and_cut_is_told(tmp_path: Path, vocabulary: str) -> None:
+    with TokenFileWriter(tmp_path / "a", vocab_size=VOCABULARY) as writer:
+        writer.add_document(np.full(10, 7))
+        writer.add_document([])
+        writer.add_document(np.full(100, 7), lengths=[40, 60])
+    options = PairOptions(LENGTH, short_probability=0.0)
+    line = PairSamples(TokenFile(tmp_path / "a"), options).line()
+    assert "1 samples from 2 documents, of which 1 are left out with fewer than 2 sentences" in line
+    assert "71.0% of the tokens are cut" in line
+
+
+def test_wrong_data_and_settings_are_refused(tmp_path: Path, corpus: str, vocabulary: str) -> None:
+    with TokenFileWriter(tmp_path / "whole", vocab_size=VOCABULARY) as writer:
+        for _ in range(3):
+            writer.add_document(np.full(10, 7))
+    with pytest.raises(CorruptDataError, match="preprocess --split-sentences"):
+        module_of(str(tmp_path / "whole"), vocabulary).training_samples(5)
+    with pytest.raises(UnsupportedError, match="seq_length must be at least 5"):
+        BERTDataModule(corpus, tokenizer=vocabulary, seq_length=4)
+    BERTDataModule(corpus, tokenizer=vocabulary, seq_length=4, order_prediction=False)
+    for name, value in (("mask_probability", 1.0), ("short_probability", -0.1), ("max_ngram", 0)):
+        with pytest.raises(ParallelPlanError, match=name):
+            module_of(corpus, vocabulary, **{name: value})
+    with TokenFileWriter(tmp_path / "bytes", vocab_size=257) as writer:
+        writer.add_document(np.full(20, 200), lengths=[10, 10])
+    with pytest.raises(CorruptDataError, match="vocabulary of 61 tokens: sample 0"):
+        module_of(str(tmp_path / "bytes"), vocabulary).training_samples(5)[0]
+    with pytest.raises(UnsupportedError, match=r"'bytes' lacks \[PAD\]"):
+        BERTDataModule(str(tmp_path / "bytes"), tokenizer="bytes").setup("fit")

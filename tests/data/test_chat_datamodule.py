@@ -1,0 +1,299 @@
+"""Conversations become the tokens and labels of transformers' own template code, whole, packed and
+resumable, and bad rows are named by file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_megatron import ChatDataModule
+from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
+from tests.chat_folder import MARKED, PLAIN, conversations, save_chat_llama, turn, write_lines
+from tests.data.recorder import make_trainer, run
+from tests.data.test_datamodule_resume import StopAfter
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 250
+QUESTION = turn("user", "why")
+ANSWER = turn("assistant", "so")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    path = tmp_path / "chat.jinja"
+    path.write_text(PLAIN)
+    return str(path)
+
+
+def expected(folder: str, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+    """Return tokens and labels by transformers' mask of the assistant's tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=MARKED
+    )
+    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+    return found["input_ids"], [token if is_own else -100 for token, is_own in pairs]
+
+
+def documents_of(data: ChatDataModule) -> list[tuple[list[int], list[int]]]:
+    """Return tokens and labels (both not shifted) of each conversation of an epoch."""
+    samples = data.training_samples(None)
+    batch = data.loader_of(samples, None).batches[list(range(len(samples)))]  # type: ignore[arg-type]
+    found = []
+    for row in range(len(samples)):
+        window = samples[row].tolist()
+        labels = [-100, *batch["labels"][row].tolist()]
+        start = 0
+        for size in samples.lengths(row):
+            found.append((window[start : start + size], labels[start : start + size]))
+            start += size
+        assert set(labels[start:]) <= {-100}
+        sizes = samples.lengths(row)
+        sizes[-1] -= 1
+        if data.documents == "whole":
+            positions = batch["position_ids"][row].tolist()
+            assert positions[: sum(sizes)] == [at for size in sizes for at in range(size)]
+            assert [size for size in batch["lengths"][row].tolist() if size] == sizes
+        assert batch["tokens"][row, : len(window) - 1].tolist() == window[:-1]
+    return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_labels_are_those_of_the_mask_of_transformers(
+    tmp_path: Path, folder: str, template: str, is_marked: bool, packing: bool
+) -> None:
+    rows = conversations(20)
+    data = ChatDataModule(
+        write_lines(tmp_path / "rows.jsonl", rows), folder, seq_length=LENGTH, packing=packing,
+        chat_template=None if is_marked else template, seed=3,
+    )  # fmt: skip
+    data.setup("fit")
+    found = documents_of(data)
+    assert sorted(found) == sorted(expected(folder, row["messages"]) for row in rows)
+    assert (len(data.training_samples(None)) < 20) is packing
+    # A second module reads what the first has stored.
+    again = ChatDataModule(
+        str(tmp_path), folder, seq_length=LENGTH, packing=packing, seed=3,
+        chat_template=None if is_marked else template,
+    )  # fmt: skip
+    assert documents_of(again) == found
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_only_the_completion_of_a_pair_is_trained(
+    tmp_path: Path, folder: str, template: str, is_marked: bool
+) -> None:
+    chosen = None if is_marked else template
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "why", "completion": "so"}])
+    data = ChatDataModule(path, folder, chat_template=chosen, seq_length=LENGTH)
+    assert documents_of(data) == [expected(folder, [QUESTION, ANSWER])]
+    path = write_lines(
+        tmp_path / "b.jsonl", [{"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}]
+    )
+    data = ChatDataModule(path, folder, chat_template=chosen, seq_length=LENGTH)
+    tokens, labels = expected(folder, [QUESTION, ANSWER, QUESTION, ANSWER])
+    first = len(expected(folder, [QUESTION, ANSWER])[0])
+    assert documents_of(data) == [(tokens, [-100] * first + labels[first:])]
+
+
+def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
+    long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
+    lost = [turn("user", "x" * 300), ANSWER]
+    rows = [{"messages": messages} for messages in ([QUESTION, ANSWER], long, lost)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    data = ChatDataModule(path, folder, seq_length=99)
+    with pytest.warns(UserWarning, match=r"3 read, 1 cut after 100 tokens .*, 1 left out"):
+        data.setup("fit")
+    tokens, labels = expected(folder, long)
+    assert (tokens[:100], labels[:100]) in documents_of(data)
+    data = ChatDataModule(path, folder, seq_length=99, too_long="leave_out")
+    with pytest.warns(UserWarning, match=r"3 read, 0 cut .*, 2 left out"):
+        data.setup("fit")
+    assert documents_of(data) == [expected(folder, [QUESTION, ANSWER])]
+    data = ChatDataModule(path, folder, seq_length=99, too_long="refuse")
+    with pytest.raises(CorruptDataError, match=r"rows.jsonl:2 has \d+ tokens"):
+        data.setup("fit")
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "role": ({"messages": [turn("robot", "hi"), ANSWER]}, "message 1: the role must be"),
+    "no answer": ({"messages": [QUESTION]}, "no message of the role assistant"),
+    "empty answer": ({"messages": [QUESTION, turn("assistant", " ")]}, "answer without text"),
+    "no content": ({"messages": [{"role": "user"}, ANSWER]}, "must have a text"),
+    "no list": ({"messages": "why"}, "must be a list"),
+    "no message": ({"messages": ["why"]}, "must be an object"),
+    "half": ({"prompt": "why"}, "either messages or both"),
+    "both": ({"messages": [QUESTION, ANSWER], "prompt": "a", "completion": "b"}, "either messages"),
+    "tools": ({"messages": [QUESTION, ANSWER], "tools": "a"}, "tools must be a list"),
+    "number": (7, "must hold a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, folder: str, name: str) -> None:
+    bad, reason = BAD[name]
+    path = write_lines(tmp_path / "rows.jsonl", [*conversations(2), bad])
+    with pytest.raises(CorruptDataError, match=rf"rows\.jsonl:3.*{reason}"):
+        ChatDataModule(path, folder).setup("fit")
+
+
+def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: str) -> None:
+    good = json.dumps({"messages": [QUESTION, ANSWER]})
+    (tmp_path / "rows.jsonl").write_text(f'{good}\n\n{{"messages": [\n')
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:3 is not valid JSON"):
+        ChatDataModule(str(tmp_path), folder).setup("fit")
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, ANSWER] * 2}])
+    for content, error, reason in (
+        ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is refused by .* no"),
+        ("xy{% generation %}{% endgeneration %}hello", CorruptDataError, "answer without tokens"),
+        ("{{ messages | length }}", UnsupportedError, r"rows\.jsonl:1: the first 1 messages must"),
+    ):
+        (tmp_path / "bad.jinja").write_text(content)
+        with pytest.raises(error, match=reason):
+            ChatDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
+    with pytest.raises(UnsupportedError, match="names none"):
+        ChatDataModule(str(tmp_path / "none.jsonl"), folder)
+    with pytest.raises(UnsupportedError, match="local folder with tokenizer.json"):
+        ChatDataModule(path, str(tmp_path)).setup("fit")
+    with pytest.raises(UnsupportedError, match="packing=False"):
+        ChatDataModule(path, folder, packing=False, balance_attention=True)
+
+
+def test_a_folder_without_a_template_is_refused(tmp_path: Path) -> None:
+    from tests.tiny_llama import save_tiny_llama
+
+    save_tiny_llama(tmp_path / "model")
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, ANSWER]}])
+    with pytest.raises(UnsupportedError, match="must have one chat template"):
+        ChatDataModule(path, str(tmp_path / "model")).setup("fit")
+
+
+def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = conversations(9)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = ChatDataModule(str(tmp_path / "rows.parquet"), folder, seq_length=LENGTH)
+    assert sorted(documents_of(data)) == sorted(expected(folder, row["messages"]) for row in rows)
+    parquet.write_table(
+        pyarrow.Table.from_pylist([*rows, {"messages": [QUESTION]}]), tmp_path / "bad.parquet"
+    )
+    with pytest.raises(CorruptDataError, match=r"bad\.parquet, row 10 has no message"):
+        ChatDataModule(str(tmp_path / "bad.parquet"), folder).setup("fit")
+
+
+def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = conversations(9)
+    pairs = [{"prompt": "why", "completion": "so"}]
+    splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(pairs)}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set", num_shards={"train": 3, "test": 1})
+    one, other = str(tmp_path / "set" / "train"), str(tmp_path / "set" / "test")
+    data = ChatDataModule(one, folder, val=other, seq_length=LENGTH)
+    data.setup("fit")
+    wanted = sorted(expected(folder, row["messages"]) for row in rows)
+    assert sorted(documents_of(data)) == wanted
+    assert data.encoded("val").num_read == 1
+    # Files and folders mix, and globs find folders.
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    both = ChatDataModule([lines, str(tmp_path / "set" / "tr*")], folder, seq_length=LENGTH)
+    assert sorted(documents_of(both)) == sorted(2 * wanted)
+    with pytest.raises(UnsupportedError, match=r"splits \['test', 'train'\].* such as .*set/test"):
+        ChatDataModule(str(tmp_path / "set"), folder)
+
+
+def test_rows_and_damage_of_a_folder_of_datasets_are_named(tmp_path: Path, folder: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [*conversations(3), {"messages": [QUESTION]}]
+    path = tmp_path / "bad"
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    with pytest.raises(CorruptDataError, match="bad, row 4 has no message of the role assistant"):
+        ChatDataModule(str(path), folder).setup("fit")
+    arrow = next(path.glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:40])
+    with pytest.raises(CorruptDataError, match="bad cannot be read as a folder of datasets"):
+        ChatDataModule(str(path), folder).setup("fit")
+    arrow.unlink()
+    with pytest.raises(CorruptDataError, match="bad cannot be read as a folder of datasets"):
+        ChatDataModule(str(path), folder).setup("fit")
+
+
+def test_a_folder_of_datasets_needs_its_extra(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"lightning-megatron\[datasets\]"):
+        ChatDataModule(str(tmp_path), folder).setup("fit")
+
+
+def test_named_sets_have_a_loader_each(tmp_path: Path, folder: str) -> None:
+    rows = conversations(12)
+    val = {
+        "short": write_lines(tmp_path / "a.jsonl", rows[:3]),
+        "long": [write_lines(tmp_path / name, rows[3:7]) for name in ("b.jsonl", "c.jsonl")],
+    }
+    data = ChatDataModule(
+        write_lines(tmp_path / "rows.jsonl", rows), folder, val, seq_length=LENGTH, packing=False
+    )
+    data.setup("fit")
+    assert data.set_names == {"val": ("short", "long"), "test": ()}
+    assert [len(loader) for loader in data.val_dataloader()] == [3, 8]
+    assert data.test_dataloader() == []
+    found = sorted(batch["tokens"][0].tolist() for batch in data.val_dataloader()[0])
+    wanted = sorted(expected(folder, row["messages"])[0][:-1] for row in rows[:3])
+    assert [row[: len(one)] for row, one in zip(found, wanted, strict=True)] == wanted
+    with pytest.raises(UnsupportedError, match="val must give each set a name and at least one"):
+        ChatDataModule(str(tmp_path / "rows.jsonl"), folder, val={"": "x"})
+
+
+class Watcher(LightningModule):
+    """Record the sums of all tokens of every row that is trained on: they name the row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        self.seen.append((batch["tokens"] * torch.arange(LENGTH)).sum(1).tolist())
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 2}])
+def test_a_killed_run_continues_with_the_next_row(
+    tmp_path: Path, folder: str, limits: dict[str, int]
+) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", conversations(40))
+
+    def data() -> ChatDataModule:
+        return ChatDataModule(path, folder, seq_length=LENGTH, global_batch_size=3)
+
+    def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
+        trainer = make_trainer(tmp_path, *callbacks, **limits)
+        return run(Watcher(), data(), trainer, ckpt_path)  # type: ignore[arg-type]
+
+    whole = trained()
+    assert len(whole) >= 6
+    killed = tmp_path / "killed.ckpt"
+    for stop in (2, 5):
+        first = trained(StopAfter(stop, killed))
+        assert first == whole[:stop]
+        assert first + trained(ckpt_path=killed) == whole

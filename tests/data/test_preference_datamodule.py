@@ -1,0 +1,203 @@
+"""Preference pairs become the tokens and labels of transformers' own template code, in the order of
+a seed and resumable, and bad rows are named by file and line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.data.preference_datamodule import PreferenceDataModule
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from tests.chat_folder import PLAIN, preferences, save_chat_llama, turn, write_lines
+from tests.data.recorder import make_trainer, run
+from tests.data.test_datamodule_resume import StopAfter
+from tests.preferences.parts import as_messages
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 200
+WHY = turn("user", "why")
+SO = turn("assistant", "so")
+NO = turn("assistant", "no")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_chat_llama(tmp_path_factory.mktemp("model"))
+
+
+def expected(folder: str, row: dict[str, Any], side: str) -> tuple[list[int], list[int]]:
+    """Return tokens and labels: what the template adds to the prompt with an answer's header."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    told = as_messages(row)
+    how = {"chat_template": PLAIN, "return_dict": True}
+    given = tokenizer.apply_chat_template(told["prompt"], add_generation_prompt=True, **how)
+    whole = tokenizer.apply_chat_template(told["prompt"] + told[side], **how)["input_ids"]
+    start = len(given["input_ids"])
+    return whole, [-100] * start + whole[start:]
+
+
+def check_batch(batch: dict[str, torch.Tensor], folder: str, rows: list[dict[str, Any]]) -> None:
+    length = batch["tokens"].shape[2]
+    for at, pair in enumerate(batch["pairs"].tolist()):
+        for side, name in enumerate(("chosen", "rejected")):
+            tokens, labels = expected(folder, rows[pair], name)
+            padding = length - len(tokens) + 1
+            assert batch["tokens"][at, side].tolist() == tokens[:-1] + [0] * padding
+            assert batch["labels"][at, side].tolist() == labels[1:] + [-100] * padding
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_tokens_and_labels_are_those_of_the_template(
+    tmp_path: Path, folder: str, is_marked: bool
+) -> None:
+    rows = preferences(14)
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    data = PreferenceDataModule(
+        write_lines(tmp_path / "rows.jsonl", rows), folder, seq_length=LENGTH, batch_size=3,
+        chat_template=None if is_marked else str(tmp_path / "plain.jinja"), length_multiple=8,
+    )  # fmt: skip
+    data.setup("fit")
+    batches = list(data.each_pair_once("train"))
+    for batch in batches:
+        check_batch(batch, folder, rows)
+        longest = max(
+            len(expected(folder, rows[pair], side)[0]) - 1
+            for pair in batch["pairs"].tolist()
+            for side in ("chosen", "rejected")
+        )
+        assert batch["tokens"].shape[2] == -(-longest // 8) * 8
+    assert torch.cat([batch["pairs"] for batch in batches]).tolist() == list(range(14))
+    order = data.training_samples(28)
+    numbers = [order.pair(at) for at in range(28)]
+    assert sorted(numbers[:14]) == sorted(numbers[14:]) == list(range(14))
+    assert numbers[:14] != numbers[14:]
+    assert [order.pair(at) for at in range(5)] == [
+        data.training_samples(5).pair(at) for at in range(5)
+    ]
+    whole = PreferenceDataModule(
+        str(tmp_path), folder, seq_length=LENGTH, batch_size=3, length_multiple=None
+    )
+    batch = next(iter(whole.each_pair_once("train")))
+    assert batch["tokens"].shape == (3, 2, LENGTH)
+    check_batch(batch, folder, rows)
+
+
+def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
+    long = turn("assistant", "y" * 100)
+    rows = [
+        {"prompt": "why", "chosen": "so", "rejected": "no"},
+        {"prompt": "why", "chosen": [long], "rejected": "no"},
+        {"prompt": "x" * 300, "chosen": "so", "rejected": "no"},
+        # The two answers differ only behind the cut.
+        {"prompt": "why", "chosen": "z" * 200 + "a", "rejected": "z" * 200 + "b"},
+    ]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    data = PreferenceDataModule(path, folder, seq_length=99)
+    with pytest.warns(UserWarning, match=r"4 read, 1 cut after 100 tokens .*, 2 left out"):
+        data.setup("fit")
+    [batch] = [data.each_pair_once("train").batches[[0, 1]]]
+    tokens, labels = expected(folder, rows[1], "chosen")
+    assert batch["tokens"][1, 0].tolist() == tokens[:99]
+    assert batch["labels"][1, 0].tolist() == labels[1:100]
+    data = PreferenceDataModule(path, folder, seq_length=99, too_long="leave_out")
+    with pytest.warns(UserWarning, match=r"4 read, 0 cut .*, 3 left out"):
+        data.setup("fit")
+    assert len(data.encoded("train")) == 1
+    data = PreferenceDataModule(path, folder, seq_length=99, too_long="refuse")
+    with pytest.raises(CorruptDataError, match=r"rows.jsonl:2 has \d+ tokens"):
+        data.setup("fit")
+
+
+GOOD = {"prompt": "why", "chosen": "so", "rejected": "no"}
+BAD: dict[str, tuple[Any, str]] = {
+    "no rejected": ({"prompt": "why", "chosen": "so"}, "must have chosen and rejected"),
+    "texts alone": ({"chosen": "why so", "rejected": "why no"}, "prompt must be there too"),
+    "role": ({**GOOD, "chosen": [turn("robot", "so")]}, "chosen, message 1: the role must be"),
+    "empty answer": ({**GOOD, "rejected": " "}, "rejected, message 1 is an answer without text"),
+    "no list": ({**GOOD, "prompt": 7}, "prompt must be a list"),
+    "equal": ({**GOOD, "rejected": "so"}, "chosen and rejected must differ"),
+    "equal lists": ({"chosen": [WHY, SO], "rejected": [WHY, SO]}, "must differ"),
+    "other prompts": (
+        {"chosen": [WHY, SO], "rejected": [turn("user", "how"), NO]},
+        "must answer the same prompt",
+    ),
+    "no answer": (
+        {"chosen": [WHY, SO, WHY], "rejected": [WHY, SO, NO]},
+        "chosen has no message of the role assistant after the prompt",
+    ),
+    "beginning": ({"chosen": [WHY, SO], "rejected": [WHY, SO, NO]}, "chosen has no message"),
+    "tools": ({**GOOD, "tools": "a"}, "tools must be a list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, folder: str, name: str) -> None:
+    bad, reason = BAD[name]
+    path = write_lines(tmp_path / "rows.jsonl", [*preferences(2), bad])
+    with pytest.raises(CorruptDataError, match=rf"rows\.jsonl:3.*{reason}"):
+        PreferenceDataModule(path, folder).setup("fit")
+
+
+def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None:
+    from tests.tiny_llama import save_tiny_llama
+
+    path = write_lines(tmp_path / "rows.jsonl", preferences(2))
+    with pytest.raises(ParallelPlanError, match="length_multiple must be a whole number"):
+        PreferenceDataModule(path, folder, length_multiple=0)
+    save_tiny_llama(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match="must have one chat template"):
+        PreferenceDataModule(path, str(tmp_path / "model")).setup("fit")
+    (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is refused by .* no"):
+        PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
+
+
+def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [as_messages(row) for row in preferences(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    data = PreferenceDataModule(str(tmp_path / "rows.parquet"), folder, seq_length=LENGTH)
+    check_batch(data.each_pair_once("train").batches[list(range(5))], folder, rows)
+
+
+class Watcher(LightningModule):
+    """Record the pairs that are trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        self.seen.append(batch["pairs"].tolist())
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 2}])
+def test_a_killed_run_continues_with_the_next_pair(
+    tmp_path: Path, folder: str, limits: dict[str, int]
+) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", preferences(14))
+
+    def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
+        data = PreferenceDataModule(path, folder, seq_length=LENGTH, global_batch_size=3)
+        trainer = make_trainer(tmp_path, *callbacks, **limits)
+        return run(Watcher(), data, trainer, ckpt_path)  # type: ignore[arg-type]
+
+    whole = trained()
+    assert len(whole) >= 8
+    killed = tmp_path / "killed.ckpt"
+    for stop in (2, 6):
+        first = trained(StopAfter(stop, killed))
+        assert first == whole[:stop]
+        assert first + trained(ckpt_path=killed) == whole

@@ -1,0 +1,178 @@
+"""Small folders of BERTs with WordPiece tokenizers, and files in the formats of the tasks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "man",
+    "woman",
+    "house",
+    "tree",
+    "river",
+    "town",
+    "day",
+    "night",
+    "sees",
+    "likes",
+    "finds",
+    "loses",
+    "eats",
+    "runs",
+    "slept",
+    "red",
+    "blue",
+    "old",
+    "new",
+    "big",
+    "small",
+    "not",
+    "never",
+    "always",
+    "in",
+    "on",
+    "under",
+    "near",
+    "who",
+    "what",
+    "where",
+    "when",
+    "why",
+]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = [*SPECIAL, *WORDS, *"?.,'\"_", "##s", "##ed", "##er"]
+SIZES: dict[str, Any] = {
+    "vocab_size": len(PIECES), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def save_tokenizer(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": True})
+    )
+    return folder
+
+
+def save_bert(folder: Path, kind: str = "BertModel", dropout: float = 0.0, **sizes: Any) -> Path:
+    """Save a BERT of a class of transformers with large random weights, and a tokenizer."""
+    import transformers
+
+    config = transformers.BertConfig(
+        **{**SIZES, **sizes}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = getattr(transformers, kind)(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float(name.endswith("LayerNorm.weight")), 0.3)
+    model.save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def sentence(draw: random.Random, least: int = 2, most: int = 9) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(least, most)))
+
+
+def write_table(path: Path, columns: list[str], rows: list[list[str]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join("\t".join(row) for row in [columns, *rows]) + "\n", encoding="utf-8")
+    return path
+
+
+def write_mnli(folder: Path, num_train: int = 40, num_val: int = 11) -> Path:
+    draw = random.Random(1)
+    columns = ["index", "genre", "sentence1", "sentence2", "label1", "gold_label"]
+    for name, size in (
+        ("train", num_train), ("dev_matched", num_val), ("dev_mismatched", num_val - 2),
+    ):  # fmt: skip
+        rows = [
+            [
+                str(at), "fiction", sentence(draw), f'"{sentence(draw)}', "neutral",
+                draw.choice(["contradiction", "entailment", "neutral"]),
+            ]
+            for at in range(size)
+        ]  # fmt: skip
+        write_table(folder / f"{name}.tsv", columns, rows)
+    return folder
+
+
+def write_qqp(folder: Path, num_train: int = 20, num_val: int = 13) -> Path:
+    draw = random.Random(2)
+    columns = ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"]
+    for name, size in (("train", num_train), ("dev", num_val)):
+        rows = [
+            [str(at), "1", "2", sentence(draw) + "?", sentence(draw) + "?", draw.choice("01")]
+            for at in range(size)
+        ]
+        write_table(folder / f"{name}.tsv", columns, rows)
+    return folder
+
+
+def write_race(folder: Path, num_train: int = 5, num_val: int = 2) -> Path:
+    """Write files of three questions each, some of which have their option in the middle."""
+    draw = random.Random(3)
+    for part, size in (("train", num_train), ("dev", num_val), ("test", 1)):
+        for group in ("middle", "high"):
+            (folder / part / group).mkdir(parents=True, exist_ok=True)
+            for number in range(size):
+                content = {
+                    "article": f"{sentence(draw)}. {sentence(draw)}.",
+                    "questions": [
+                        f"{sentence(draw, 1, 3)} _ {sentence(draw, 1, 2)}.",
+                        "why?",
+                        "who?",
+                    ],
+                    "options": [[sentence(draw, 1, 2) for _ in "ABCD"] for _ in range(3)],
+                    "answers": [draw.choice("ABCD") for _ in range(3)],
+                    "id": f"{group}{number}.txt",
+                }
+                (folder / part / group / f"{number}.txt").write_text(json.dumps(content))
+    return folder
+
+
+def squad_content(draw: random.Random, num: int, may_lack: bool) -> dict[str, Any]:
+    """Return articles of one paragraph with two questions each, in the format of SQuAD."""
+    articles = []
+    for number in range(num):
+        context = f"{sentence(draw, 6, 24)}, {sentence(draw, 2, 9)}."
+        words = context.split(" ")
+        questions = []
+        for place in range(2):
+            first = draw.randrange(len(words) - 2)
+            text = " ".join(words[first : first + draw.randint(1, 2)])
+            start = len(" ".join([*words[:first], ""]))
+            lacks = may_lack and (number + place) % 3 == 0
+            answer = {"text": text, "answer_start": start}
+            questions.append(
+                {
+                    "id": f"{number}-{place}",
+                    "question": f"{sentence(draw, 1, 3)}?",
+                    "answers": [] if lacks else [answer],
+                    **({"is_impossible": lacks} if may_lack else {}),
+                    **({"plausible_answers": [answer]} if lacks else {}),
+                }
+            )
+        articles.append({"title": "t", "paragraphs": [{"context": context, "qas": questions}]})
+    return {"version": "v", "data": articles}
+
+
+def write_squad(folder: Path, version: str = "2.0", num_train: int = 10, num_val: int = 4) -> Path:
+    draw = random.Random(4)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, size in (("train", num_train), ("dev", num_val)):
+        content = squad_content(draw, size, version == "2.0")
+        (folder / f"{part}-v{version}.json").write_text(json.dumps(content))
+    return folder

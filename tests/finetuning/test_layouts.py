@@ -1,0 +1,59 @@
+"""A BERT is fine-tuned in every layout as transformers' model is in a plain loop: same losses, same
+gradient norms, same weights after several steps and same results.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.swap.families.bert import BERT_CLASSES, BERT_SPANS
+from lightning_megatron.swap.weights.load import full_tensors
+from tests.finetuning.fits import STEPS, module_and_data, train_all, twin
+from tests.finetuning.folders import save_bert, write_mnli, write_race, write_squad
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
+KINDS = ("classes", "options", "spans")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("finetuning")
+    save_bert(root / "classes", "BertForSequenceClassification", num_labels=3)
+    save_bert(root / "options", "BertForMultipleChoice")
+    save_bert(root / "spans", "BertForQuestionAnswering")
+    write_mnli(root / "classes_files")
+    write_race(root / "options_files")
+    write_squad(root / "spans_files")
+    return root
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_trains_as_transformers(folder: Path, kind: str) -> None:
+    expected, scores = twin(kind, str(folder))
+    module, data = module_and_data(kind, str(folder))
+    family = BERT_SPANS if kind == "spans" else BERT_CLASSES
+    weights = dict(full_tensors(expected.weights, family, module.config, torch.float64))
+    data.setup("validate")
+    metric = data.scores("val")
+    results = metric.results(scores, torch.ones(len(scores), dtype=torch.bool))
+    wanted = {f"val_{name}": value for name, value in results.items()} | expected.results
+    assert len(expected.losses) == STEPS
+    for found in run_world(train_all, 2, str(folder), kind):
+        for name, report in found.items():
+            close = {"rel": 0, "abs": 1e-10}
+            assert report.losses == pytest.approx(expected.losses, **close), name
+            assert report.norms == pytest.approx(expected.norms, **close), name
+            assert report.results == pytest.approx(wanted, rel=0, abs=1e-6), name
+            assert report.weights.keys() == weights.keys(), name
+            for key, value in weights.items():
+                if kind == "options" and key == "head.output.bias":
+                    # A number that is added to all options has no gradient but rounding errors.
+                    continue
+                torch.testing.assert_close(
+                    report.weights[key], value, rtol=0, atol=1e-10, msg=f"{name}: {key}"
+                )

@@ -1,0 +1,214 @@
+"""Windows of SQuAD equal those of transformers, and scores those of torchmetrics and of a search over
+all spans.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import SquadDataModule
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.finetuning.span_scores import Answer, SpanScores, best_spans
+from lightning_megatron.finetuning.squad import exact_score, f1_score, normalised, read_squad
+from tests.finetuning.folders import save_tokenizer, sentence, squad_content, write_squad
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
+LENGTH, SHARED, QUESTION = 20, 4, 6
+
+
+def data_of(folder: Path, version: Any = "2.0", **options: Any) -> SquadDataModule:
+    tokenizer = str(save_tokenizer(folder / "tokenizer"))
+    given = {"seq_length": LENGTH, "doc_stride": SHARED, "question_length": QUESTION}
+    return SquadDataModule(version, str(folder), tokenizer, **(given | options))
+
+
+def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path) -> None:
+    write_squad(tmp_path, num_train=12)
+    data = data_of(tmp_path)
+    rows = data.encoded("train")
+    questions = read_squad(tmp_path / "train-v2.0.json", "2.0")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    found = theirs(
+        [one.text for one in questions], [one.context for one in questions],
+        truncation="only_second", max_length=LENGTH, stride=SHARED, padding="max_length",
+        return_overflowing_tokens=True, return_offsets_mapping=True, return_tensors="pt",
+    )  # fmt: skip
+    assert len(rows) == len(found["input_ids"]) > len(questions)
+    batch = data.evaluation_loader(data.training_samples(None)).batches
+    order = [batch.samples.row(at) for at in range(len(rows))]
+    given = batch[list(range(len(rows)))]
+    assert torch.equal(given["tokens"], found["input_ids"][order])
+    assert torch.equal(given["token_types"], found["token_type_ids"][order])
+    num_answers = 0
+    for window, (first, last) in enumerate(rows.labels.tolist()):
+        question = questions[int(found["overflow_to_sample_mapping"][window])]
+        expected = reference_label(question, found, window)
+        assert (first, last) == expected, window
+        num_answers += expected != (0, 0)
+    assert num_answers > 10
+
+
+def reference_label(question: Any, found: Any, window: int) -> tuple[int, int]:
+    """Return the labels as the example run_qa.py of transformers makes them."""
+    if not question.answers:
+        return 0, 0
+    offsets = found["offset_mapping"][window].tolist()
+    sequence = found.sequence_ids(window)
+    begin, stop = question.start, question.start + len(question.answers[0])
+    start = sequence.index(1)
+    end = len(sequence) - 1 - sequence[::-1].index(1)
+    if not (offsets[start][0] <= begin and offsets[end][1] >= stop):
+        return 0, 0
+    while start < len(offsets) and offsets[start][0] <= begin:
+        start += 1
+    while offsets[end][1] >= stop:
+        end -= 1
+    return start - 1, end + 1
+
+
+def test_best_spans_equal_a_search_over_all_spans() -> None:
+    draw = torch.Generator().manual_seed(2)
+    scores = torch.randn(5, 13, 2, generator=draw, dtype=torch.float64)
+    allowed = torch.rand(5, 13, generator=draw) < 0.7
+    first, last, values = best_spans(scores, allowed, 4, 6)
+    for at in range(5):
+        every = sorted(
+            (
+                (float(scores[at, i, 0] + scores[at, j, 1]), i, j)
+                for i in range(13)
+                for j in range(i, min(13, i + 4))
+                if allowed[at, i] and allowed[at, j]
+            ),
+            reverse=True,
+        )[:6]
+        assert first[at].tolist() == [one[1] for one in every]
+        assert last[at].tolist() == [one[2] for one in every]
+        assert values[at].tolist() == pytest.approx([one[0] for one in every])
+
+
+def test_scores_of_texts_equal_torchmetrics() -> None:
+    text = pytest.importorskip("torchmetrics.text")
+    draw = random.Random(6)
+    metric = text.SQuAD()
+    exact, f1 = [], []
+    for number in range(60):
+        answers = [f"The {sentence(draw, 1, 4)}!" for _ in range(draw.randint(1, 3))]
+        found = draw.choice([answers[-1].lower(), sentence(draw, 1, 4), answers[0] + " a cat"])
+        metric.update(
+            [{"prediction_text": found, "id": str(number)}],
+            [{"answers": {"answer_start": [0] * len(answers), "text": answers}, "id": str(number)}],
+        )
+        exact.append(exact_score(found, answers))
+        f1.append(f1_score(found, answers))
+    expected = metric.compute()
+    assert 100 * sum(exact) / 60 == pytest.approx(float(expected["exact_match"]), abs=1e-4)
+    assert 100 * sum(f1) / 60 == pytest.approx(float(expected["f1"]), abs=1e-4)
+    assert 0 < sum(exact) < sum(f1) < 60
+
+
+def test_answers_are_normalised_and_compared_as_officially() -> None:
+    assert normalised(" The  Cat's (an) 'Old' house. ") == "cats old house"
+    assert exact_score("", ()) == 1.0
+    assert f1_score("cat", ()) == 0.0
+    # An answer of articles alone equals no answer in the official evaluation of version 2.0.
+    assert exact_score("", ("the",)) == 1.0
+    assert f1_score("a red cat", ("red cat", "cat")) == 1.0
+    assert f1_score("big cat", ("red cat",)) == 0.5
+
+
+def perfect(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, torch.Tensor]:
+    """Return the metric and scores that are largest at the labels of every window."""
+    metric = data.scores("val")
+    assert isinstance(metric, SpanScores)
+    labels = torch.from_numpy(data.encoded("val").labels.copy())
+    scores = torch.zeros(len(labels), LENGTH, 2)
+    for side in (0, 1):
+        scores[torch.arange(len(labels)), labels[:, side], side] = strength
+    return metric, scores
+
+
+def test_right_scores_give_the_given_answers(tmp_path: Path) -> None:
+    write_squad(tmp_path, num_val=9)
+    metric, scores = perfect(data_of(tmp_path, threshold=-1.0))
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
+    for part in order.split(5):
+        metric.update(part, scores[part])
+    table, is_seen = metric.table()
+    assert torch.equal(table, scores)
+    assert bool(is_seen.all())
+    questions = metric.questions
+    texts = metric.predictions(metric.answers(table, is_seen))
+    assert len(texts) == len(questions) == 18
+    whole = {
+        questions[int(owner)].key
+        for owner, label in zip(metric.places.question, metric.rows.labels, strict=True)
+        if label.any()
+    }
+    for one in questions:
+        if not one.answers or one.key in whole:
+            assert normalised(texts[one.key]) == normalised((*one.answers, "")[0]), one
+    assert len(whole) > 8
+
+
+def test_threshold_moves_answers_to_none_and_the_best_one_is_found(tmp_path: Path) -> None:
+    write_squad(tmp_path, num_val=6)
+    data = data_of(tmp_path)
+    metric, scores = perfect(data)
+    every = torch.ones(len(scores), dtype=torch.bool)
+    scores += torch.randn(scores.shape, generator=torch.Generator().manual_seed(4)) * 4
+    answers = metric.answers(scores, every)
+    found = metric.results(scores, every)
+    tried = {}
+    for threshold in sorted({one.advantage for one in answers.values()} | {-1e9}):
+        metric.threshold = threshold
+        tried[threshold] = metric.results(scores, every)["f1"]
+    assert found["best_f1"] == pytest.approx(max(tried.values()))
+    assert tried[min(tried, key=lambda one: abs(one - found["best_f1_threshold"]))] == max(
+        tried.values()
+    )
+    metric.threshold = -1e9
+    assert set(metric.predictions(answers).values()) == {""}
+
+
+def test_questions_with_unseen_windows_do_not_count(tmp_path: Path) -> None:
+    write_squad(tmp_path, "1.1", num_val=6)
+    metric, scores = perfect(data_of(tmp_path, "1.1"))
+    is_seen = torch.ones(len(scores), dtype=torch.bool)
+    is_seen[metric.places.question.tolist().index(3)] = False
+    assert sorted(metric.answers(scores, is_seen)) == [n for n in range(12) if n != 3]
+    assert sorted(metric.results(scores, is_seen)) == ["exact_match", "f1"]
+
+
+def test_no_answer_needs_a_larger_score_than_the_best_span() -> None:
+    assert Answer(("cat",), (3.0,), 4.5).advantage == 1.5
+    assert Answer((), (), 0.0).advantage == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"answers": [{"text": "zebra", "answer_start": 0}]}, "answer in the context"),
+        ({"answers": []}, r"must have an answer: it has none.*version='2.0'"),
+        ({"question": None}, "must have an id, a question and the context"),
+    ],
+)
+def test_damaged_questions_are_named(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
+    content = squad_content(random.Random(1), 3, may_lack=False)
+    content["data"][1]["paragraphs"][0]["qas"][1].update(change)
+    path = tmp_path / "dev-v1.1.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CorruptDataError, match=f"dev-v1.1.json, question '1-1' .*{fault}"):
+        read_squad(path, "1.1")
+
+
+def test_windows_without_new_tokens_are_refused(tmp_path: Path) -> None:
+    write_squad(tmp_path)
+    with pytest.raises(ParallelPlanError, match=r"doc_stride \(11\) must be below .* \(11\)"):
+        data_of(tmp_path, doc_stride=11)

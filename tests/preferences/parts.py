@@ -1,0 +1,49 @@
+"""Pairs, models and measurements that tests of preferences share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.preferences.dpo import DPO
+from lightning_megatron.preferences.reference import ReferenceLogProbs
+from tests.chat_folder import turn
+
+
+def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of ``preferences`` with a prompt and answers that are lists of messages."""
+    if "prompt" not in row:
+        return {
+            "prompt": row["chosen"][:-1],
+            **{side: row[side][-1:] for side in ("chosen", "rejected")},
+        }
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return {
+        name: [turn(role, row[name])] if isinstance(row[name], str) else row[name]
+        for name, role in roles.items()
+    }
+
+
+def moved(model: nn.Module) -> Any:
+    """Return a model whose weights have been changed a little."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.02 * noise.to(parameter.dtype))
+    return model
+
+
+def measured(
+    module: DPO, model: nn.Module, reference: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the rewards of a batch by a model and the model before training."""
+    module.model = reference
+    with torch.no_grad():
+        values = module.log_probs(batch)
+    module.reference = ReferenceLogProbs()
+    module.reference.load_state({"train": {"key": "", "values": values}})
+    module.model = model
+    return module._measured(batch, "train")

@@ -1,0 +1,134 @@
+"""Recipes of fine-tuning have the settings of the paper, and several seeds make an ensemble."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_megatron.cli.seeds import SeedRun
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores
+from lightning_megatron.strategy.cli import MegatronCLI
+from tests.finetuning.folders import save_bert, write_qqp
+
+#: Batch size, learning rate and epochs of table 6 for 336 million parameters.
+TABLE_6 = {
+    "mnli": (128, 1e-5, 10),
+    "qqp": (128, 5e-5, 12),
+    "race": (32, 2e-5, 3),
+    "squad": (64, 3e-5, 2),
+}
+MONITORED = {"squad": "val_f1"}
+
+
+@pytest.mark.parametrize("task", TABLE_6)
+def test_recipe_has_the_settings_of_the_paper(
+    task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", "-c", f"recipe:bert_{task}", "--print_config"])
+    assert stopped.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    data, model, trainer = (config[name] for name in ("data", "model", "trainer"))
+    found = (
+        data["init_args"]["global_batch_size"],
+        model["init_args"]["learning_rate"],
+        trainer["max_epochs"],
+    )
+    assert found == TABLE_6[task]
+    assert data["init_args"]["tokenizer"] == model["init_args"]["path"]
+    # Eight GPUs have whole microbatches.
+    assert found[0] // 8 % trainer["strategy"]["init_args"]["microbatch_size"] == 0
+    [monitored] = [
+        one["init_args"]["monitor"]
+        for one in trainer["callbacks"]
+        if one["class_path"].endswith("ModelCheckpoint")
+    ]
+    assert monitored == MONITORED.get(task, "val_accuracy")
+
+
+def test_version_of_squad_is_chosen_by_an_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    options = ["--data.version", "2.0", "--data.global_batch_size", "48", "--print_config"]
+    with pytest.raises(SystemExit):
+        MegatronCLI(args=["fit", "-c", "recipe:bert_squad", *options])
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["data"]["init_args"]["version"] == "2.0"
+
+
+def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
+    run = SeedRun(1, tmp_path / "seed1")
+    run.folder.mkdir()
+    with pytest.raises(UnsupportedError, match="must be new, or have a fit with the same options"):
+        run.fit(["--model.learning_rate=1"])
+    (run.folder / "options.json").write_text(json.dumps(run.options(["a"]), indent=2))
+    (run.folder / "done").touch()
+    run.fit(["a"])  # A finished fit is not repeated.
+    with pytest.raises(UnsupportedError, match="must be new"):
+        run.fit(["b"])
+
+
+def test_the_best_scores_of_a_fit_are_those_of_its_best_result(tmp_path: Path) -> None:
+    is_seen = torch.ones(3, dtype=torch.bool)
+    for step, accuracy in ((5, 0.5), (10, 0.75), (15, 0.25)):
+        scores = torch.full((3, 2), float(step))
+        SavedScores(scores, is_seen, {"accuracy": accuracy}).write(tmp_path, "val", step)
+    found = best_scores(tmp_path, "val", "accuracy")
+    assert found.results == {"accuracy": 0.75}
+    assert torch.equal(found.scores, torch.full((3, 2), 10.0))
+    with pytest.raises(CheckpointMismatchError, match="must be one of accuracy: it is 'f1'"):
+        best_scores(tmp_path, "val", "f1")
+    with pytest.raises(CheckpointMismatchError, match="must have scores of the part 'test'"):
+        best_scores(tmp_path, "test", "accuracy")
+
+
+@pytest.mark.slow
+def test_several_seeds_have_a_median_and_an_ensemble(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = save_bert(tmp_path / "bert", dropout=0.1)
+    files = write_qqp(tmp_path / "qqp", num_train=24, num_val=15)
+    (tmp_path / "test.tsv").write_text((files / "dev.tsv").read_text())
+    command = [
+        sys.executable, "-m", "lightning_megatron", "seeds", "--seeds", "2", "--test",
+        "--output", str(tmp_path / "runs"), "-c", "recipe:bert_qqp", f"--model.path={model}",
+        f"--data.folder={files}", f"--data.test=[{tmp_path / 'test.tsv'}]",
+        "--data.seq_length=32", "--data.global_batch_size=8", "--model.learning_rate=0.01",
+        "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true",
+        "--trainer.max_epochs=2",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    seeds = report["seeds"]
+    assert list(seeds) == ["seed1", "seed2"]
+    for name in ("accuracy", "f1"):
+        values = [one[name] for one in seeds.values()]
+        assert report["median"][name] == pytest.approx(sum(values) / 2)
+    worst = min(seeds, key=lambda one: seeds[one]["accuracy"])
+    assert report["median_run"] == worst
+    # The test set has the rows of the validation set here, and the model is the best one.
+    assert report["test"]["of_the_median_run"] == pytest.approx(seeds[worst])
+    assert report["test"]["ensemble"] == pytest.approx(report["ensemble"])
+    tables = []
+    for seed in seeds:
+        folder = tmp_path / "runs" / seed / "scores"
+        assert sorted(one.name for one in folder.iterdir())[-2:] == [
+            "val-step3.npz",
+            "val-step6.npz",
+        ]
+        found = [SavedScores.read(one) for one in sorted(folder.glob("val-*.npz"))]
+        tables.append(max(found, key=lambda one: one.results["accuracy"]).scores.softmax(1))
+    chosen = (tables[0] + tables[1]).argmax(1).tolist()
+    lines = (files / "dev.tsv").read_text().splitlines()[1:]
+    right = [int(line.split("\t")[-1]) == one for line, one in zip(lines, chosen, strict=True)]
+    assert report["ensemble"]["accuracy"] == pytest.approx(sum(right) / 15)
