@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils.data import BatchSampler, DataLoader
 
 from tests.gpu.shared_gpu import num_ranks_at_most
 from tests.startup import shape_checks
@@ -66,6 +67,7 @@ def clean_process() -> Iterator[None]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     reset_rank_zero_only()
+    reset_dataloaders()
 
 
 def reset_rank_zero_only() -> None:
@@ -118,3 +120,23 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def reset_dataloaders() -> None:
+    """Give the classes of dataloaders back the methods that Lightning wraps while a dataloader hook
+    runs: it does not if the hook raises, and refuses dataloaders that are built with wrapped ones.
+    """
+    for base in (DataLoader, BatchSampler):
+        for one in (base, *subclasses(base)):
+            for method in ("__init__", "__setattr__", "__delattr__"):
+                saved = f"__old{method}"
+                if saved in vars(one):
+                    setattr(one, method, vars(one)[saved])
+                    delattr(one, saved)
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Yield all classes below ``base``."""
+    for one in base.__subclasses__():
+        yield one
+        yield from subclasses(one)

@@ -21,9 +21,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # open to all.
 ROOMS = (
     *("plan", "kernels", "groups", "layers", "experts", "models", "swap"),
-    *("training", "pipeline", "graphs", "checkpoint", "strategy"),
+    *("training", "pipeline", "graphs", "generation", "checkpoint", "strategy"),
 )
-LEAVES = {"data": {"plan"}}
+LEAVES = {
+    "data": {"plan"},
+    "corpus": {"plan", "data"},
+    "evaluation": {"plan", "groups", "layers", "models", "swap", "generation", "data"},
+    "preferences": {"plan", "groups", "layers", "models", "swap", "data", "evaluation"},
+    "finetuning": {"plan", "groups", "models", "swap", "checkpoint", "data"},
+}
 OPEN_TO_ALL = {
     "disk_sync",
     "errors",
@@ -71,7 +77,13 @@ STRANGERS = (
 )
 
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
-LIGHTNING_FILES = {"cli/main.py", "models/token_module.py", "data/datamodule.py"}
+LIGHTNING_FILES = {
+    *("cli/main.py", "cli/model_call.py", "cli/scaling_job.py"),
+    *("models/token_module.py", "data/datamodule.py"),
+    *("data/row_datamodule.py", "data/conversation_datamodule.py", "data/bert_datamodule.py"),
+    *("evaluation/datamodules.py", "evaluation/evaluated_lm.py", "preferences/reference.py"),
+    *("finetuning/modules.py", "finetuning/datamodule.py"),
+}
 # Triton comes with the CUDA builds of torch. Kernels are written in its language, so their room
 # imports it at once; `layers` imports that room by name, where a GPU has Triton.
 TRITON_ROOM = "kernels/triton"

@@ -39,6 +39,14 @@ NOT_RUN = {
     "test": "it is the command that runs this file",
     "install cpu torch": "it installs torch from the network",
     "build kernels": "it needs nvcc and CUTLASS",
+    "recipe of transformer engine": "it needs a GPU; gpu/test_gpu_te.py trains with such recipes",
+    "harness": "it downloads its tasks; evaluation/test_harness.py runs tasks of its own",
+    "harness in a hook": "it is part of a module, and downloads its task",
+    "fine-tune a BERT": "recipes/test_finetuning_recipes.py fine-tunes a small folder by a recipe",
+    "seeds of a BERT": "recipes/test_finetuning_recipes.py runs the command on a small folder",
+    "train on conversations": "recipes/test_instruction_recipe.py trains a small folder by it",
+    "train on preferences": "recipes/test_instruction_recipe.py trains a small folder by it",
+    "lora recipe": "recipes/test_instruction_recipe.py trains a small folder by it",
 }
 
 

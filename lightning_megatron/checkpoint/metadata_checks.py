@@ -22,6 +22,8 @@ HUGGING_FACE = "hugging_face"
 MODEL = "state_dict."
 #: Prefix of the current weights, if the model's tensors are averages of weights.
 CURRENT = "current_model_state."
+#: Prefix of the histories that scale products in 8 bits.
+SCALES = "fp8."
 
 #: A vocabulary is padded to at most twice its rows plus this number (rows).
 _MOST_PADDING = 1 << 20
@@ -256,7 +258,12 @@ def check_names(
             optimizer["values"].keys() - known,
             where,
         )
-    starts = (MODEL, CURRENT, *(f"optimizer.{index}.state." for index in range(len(optimizers))))
+    starts = (
+        MODEL,
+        CURRENT,
+        SCALES,
+        *(f"optimizer.{index}.state." for index in range(len(optimizers))),
+    )
     _same(
         "tensors belong to neither the model nor an optimizer",
         (name for name in shapes if not name.startswith(starts)),

@@ -38,6 +38,9 @@ class ParallelMesh:
     all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
     thread that saves checkpoints during training.
 
+    ``cp_groups`` are axes of fewer ranks of cp, which share documents where ``context.groups`` says
+    so; :meth:`group_of_cp` finds them by size.
+
     ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
     of attention over cp, and the tokens whose logits exist at once, which the division of layers
     among stages counts.
@@ -76,6 +79,7 @@ class ParallelMesh:
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
     cp_inner: MeshAxis = MeshAxis("cp_inner")
     cp_outer: MeshAxis = MeshAxis("cp_outer")
+    cp_groups: tuple[MeshAxis, ...] = ()
     context: ContextLinks = ContextLinks()
     loss_chunk: LossChunk = None
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
@@ -155,6 +159,7 @@ class ParallelMesh:
         number = builder.compare(sequence_parallel)
         with groups_of_part(layout.rank_offset, number) if builder.is_part else nullcontext():
             axes = builder.axes(context.inner)
+            cp_groups = builder.groups_of_cp() if context.groups == "documents" else ()
         axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
         where = layout.coordinates(builder.rank)
         experts = layout.expert_coordinates(builder.rank)
@@ -167,6 +172,7 @@ class ParallelMesh:
             random,
             sequence_parallel and layout.tp > 1,
             **axes,
+            cp_groups=cp_groups,
             context=context,
             loss_chunk=loss_chunk,
             journal=builder.journal,
@@ -184,6 +190,15 @@ class ParallelMesh:
     def copies(self, is_expert: bool) -> MeshAxis:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
+
+    def group_of_cp(self, size: int) -> MeshAxis:
+        """Return the axis of this rank's group among neighbouring ranks of cp.
+
+        Args:
+            size: Ranks of the group, 1, cp or that of one of ``cp_groups`` (ranks).
+        """
+        alone = MeshAxis("cp_of_1", (self.rank,))
+        return next(one for one in (self.cp, *self.cp_groups, alone) if one.size == size)
 
     def on_cpu(self, name: str) -> MeshAxis:
         """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
@@ -219,6 +234,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             return
         axes = [one for one in vars(self).values() if isinstance(one, MeshAxis)]
+        axes += self.cp_groups
         is_destroyed = [self.owns_world or one.group in self.owned_groups for one in axes]
         self.journal.end(
             one.name for one, is_gone in zip(axes, is_destroyed, strict=True) if is_gone

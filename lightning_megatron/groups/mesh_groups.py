@@ -24,6 +24,7 @@ from lightning_megatron.groups.nccl_options import (
     torch_options,
 )
 from lightning_megatron.groups.sources import own_sources
+from lightning_megatron.plan.context_groups import context_group_sizes
 from lightning_megatron.plan.layout import ParallelLayout
 
 #: Default time that a collective may wait for a rank, by the device of its tensors.
@@ -168,6 +169,16 @@ class GroupBuilder:
             axes["cp_outer"] = self._axis("cp_outer", rings, self.backend)
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
+
+    def groups_of_cp(self) -> tuple[MeshAxis, ...]:
+        """Create the axes of 2, 4 and more neighbouring ranks of cp, up to half of it."""
+        cp = self.layout.cp
+        whole = self.layout.groups("cp")
+        found = []
+        for size in context_group_sizes(cp)[1:-1]:
+            runs = [ranks[i : i + size] for ranks in whole for i in range(0, cp, size)]
+            found.append(self._axis(f"cp_of_{size}", runs, self.backend))
+        return tuple(found)
 
     def _checkpoint_axis(self) -> MeshAxis:
         """Create a separate group of all ranks that is not counted and waits for slow disks."""

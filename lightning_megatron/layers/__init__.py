@@ -17,6 +17,7 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``value_dim``: size of a value head, where it may differ from that of queries and keys (elements).
 - ``rotary_dim``: elements of a head that the rotary embedding rotates, at most ``head_dim``
   (elements).
+- ``slots``: tokens of a row that a cache has memory for (tokens).
 - ``documents``: lengths of the documents of a row, some of which may be 0 (documents).
 - ``borders``: cumulative lengths of documents, one more than there are documents (borders).
 - ``pieces``: pieces of a sequence or document that context parallelism cuts, ``2 cp`` (pieces).
@@ -40,6 +41,8 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).
 - ``columns``: columns of a matrix (columns).
+- ``layers``: linear layers of this rank that compute in 8 bits (layers).
+- ``history``, ``saved``: steps whose magnitudes are kept, now and in a checkpoint (steps).
 - ``padded``: rows of a matrix with padding, the columns of its transpose (rows).
 - ``summed``: elements of a row that a matrix product sums up (elements).
 - ``selections``: pairs of a token and an expert that is selected for it, ``tokens top_k``.

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend, with_wide_values
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.context_parallel.attend_across import attend_across
+from lightning_megatron.layers.context_parallel.cached_parts import attend_to_held, store_first
 from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -100,8 +102,17 @@ class Attention(nn.Module):
             span = self.kind.over(rows)
             if sinks is not None:
                 span = replace(span, sinks=sinks)
-            if self.mesh.cp.size == 1:
+            cp = self.mesh.cp
+            past = span.past
+            if past is not None and cp.size == 1:
+                return attend_with_cache(query, key, value, span, self.layer, dropout=dropout)
+            if cp.size == 1:
                 return attend(query, key, value, span, dropout=dropout)
+            if past is not None and past.cache.length > 0:
+                return attend_to_held(query, key, value, span, self.layer, cp)
+            if past is not None:
+                store_first(key, value, span, self.layer, cp)
+                span = replace(span, past=None)
 
             def across(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 own = self.mesh, self.context

@@ -13,10 +13,11 @@ from lightning_megatron.shapes import Float
 
 def attend_by_operators(
     query: Float[Tensor, "seq batch heads head_dim"],
-    key: Float[Tensor, "seq batch kv_heads head_dim"],
-    value: Float[Tensor, "seq batch kv_heads value_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads value_dim"],
     span: AttentionSpan,
     dropout: float = 0.0,
+    keys: KeyRows | None = None,
 ) -> Float[Tensor, "seq batch heads value_dim"]:
     """Compute attention, with the scores of all pairs of tokens in memory.
 
@@ -26,8 +27,9 @@ def attend_by_operators(
         value: Values.
         span: Description of the attention, laid out or without documents.
         dropout: Probability that a weight is dropped.
+        keys: Rows of the keys; None means those of the queries.
     """
-    scores = masked_scores(query, key, span)
+    scores = masked_scores(query, key, span, keys)
     if span.sinks is not None:
         sinks = span.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)

@@ -90,6 +90,25 @@ def forward_part(
         return _flash_forward(query, key, value, span, keys)
     if core == "flex":
         return flex_forward(query, key, value, span, keys)
+    return forward_by_operators(query, key, value, span, keys)
+
+
+def forward_by_operators(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "_ batch kv_heads head_dim"],
+    value: Float[Tensor, "_ batch kv_heads value_dim"],
+    span: AttentionSpan,
+    keys: KeyRows | None = None,
+) -> Part:
+    """Compute what :func:`forward_part` does by operators of torch, with all scores in memory.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values, whose heads may be smaller than those of queries and keys.
+        span: Description of the attention, which may have a mask.
+        keys: Rows of the keys; None means those of the queries.
+    """
     scores = masked_scores(query, key, span, keys)
     lse = scores.logsumexp(-1)
     weights = _weights(scores, lse).to(value.dtype)

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.document_cut import DocumentCut, TokenOrder
+from lightning_megatron.layers.key_value_cache import CachedTokens
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
@@ -53,8 +54,12 @@ class AttentionSpan:
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
         borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
             :meth:`laid_out` derives them (tokens).
-        cut: Cut of the documents over ranks that share the rows; None means that rows are cut, or
-            nothing.
+        cut: Cut of the documents over the ranks whose keys they need. These are the ranks that
+            share the rows, or a group of them whose window of the rows ``borders`` then describe.
+            None means that rows are cut, or nothing.
+        order: Positions that each rank that shares the rows holds; None means that rows are cut.
+        past: Cache of the tokens before these, which attend to them, too; None means that rows are
+            whole.
 
     Raises:
         ParallelPlanError: If two fields contradict each other, or one is out of its range.
@@ -64,7 +69,7 @@ class AttentionSpan:
     longest: int | None = None
     positions: Int[Tensor, "batch seq"] | None = None
     restarts: bool = True
-    mask: Shaped[Tensor, "#batch 1 #seq seq"] | None = None
+    mask: Shaped[Tensor, "#batch 1 #seq _"] | None = None
     causal: bool = True
     window: int | None = None
     prefix: Int[Tensor, " batch"] | None = None
@@ -75,6 +80,8 @@ class AttentionSpan:
     scale: float | None = None
     borders: Int[Tensor, " borders"] | None = None
     cut: DocumentCut | None = None
+    order: TokenOrder | None = None
+    past: CachedTokens | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None and (self.has_documents or self.prefix is not None):
@@ -191,6 +198,8 @@ class AttentionSpan:
             places=rows.places,
             borders=rows.borders,
             cut=rows.cut,
+            order=rows.order,
+            past=rows.past,
         )
 
     def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:

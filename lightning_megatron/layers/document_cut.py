@@ -13,7 +13,35 @@ from lightning_megatron.shapes import Int
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentCut:
+class TokenOrder:
+    """Positions of rows that each of the ranks that share them holds.
+
+    Args:
+        size: Ranks that share the rows; 1 means that each of them holds all positions (ranks).
+        order: Position in the row of each token of each rank.
+        places: Place of each position among the parts of all ranks, joined by rank; the inverse of
+            ``order``.
+    """
+
+    size: int
+    order: Int[Tensor, "batch ranks seq_part"]
+    places: Int[Tensor, "batch seq"]
+
+    @classmethod
+    def uncut(cls, num_sequences: int, seq_length: int, device: torch.device) -> TokenOrder:
+        """Return the order of rows of which every rank holds all tokens.
+
+        Args:
+            num_sequences: Number of rows (sequences).
+            seq_length: Length of the rows (tokens).
+            device: Device of the result.
+        """
+        index = torch.arange(seq_length, device=device).expand(num_sequences, -1)
+        return cls(1, index[:, None], index)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentCut(TokenOrder):
     """Cut of every document of a batch into ``2 size`` pieces, of which each rank holds two.
 
     As in :class:`~lightning_megatron.plan.context.ContextCut`, rank ``r`` holds the pieces ``r``
@@ -39,9 +67,6 @@ class DocumentCut:
             this cut; None means one level.
     """
 
-    size: int
-    order: Int[Tensor, "batch ranks seq_part"]
-    places: Int[Tensor, "batch seq"]
     halves: Int[Tensor, "batch ranks seq_part"]
     part_borders: Int[Tensor, "ranks borders"]
     piece_borders: Int[Tensor, "pieces borders"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -307,10 +308,23 @@ class VocabParallelHead(nn.Module):
             set_shard_spec(self.weight, shard_spec_of(self.weight).tied(tied_to))
 
     def forward(
-        self, hidden: Float[Tensor, "seq_local batch hidden"]
-    ) -> Float[Tensor, "seq batch vocab_local"]:
-        """Return this rank's columns of the logits."""
-        return vocab_logits(hidden, self.weight, self.mesh)
+        self,
+        hidden: Float[Tensor, "... hidden"],
+        compute: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Return this rank's columns of the logits, or what a function makes of the weight.
+
+        The weight must be read in calls of this module only: its hooks may wait for the weight's
+        values.
+
+        Args:
+            hidden: Output of the last norm, ``(seq_local, batch, hidden)`` for logits.
+            compute: Function of ``hidden`` and the weight, such as a loss that stores no logits;
+                None means that of the logits ``(seq, batch, vocab_local)``.
+        """
+        if compute is None:
+            return vocab_logits(hidden, self.weight, self.mesh)
+        return compute(hidden, self.weight)
 
 
 def vocab_logits(

@@ -16,13 +16,14 @@ from lightning_megatron.shapes import Float, Int
 class EncoderEmbedding(nn.Module):
     """Sum of token, token-type and position embeddings, followed by a norm and dropout.
 
-    Equal to Hugging Face's BertEmbeddings and RobertaEmbeddings.
+    Equal to Hugging Face's BertEmbeddings and RobertaEmbeddings; without a norm to
+    MegatronBertEmbeddings.
 
     Args:
         word: The token embedding.
         position: The position embedding.
         token_type: The token-type embedding.
-        norm: The norm of the sum.
+        norm: The norm of the sum; None means no norm.
         mesh: Process groups and random streams of this rank.
         dropout: Probability that an element is dropped.
     """
@@ -32,7 +33,7 @@ class EncoderEmbedding(nn.Module):
         word: VocabParallelEmbedding,
         position: TableEmbedding,
         token_type: TableEmbedding,
-        norm: LayerNorm,
+        norm: LayerNorm | None,
         *,
         mesh: ParallelMesh,
         dropout: float = 0.0,
@@ -63,7 +64,9 @@ class EncoderEmbedding(nn.Module):
         self.mesh.random.seek(0)
         hidden = self._words(tokens, vectors)
         hidden = hidden + self.token_type(token_types) + self.position(positions)
-        return hidden_dropout(self.norm(hidden), self.dropout, self.training, self.mesh)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
 
     def _words(self, tokens: Tensor | None, vectors: Tensor | None) -> Tensor:
         if vectors is not None:

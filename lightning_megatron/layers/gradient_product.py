@@ -1,4 +1,4 @@
-"""Matrix products that are weight gradients, computed in the memory of the gradient's sum."""
+"""Weight gradients that are computed in the memory of the gradient's sum."""
 
 from __future__ import annotations
 
@@ -84,3 +84,36 @@ class MatrixProduct:
     def split(self, rows: Sequence[int]) -> Sequence[MatrixProduct]:
         """Return the products of consecutive rows of the weight."""
         return [MatrixProduct(part, self.right) for part in self.left.split(list(rows), dim=1)]
+
+
+@dataclass(frozen=True)
+class ScaledGradient:
+    """Weight gradient ``gradient * factor``, of which the device alone knows the factor.
+
+    Args:
+        gradient: Gradient for the factor 1.
+        factor: One number.
+    """
+
+    gradient: Float[Tensor, "out_local in_local"]
+    factor: Float[Tensor, ""]
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.gradient * self.factor
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum in one pass; return False if their dtypes differ."""
+        if sums.dtype != self.gradient.dtype:
+            return False
+        if is_empty:
+            torch.mul(self.gradient, self.factor * scale, out=sums)
+        else:
+            sums.addcmul_(self.gradient, self.factor, value=scale)
+        return True
+
+    def split(self, rows: Sequence[int]) -> Sequence[ScaledGradient]:
+        """Return the gradients of consecutive rows of the weight."""
+        return [ScaledGradient(part, self.factor) for part in self.gradient.split(list(rows))]

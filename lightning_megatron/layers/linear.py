@@ -14,8 +14,13 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
+from lightning_megatron.layers.transformer_engine.engine_regions import (
+    engine_column_linear,
+    engine_row_linear,
+)
+from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Shaped
 
 
 class ColumnParallelLinear(nn.Module):
@@ -83,8 +88,14 @@ class ColumnParallelLinear(nn.Module):
         self.biases: ParameterStack | None = None
         #: Low-rank updates of this rank's outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
-        #: How the layer computes in 8 bits; None means in the precision of its input.
-        self.scaling: Scaling | None = None
+        #: How the layer computes in 8 bits or with Transformer Engine; None means our products in
+        #: the precision of its input.
+        self.scaling: Scaling | EngineScaling | None = None
+
+    @property
+    def weight_parts(self) -> tuple[Shaped[Tensor, "_ in_features"], ...]:
+        """Return the tensors of which the weight consists, from the first row to the last."""
+        return (self.weight,) if self.weights is None else self.weights.parts
 
     def split(self, rows: Sequence[int]) -> None:
         """Split the fused weight and bias into one parameter for each of the fused layers.
@@ -118,6 +129,8 @@ class ColumnParallelLinear(nn.Module):
         bias = bias if add_bias else None
         if self.scaling is None:
             output = column_linear(hidden, weight, bias, self.mesh)
+        elif isinstance(self.scaling, EngineScaling):
+            output = engine_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         else:
             output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         if self.low_rank is not None:
@@ -186,8 +199,14 @@ class RowParallelLinear(nn.Module):
             self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=is_partial)
         #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
-        #: How the layer computes in 8 bits; None means in the precision of its input.
-        self.scaling: Scaling | None = None
+        #: How the layer computes in 8 bits or with Transformer Engine; None means our products in
+        #: the precision of its input.
+        self.scaling: Scaling | EngineScaling | None = None
+
+    @property
+    def weight_parts(self) -> tuple[Shaped[Tensor, "out_features in_local"], ...]:
+        """Return the one tensor of which the weight consists."""
+        return (self.weight,)
 
     def forward(
         self, hidden: Float[Tensor, "seq *batch in_local"], add_bias: bool = True
@@ -204,6 +223,8 @@ class RowParallelLinear(nn.Module):
         bias = self.bias if add_bias else None
         if self.scaling is None:
             output = row_linear(hidden, self.weight, bias, self.mesh)
+        elif isinstance(self.scaling, EngineScaling):
+            output = engine_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         else:
             output = fp8_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         return output if self.low_rank is None else self.low_rank(hidden, output)

@@ -12,6 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.transformer_engine.engine_norm import engine_norm
 from lightning_megatron.plan.shards import whole_range
 from lightning_megatron.shapes import Float
 
@@ -23,6 +24,9 @@ class _Norm(nn.Module):
     bias: nn.Parameter | None
     eps: float
     is_rms: bool
+    offset: float = 0.0
+    #: Whether Transformer Engine normalises.
+    uses_engine: bool = False
 
     @overload
     def forward(
@@ -57,8 +61,12 @@ class _Norm(nn.Module):
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
         """
-        kernels = fused_kernels(hidden)
-        if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
+        kernels = None if self.uses_engine else fused_kernels(hidden)
+        if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
+            stream = hidden if update is None else hidden + update
+            own = self.weight, self.bias, self.eps, self.is_rms
+            normalised = engine_norm(stream, *own, adds_one=self.offset == 1)
+        elif kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
             scale = self.scale()
             bias = self.bias
             sinks = (slot and slot.add_sum for slot in (slot_of(scale), slot_of(bias)))

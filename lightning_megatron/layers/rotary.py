@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.layers.context_parallel.sequence_order import own_part
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.shapes import Float, Int
@@ -144,7 +144,7 @@ class RotaryTables:
         seq_length: int,
         hidden: Float[Tensor, "..."],
         positions: Int[Tensor, "batch seq"] | None = None,
-        cut: DocumentCut | None = None,
+        cut: TokenOrder | None = None,
     ) -> tuple[
         Float[Tensor, "seq_part #batch 1 rotary_dim"], Float[Tensor, "seq_part #batch 1 rotary_dim"]
     ]:
@@ -154,7 +154,7 @@ class RotaryTables:
             seq_length: Number of positions of whole sequences, if none are given (tokens).
             hidden: Hidden states that determine dtype and device.
             positions: Position of every token; None counts from 0.
-            cut: Cut of documents over the ranks; None means that rows are cut. Only with positions.
+            cut: Positions that each rank holds; None means that rows are cut. Only with positions.
         """
         if positions is not None:
             whole = position_tables(
@@ -190,7 +190,7 @@ class RotaryTables:
             return self._own(whole)
 
     def _own(
-        self, tables: tuple[Tensor, Tensor], cut: DocumentCut | None = None
+        self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
         # Scalings depend on the longest sequence, so the tables of whole sequences are cut.
         return own_part(tables[0], self.context, 0, cut), own_part(tables[1], self.context, 0, cut)

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt import GPT, single_mesh
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Probability, coerced_arguments
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -39,7 +37,7 @@ class CausalLM(TokenModule):
             and test use none.
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
-            ``token_weighted``.
+            ``token_weighted``, ``lr_schedule``, ``weight_decay_schedule``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -67,7 +65,7 @@ class CausalLM(TokenModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model; called for each fit, validate, test and predict."""
         if self.model is None:
-            self.model = GPT(self.config, mesh=self._mesh(), seed=torch.initial_seed())
+            self.model = GPT(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
 
     def forward(
         self,
@@ -75,8 +73,10 @@ class CausalLM(TokenModule):
         labels: Int[Tensor, "batch seq"] | None = None,
         label_smoothing: float = 0.0,
         lengths: Int[Tensor, "batch documents"] | None = None,
-    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
-        """Return the loss of each token, or the logits if there are no labels.
+        *,
+        sums: bool = False,
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"] | Float[Tensor, ""]:
+        """Return the loss of each token or their sum, or the logits if there are no labels.
 
         Args:
             tokens: Token ids.
@@ -85,10 +85,11 @@ class CausalLM(TokenModule):
             lengths: Lengths of the documents of each row; None means one document (tokens). Rows of
                 documents may have any length: they are padded where cp or sequence parallelism
                 divides them.
+            sums: Whether to return the sum of the losses of all tokens.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
         if lengths is None:
-            return self.model(tokens, labels, label_smoothing, IGNORED)
+            return self.model(tokens, labels, label_smoothing, IGNORED, sums=sums)
         # What follows the last document is a document of its own, so it may be longer.
         length = tokens.shape[1]
         extra = -length % length_multiple(self.model.mesh)
@@ -96,17 +97,15 @@ class CausalLM(TokenModule):
         if labels is not None:
             labels = F.pad(labels, (0, extra), value=IGNORED)
         span = AttentionSpan(lengths)
-        return self.model(tokens, labels, label_smoothing, IGNORED, span=span)[:, :length]
+        found = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
+        # Appended tokens have the loss 0.
+        return found if labels is not None and sums else found[:, :length]
 
     @override
     def training_step(
         self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        if self.device_mesh is None:
-            # MegatronStrategy advances the random streams; under other strategies this module does.
-            assert self.model is not None, "configure_model builds the model before its first use"
-            self.model.mesh.random.device = self.device
-            self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
+        advance_streams(self, self.model, batch_idx)
         return super().training_step(batch, batch_idx)
 
     def predict_step(
@@ -123,17 +122,5 @@ class CausalLM(TokenModule):
         is_trained: bool,
     ) -> Float[Tensor, ""]:
         smoothing = self.label_smoothing if is_trained else 0.0
-        losses = self(batch["tokens"], batch["labels"], smoothing, batch.get("lengths"))
-        return losses.sum() / num_tokens.clamp(min=1)
-
-    def _mesh(self) -> ParallelMesh:
-        found: Any = self.device_mesh
-        if isinstance(found, ParallelMesh):
-            return found
-        if found is not None:
-            raise UnsupportedError(
-                f"CausalLM cannot be cut by a {type(found).__name__}, because it is built from "
-                "this package's layers. Use MegatronStrategy, ddp or one device."
-            )
-        # Initial weights are the same on all data-parallel processes, but dropout must differ.
-        return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))
+        given = batch["tokens"], batch["labels"], smoothing, batch.get("lengths")
+        return self(*given, sums=True) / num_tokens.clamp(min=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.context import check_context_length
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
@@ -21,27 +21,6 @@ _OF_ROTARY: Mapping[str, object] = {
     "rotary_interleaved": False,
 }
 _OF_ALIBI: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
-
-
-def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None = None) -> None:
-    """Raise if a layout needs expert or context parallelism that the model does not support.
-
-    Args:
-        layout: Sizes of the axes.
-        model: Name of the kind of model, for errors.
-        experts: Mixture of experts of the model; None means none.
-
-    Raises:
-        ParallelPlanError: If experts do not divide by the layout, or the layout has expert axes and
-            the model has no experts.
-        UnsupportedError: If cp is above 1.
-    """
-    check_expert_axes(layout, experts)
-    if layout.cp > 1:
-        raise UnsupportedError(
-            f"cp ({layout.cp}) is not available for {model}, because its attention sees whole "
-            "sequences. Use cp 1."
-        )
 
 
 def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa encoders with tensor and pipeline parallelism."""
+"""BERT and RoBERTa encoders with tensor, pipeline and context parallelism."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.attention_core import prepared
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.block import TransformerBlock
-from lightning_megatron.layers.embedding import VocabParallelEmbedding
-from lightning_megatron.layers.encoder_embedding import EncoderEmbedding
-from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.layers.context_parallel.sequence_order import (
+    joined_parts,
+    of_first_rank,
+    own_part,
+)
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
+from lightning_megatron.models.encoder_heads import build_head
+from lightning_megatron.models.encoder_layers import build_block, build_embedding, context_choice
 from lightning_megatron.models.layered import LayeredModule, dtype_of_products
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 from lightning_megatron.shapes import Bool, Float, Int
@@ -39,15 +39,24 @@ class EncoderResult:
     Args:
         hidden: Output of the last layer, or this rank's part of it.
         pooled: Output of the pooler.
-        logits: Logits of a classifier, or this rank's columns of the logits of a masked language
-            model.
+        logits: Logits of a classifier; those of the start and the end of an answer at every token;
+            or this rank's columns of the logits of a masked language model, for this rank's tokens
+            over cp.
         losses: Losses of a masked language model with labels, 0 for ignored labels.
+        order_logits: Logits of the order of two segments, equal on all ranks of tp and cp; only of
+            the head ``pretraining``.
     """
 
     hidden: Float[Tensor, "seq_local batch hidden"] | None = None
     pooled: Float[Tensor, "batch hidden"] | None = None
-    logits: Float[Tensor, "batch labels"] | Float[Tensor, "seq batch vocab_local"] | None = None
+    logits: (
+        Float[Tensor, "batch labels"]
+        | Float[Tensor, "batch seq 2"]
+        | Float[Tensor, "seq_part batch vocab_local"]
+        | None
+    ) = None
     losses: Float[Tensor, "batch seq"] | None = None
+    order_logits: Float[Tensor, "batch 2"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +98,9 @@ class Encoder(LayeredModule):
     """Bidirectional encoder. Each rank has only its shards of the layers of its stages.
 
     Equal to Hugging Face's BertModel and RobertaModel, and to their models for masked language
-    modeling and sequence classification, with the same weights, under every layout.
+    modeling and sequence classification, with the same weights, under every layout. With the head
+    ``pretraining`` it equals BertForPreTraining, and with norms before the layers
+    MegatronBertForPreTraining.
 
     Args:
         config: Configuration of the model.
@@ -98,6 +109,8 @@ class Encoder(LayeredModule):
 
     Raises:
         ParallelPlanError: If the model cannot be divided over the layout.
+
+    Source: Shoeybi et al. 2019, section 5.3 and figure 7.
     """
 
     config: EncoderConfig
@@ -106,21 +119,24 @@ class Encoder(LayeredModule):
         self, config: EncoderConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         super().__init__(config, mesh, seed)
+        #: Transport of attention over cp in all layers.
+        self.context = context_choice(config, self.mesh)
 
     def _build(self) -> None:
         config = self.config
         mesh = self.mesh
-        self.embedding = _embedding(config, mesh) if self.is_first_stage() else None
+        self.embedding = build_embedding(config, mesh) if self.is_first_stage() else None
         indices = [index for layers in self._layers_of_chunk for index in layers]
-        self.layers = nn.ModuleDict({str(index): _block(config, mesh, index) for index in indices})
+        self.layers = nn.ModuleDict(
+            {str(index): build_block(config, mesh, index) for index in indices}
+        )
+        #: Norm of the last layer's output; None if layers end with norms.
+        self.final_norm: LayerNorm | None = None
         self.head: nn.Module | None = None
         if self.is_last_stage():
-            if config.head == "pooler":
-                self.head = Pooler(config, mesh)
-            elif config.head == "classifier":
-                self.head = Classifier(config, mesh)
-            elif config.head == "masked_lm":
-                self.head = MaskedLMHead(config, mesh, holds_copy=not self.is_first_stage())
+            if config.norm_position == "pre":
+                self.final_norm = LayerNorm(config.hidden_size, mesh, eps=config.norm_eps)
+            self.head = build_head(config, mesh, holds_copy=not self.is_first_stage())
 
     def forward(
         self,
@@ -136,13 +152,14 @@ class Encoder(LayeredModule):
             ignore_index: Label whose loss is zero.
 
         Raises:
-            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence
-                parallelism.
+            ParallelPlanError: If the sequence is too long, or does not divide over the ranks that
+                share it.
             UnsupportedError: If neither or both of tokens and vectors are given.
             IndexError: If an id is outside its table (on CPU; a CUDA kernel asserts).
             StageDone: On pipeline stages that do not compute the result.
 
-        Communication: that of the layers.
+        Communication: that of the layers; over cp gathers of losses and of what the head makes of
+            the first token.
         """
         given = rows.given
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
@@ -152,9 +169,8 @@ class Encoder(LayeredModule):
             self.config.positions == "row" or rows.tokens is None
         )
         longest = self.config.max_seq_length if is_counted else given.shape[1]
-        check_length(
-            given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        )
+        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        check_length(given.shape[1], longest, shards, self.mesh.cp.size)
         self._advance_own_streams(given.device)
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
@@ -183,11 +199,11 @@ class Encoder(LayeredModule):
         size = self.config.hidden_size
         wide = torch.promote_types(self.dtype, torch.float32)
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        hidden = self.absent(
-            (length // shards, num_sequences, size), self.dtype, "the hidden states"
-        )
-        if self.config.head == "classifier":
-            shape = num_sequences, self.config.num_labels
+        part = length // self.mesh.cp.size
+        hidden = self.absent((part // shards, num_sequences, size), self.dtype, "the hidden states")
+        if self.config.head in ("classifier", "span"):
+            is_span = self.config.head == "span"
+            shape = (num_sequences, *((length, 2) if is_span else (self.config.num_labels,)))
             return EncoderResult(hidden, logits=self.absent(shape, self.dtype, "the logits"))
         if self.config.head == "pooler":
             return EncoderResult(
@@ -196,32 +212,62 @@ class Encoder(LayeredModule):
         if self.config.head == "none":
             return EncoderResult(hidden)
         logits = self.absent(
-            (length, num_sequences, self.config.vocab_size), self.dtype, "the logits"
+            (part, num_sequences, self.config.vocab_size), self.dtype, "the logits"
         )
         losses = self.absent((num_sequences, length), wide, "the losses") if has_losses else None
-        return EncoderResult(logits=logits, losses=losses)
+        order = None
+        if self.config.head == "pretraining":
+            order = self.absent((num_sequences, 2), self.dtype, "the logits of the order")
+        return EncoderResult(logits=logits, losses=losses, order_logits=order)
 
     def whole(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Return the last layer's whole output on every tp rank, for computation that all repeat.
+        """Return the last layer's whole output on every rank of tp and cp, which all go on alike.
 
-        Communication: under sequence parallelism an all-gather over tp forward, none backward.
+        Communication: under sequence parallelism an all-gather over tp forward, none backward; over
+            cp an all-gather forward, a reduce-scatter backward.
         """
-        if isinstance(hidden, RemoteTensor) and self.mesh.sequence_parallel:
-            shape = hidden.shape[1], hidden.shape[0] * self.mesh.tp.size, hidden.shape[2]
+        mesh = self.mesh
+        parts = mesh.cp.size * (mesh.tp.size if mesh.sequence_parallel else 1)
+        if isinstance(hidden, RemoteTensor) and parts > 1:
+            shape = hidden.shape[1], hidden.shape[0] * parts, hidden.shape[2]
             return self.absent(shape, hidden.dtype, "the hidden states")
-        full = (
-            gather_from_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
-        )
-        return full.transpose(0, 1)
+        part = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
+        return joined_parts(part, mesh.cp).transpose(0, 1)
+
+    def whole_logits(
+        self, logits: Float[Tensor, "seq_part batch vocab_local"]
+    ) -> Float[Tensor, "batch seq vocab"]:
+        """Return the logits of all tokens of a masked language model on every rank of tp and cp.
+
+        Args:
+            logits: Those of this rank in :class:`EncoderResult`.
+
+        Communication: an all-gather over tp forward, none backward; over cp an all-gather forward,
+            a reduce-scatter backward.
+        """
+        cp = self.mesh.cp
+        vocabulary = self.config.vocab_size
+        if isinstance(logits, RemoteTensor):
+            # A placeholder has all columns, and no values to gather.
+            if cp.size == 1:
+                return logits.transpose(0, 1)
+            shape = logits.shape[1], logits.shape[0] * cp.size, vocabulary
+            return self.absent(shape, logits.dtype, "the logits")
+        columns = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocabulary]
+        return joined_parts(columns, cp).transpose(0, 1)
 
     def _embed(self, rows: EncoderInput) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         given = rows.given
         positions = self._positions(rows, given) if rows.positions is None else rows.positions
         kinds = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
-        hidden: Tensor = self.embedding(rows.tokens, positions, kinds, rows.vectors)
+        own = (
+            None if one is None else own_part(one, self.mesh.cp, 1)
+            for one in (rows.tokens, positions, kinds, rows.vectors)
+        )
+        hidden: Tensor = self.embedding(*own)
         return hidden
 
     def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
@@ -248,8 +294,13 @@ class Encoder(LayeredModule):
         """Return the span of the layers; None without padding."""
         if rows.valid is None:
             return None
+        span = AttentionSpan(causal=False, mask=rows.valid[:, None, None, :].bool())
+        mesh = self.mesh
+        if mesh.cp.size > 1 and transport_of(span, mesh, self.context) != "all_to_all":
+            # The ranks see parts of rows, and look up which of their keys are padding.
+            return span
         return prepared(
-            AttentionSpan(causal=False, mask=rows.valid[:, None, None, :].bool()),
+            span,
             *rows.valid.shape,
             dtype=dtype_of_products(like),
             device=like.device,
@@ -274,7 +325,7 @@ class Encoder(LayeredModule):
     @override
     def _last_segment(self) -> Segment:
         # The head of a masked language model reads the embedding's weight, or has a copy.
-        reads_embedding = self.config.head == "masked_lm" and self.embedding is not None
+        reads_embedding = self.config.tie_embeddings and self.embedding is not None
         word = self.embedding.word if self.embedding is not None and reads_embedding else None
         return Segment(
             "head",
@@ -282,81 +333,36 @@ class Encoder(LayeredModule):
             ("hidden", "labels", "ignore_index"),
             ("result",),
             scopes=("head",),
-            modules=tuple(part for part in (self.head, word) if part is not None),
+            modules=tuple(p for p in (self.final_norm, self.head, word) if p is not None),
         )
 
     def _result(self, hidden: Tensor, labels: Tensor | None, ignore_index: int) -> EncoderResult:
         head: Any = self.head
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        cp = self.mesh.cp
+        # Each rank of cp reads its own first token; that of the row is with the first rank.
         if self.config.head == "classifier":
-            return EncoderResult(hidden, logits=head(hidden))
+            return EncoderResult(hidden, logits=of_first_rank(head(hidden), cp))
+        if self.config.head == "span":
+            return EncoderResult(hidden, logits=joined_parts(head(hidden), cp, dim=1))
         if self.config.head == "pooler":
-            return EncoderResult(hidden, pooled=head(hidden))
+            return EncoderResult(hidden, pooled=of_first_rank(head(hidden), cp))
         if self.config.head == "none":
             return EncoderResult(hidden)
         logits = head(hidden, None if self.embedding is None else self.embedding.word.weight)
+        order = None
+        if self.config.head == "pretraining":
+            order = of_first_rank(head.order_logits(hidden), cp)
         if labels is None:
-            return EncoderResult(logits=logits)
+            return EncoderResult(logits=logits, order_logits=order)
         losses = vocab_parallel_cross_entropy(
             logits,
-            labels.t(),
+            own_part(labels, cp, 1).t(),
             self.mesh,
             self.config.vocab_size,
             ignore_index=ignore_index,
             overwrite_logits=True,
         )
-        return EncoderResult(logits=logits, losses=losses.t().contiguous())
-
-
-def _embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
-    drawn = Initializer.normal(config.init_std)
-    size = config.hidden_size
-    untrained = config.padding_id if config.positions == "tokens" else None
-    return EncoderEmbedding(
-        VocabParallelEmbedding(
-            config.vocab_size,
-            size,
-            mesh,
-            multiple=config.vocab_multiple,
-            initializer=drawn,
-            padding_id=config.padding_id,
-        ),
-        TableEmbedding(config.num_positions, size, mesh, untrained=untrained, initializer=drawn),
-        TableEmbedding(config.num_token_types, size, mesh, initializer=drawn),
-        LayerNorm(size, mesh, eps=config.norm_eps),
-        mesh=mesh,
-        dropout=config.hidden_dropout,
-    )
-
-
-def _block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
-    size = config.hidden_size
-    drawn = Initializer.normal(config.init_std)
-    layer = index + 1
-    attention = SelfAttention(
-        size,
-        config.num_heads,
-        mesh,
-        causal=False,
-        dropout=config.attention_dropout,
-        layer=layer,
-        initializer=drawn,
-        output_initializer=drawn,
-    )
-    mlp = MLP(
-        size,
-        config.ffn_hidden_size,
-        mesh,
-        activation=config.activation,
-        initializer=drawn,
-        output_initializer=drawn,
-    )
-    norms = (LayerNorm(size, mesh, eps=config.norm_eps), LayerNorm(size, mesh, eps=config.norm_eps))
-    return TransformerBlock(
-        attention,
-        mlp,
-        *norms,
-        mesh=mesh,
-        layer=layer,
-        norm_position="post",
-        dropout=config.hidden_dropout,
-    )
+        whole = joined_parts(losses, cp).t().contiguous()
+        return EncoderResult(logits=logits, losses=whole, order_logits=order)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lightning_megatron.models.config_checks import check_axes, check_length, require
+from lightning_megatron.models.config_checks import check_expert_axes, check_length, require
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST
@@ -14,12 +14,20 @@ from lightning_megatron.plan.settings import Count, Index, NotNegative, Probabil
 from lightning_megatron.plan.shards import attention_ranges, even_range
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu"]
-EncoderHead = Literal["none", "pooler", "masked_lm", "classifier"]
+EncoderHead = Literal["none", "pooler", "masked_lm", "classifier", "pretraining", "span"]
+BERTSize = Literal["336m", "1.3b", "3.9b"]
+
+#: Layers, hidden size and attention heads of the paper's BERT models (table 4).
+BERT_SIZES: dict[BERTSize, tuple[int, int, int]] = {
+    "336m": (24, 1024, 16),
+    "1.3b": (24, 2048, 32),
+    "3.9b": (48, 2560, 40),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Configuration of an encoder-only Transformer with post-norm blocks, and of its head.
+    """Configuration of an encoder-only Transformer and of its head.
 
     Args:
         vocab_size: Size of the vocabulary, without padding (tokens).
@@ -30,6 +38,9 @@ class EncoderConfig:
         ffn_hidden_size: Inner features of the MLP (elements).
         activation: Activation of the MLP: ``gelu`` (exact), ``gelu_tanh`` or ``relu``.
         norm_eps: Constant added to variances.
+        norm_position: Order of norms and residual sums. ``post`` is the original BERT: norms follow
+            the embedding and each residual sum. ``pre`` is the rearranged order that trains stably
+            at larger sizes: norms precede attention and MLP, and one follows the last layer.
         num_token_types: Number of token types.
         padding_id: Padding token, whose vector gets no gradient from lookups; None means no such
             token.
@@ -41,12 +52,16 @@ class EncoderConfig:
         head: Kind of the head. ``none`` has no layer. ``pooler`` applies a dense layer and tanh to
             the first token. ``masked_lm`` applies a dense layer, an activation and a norm, and
             multiplies by the token embedding. ``classifier`` applies a dense layer, tanh and a
-            linear layer to the first token.
-        head_activation: Activation in the ``masked_lm`` head.
+            linear layer to the first token. ``pretraining`` is ``masked_lm`` and, for the order of
+            two segments, ``pooler`` with a linear layer. ``span`` applies a linear layer to every
+            token, with one output for the start and one for the end of an answer.
+        head_activation: Activation in the heads ``masked_lm`` and ``pretraining``.
         num_labels: Number of outputs of the ``classifier``.
         head_dropout: Dropout probability before the last layer of the ``classifier``.
         drops_first: Whether dropout also precedes the first layer of the ``classifier``.
         init_std: Standard deviation of initial weights.
+        scaled_init: Whether initial weights of layers whose outputs are added to the residual
+            stream are divided by sqrt(2 * num_layers).
         vocab_multiple: Divisor of the padded vocabulary of each tp rank (tokens).
 
     Raises:
@@ -62,6 +77,7 @@ class EncoderConfig:
     ffn_hidden_size: Count
     activation: EncoderActivation = "gelu"
     norm_eps: NotNegative = 1e-12
+    norm_position: Literal["pre", "post"] = "post"
     num_token_types: Count = 2
     padding_id: Index | None = None
     positions: Literal["row", "tokens"] = "row"
@@ -73,6 +89,7 @@ class EncoderConfig:
     head_dropout: Probability = 0.0
     drops_first: bool = False
     init_std: NotNegative = 0.02
+    scaled_init: bool = False
     vocab_multiple: Count = 128
 
     def __post_init__(self) -> None:
@@ -87,6 +104,45 @@ class EncoderConfig:
         )
         self._check_padding()
 
+    @classmethod
+    def bert(cls, size: BERTSize = "336m", **changes: Any) -> EncoderConfig:
+        """Return the configuration of a BERT of the Megatron-LM paper.
+
+        It has the rearranged order (figure 7 (b)), BERT's vocabulary and the pre-training head.
+
+        Args:
+            size: Name of the size: 336 million, 1.3 or 3.9 billion parameters.
+            changes: Fields with other values.
+
+        Raises:
+            ParallelPlanError: If the size is unknown, or a value is illegal.
+
+        Source: Shoeybi et al. 2019, section 4.2 and table 4.
+        """
+        require(
+            size in BERT_SIZES,
+            "size",
+            size,
+            f"be one of {', '.join(BERT_SIZES)}",
+            "these are the sizes of the paper",
+        )
+        layers, hidden, heads = BERT_SIZES[size]
+        values: dict[str, Any] = {
+            "vocab_size": 30522,
+            "num_positions": 512,
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_heads": heads,
+            "ffn_hidden_size": 4 * changes.get("hidden_size", hidden),
+            "norm_position": "pre",
+            "padding_id": 0,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "head": "pretraining",
+            "scaled_init": True,
+        }
+        return cls(**(values | changes))
+
     @property
     def experts(self) -> None:
         """Return ``None``: no layer has a mixture of experts."""
@@ -95,7 +151,7 @@ class EncoderConfig:
     @property
     def tie_embeddings(self) -> bool:
         """Return whether the output head shares the token embedding's weight."""
-        return self.head == "masked_lm"
+        return self.head in ("masked_lm", "pretraining")
 
     @property
     def first_position(self) -> int:
@@ -137,26 +193,26 @@ class EncoderConfig:
 
         Raises:
             ParallelPlanError: If a size of the model does not divide over the layout.
-            UnsupportedError: If the model cannot be cut along an axis of the layout.
         """
         attention_ranges(self.num_heads, self.num_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_hidden_size, layout.tp, 0, what="ffn_hidden_size")
         self.partition(layout)
-        check_axes(layout, "an encoder")
+        check_expert_axes(layout, None)
         if seq_length is not None:
-            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
+            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
 
-    def check_seq_length(self, seq_length: int, sequence_shards: int = 1) -> None:
+    def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
         """Raise if sequences are too long, or do not divide over the ranks that share them.
 
         Args:
             seq_length: Length of the sequences (tokens).
             sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
+            cp: Ranks that share a sequence (ranks).
 
         Raises:
             ParallelPlanError: If the length is too large or not divisible.
         """
-        check_length(seq_length, self.max_seq_length, sequence_shards)
+        check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
     def _costs(self) -> LayerCosts:
         """Return the work of each part (multiplications per token in forward).
@@ -166,7 +222,7 @@ class EncoderConfig:
         size = self.hidden_size
         keys = min(self.max_seq_length, COUNTED_LENGTH)
         layer = size * (4 * size + 2 * self.ffn_hidden_size + 2 * keys)
-        head = size * (size + self.vocab_size) if self.head == "masked_lm" else 0
+        head = size * (size + self.vocab_size) if self.tie_embeddings else 0
         return LayerCosts((layer,) * self.num_layers, EMBEDDING_COST * layer, head)
 
     def _check_padding(self) -> None:

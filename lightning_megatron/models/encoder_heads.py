@@ -1,4 +1,4 @@
-"""Heads of encoders: pooler, classifier and masked language model."""
+"""Heads of encoders: pooler, classifier, spans, masked language model and BERT's pre-training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.embedding import vocab_parameter
@@ -78,6 +79,34 @@ class Classifier(nn.Module):
             return F.dropout(vectors, probability, training=True)
 
 
+class SpanHead(nn.Module):
+    """Head that scores every token as the start and as the end of an answer.
+
+    Equal to ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
+
+    Args:
+        config: Configuration of the model.
+        mesh: The groups of this rank.
+
+    Communication: under sequence parallelism an all-gather of the scores over tp forward, none
+        backward.
+    """
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.output = _dense(config, 2, mesh, partial=mesh.sequence_parallel)
+
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "batch seq 2"]:
+        """Return the logits of starts and ends, on all tp ranks."""
+        scores: Tensor = self.output(hidden)
+        if self.mesh.sequence_parallel:
+            scores = gather_from_axis(scores, self.mesh.tp, dim=0)
+        return scores.transpose(0, 1)
+
+
 class MaskedLMHead(nn.Module):
     """Head of a masked language model, which computes this rank's columns of the logits.
 
@@ -128,6 +157,58 @@ class MaskedLMHead(nn.Module):
         assert weight is not None, "a head without a copy is on the embedding's rank"
         hidden = self.norm(activated(self.dense(hidden), self.config.head_activation))
         return column_linear(hidden, weight, self.bias, self.mesh)
+
+
+class PretrainingHead(MaskedLMHead):
+    """Head of BERT's pre-training: a masked language model and the order of two segments.
+
+    Equal to Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
+
+    Args:
+        config: Configuration of the model.
+        mesh: The groups of this rank.
+        holds_copy: Whether the head has a copy of the token embedding's weight, because the
+            embedding is on another stage.
+
+    Source: Lan et al. 2019 (ALBERT), section 3.1, for the order of segments.
+    """
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> None:
+        super().__init__(config, mesh, holds_copy=holds_copy)
+        self.pooler = Pooler(config, mesh)
+        self.order = _dense(config, 2, mesh, partial=False)
+
+    def order_logits(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "batch 2"]:
+        """Return the logits of "in order" and "swapped" for each pair of segments.
+
+        Args:
+            hidden: Output of the last layer.
+        """
+        logits: Tensor = self.order(self.pooler(hidden))
+        return logits
+
+
+def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> nn.Module | None:
+    """Return the head that a configuration names; None without one.
+
+    Args:
+        config: Configuration of the model.
+        mesh: The groups of this rank.
+        holds_copy: Whether the head needs a copy of the token embedding's weight.
+    """
+    if config.head == "pooler":
+        return Pooler(config, mesh)
+    if config.head == "classifier":
+        return Classifier(config, mesh)
+    if config.head == "span":
+        return SpanHead(config, mesh)
+    if config.head == "masked_lm":
+        return MaskedLMHead(config, mesh, holds_copy=holds_copy)
+    if config.head == "pretraining":
+        return PretrainingHead(config, mesh, holds_copy=holds_copy)
+    return None
 
 
 def activated(

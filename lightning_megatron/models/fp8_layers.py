@@ -1,68 +1,183 @@
-"""Choice of the layers of a model that compute in 8 bits."""
+"""Choice of the layers that compute in 8 bits or with Transformer Engine, and checks of sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
+
+import torch
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.layers.low_rank import LowRank
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.layered import LayeredConfig, LayeredModule
+from lightning_megatron.plan.engine_recipe import Backend
 from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.plan.linear_sizes import linear_sizes
+from lightning_megatron.plan.model_shape import ModelShape
 
 _Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def set_fp8(model: LayeredModule, settings: FP8, emulate: bool) -> list[str]:
+def set_fp8(
+    model: LayeredModule,
+    settings: FP8,
+    emulate: bool,
+    device: torch.device,
+    backend: Backend = "own",
+) -> list[str]:
     """Let linear layers of a model compute in 8 bits; return the names of this rank's.
 
     Args:
         model: The model.
         settings: Which layers do, and how.
         emulate: Whether products are computed in the precision of the device.
+        device: Device of the run, to which the model will move.
+        backend: Library of the products.
 
     Raises:
         ParallelPlanError: If the sizes of a layer do not fit, or if a pattern matches no layer.
     """
-    scaling = Scaling(settings, emulate)
     num_layers = sum(model.partition.counts)
     linears = {name: (index, part) for index, name, part in _linears(model)}
-    _check_patterns(settings, list(linears), num_layers)
-    found = []
+    kinds = {name.split(".", 2)[2] for name in linears}
+    _check_patterns(settings, kinds, num_layers)
+    found = {}
     for name, (index, part) in linears.items():
-        part.scaling = None
+        part.scaling = EngineScaling(None, device) if backend == "te" else None
         if settings.includes(index, num_layers, name):
-            settings.check_sizes(name, *_local_sizes(part))
-            part.scaling = scaling
-            found.append(name)
-    return found
+            settings.check_sizes(name, *_local_sizes(part), backend)
+            found[name] = part
+    scales = _delayed_scales(model, settings, list(found), device)
+    casts = None if backend == "te" else WeightCasts()
+    for number, part in enumerate(found.values()):
+        own = None if scales is None else scales.layer(number)
+        part.scaling = (
+            EngineScaling(settings, device, own)
+            if casts is None
+            else Scaling(settings, emulate, own, casts=casts.layer(part))
+        )
+    model.delayed_scales = scales
+    model.weight_casts = casts
+    return list(found)
 
 
-def _check_patterns(settings: FP8, names: list[str], num_layers: int) -> None:
+def unset_fp8(
+    model: LayeredModule, device: torch.device | None = None, backend: Backend = "own"
+) -> None:
+    """Let all layers of a model compute in the precision of the run, after one in 8 bits.
+
+    Args:
+        model: The model.
+        device: Device of the run; only for Transformer Engine.
+        backend: Library of the products.
+    """
+    for _, _, part in _linears(model):
+        part.scaling = None if device is None or backend == "own" else EngineScaling(None, device)
+    model.delayed_scales = None
+    model.weight_casts = None
+
+
+def set_norms(model: LayeredModule, backend: Backend) -> int:
+    """Let the norms of a model compute with a library; return how many there are on this rank.
+
+    Args:
+        model: The model.
+        backend: The library.
+    """
+    norms = [part for part in model.modules() if isinstance(part, LayerNorm | RMSNorm)]
+    for part in norms:
+        part.uses_engine = backend == "te"
+    return len(norms)
+
+
+def _delayed_scales(
+    model: LayeredModule, settings: FP8, names: list[str], device: torch.device
+) -> DelayedScales | None:
+    """Return the scales of earlier steps; those of an earlier run if it had the same ones."""
+    if settings.recipe != "delayed":
+        return None
+    scales = model.delayed_scales
+    if scales is not None and scales.serves(settings, names, device):
+        return scales
+    return DelayedScales(settings, names, device)
+
+
+def check_fp8_config(
+    config: LayeredConfig, settings: FP8, tp: int, backend: Backend = "own"
+) -> None:
+    """Refuse a model with sizes that do not fit, or patterns of other names, before it is built.
+
+    Args:
+        config: Configuration of the model.
+        settings: Which layers compute in 8 bits, and how.
+        tp: Tensor-parallel size.
+        backend: Library of the products.
+
+    Raises:
+        ParallelPlanError: If the sizes of a layer do not fit, if a pattern matches no layer, or if
+            the heads do not divide over tp.
+    """
+    shape = _shape_of(config)
+    if shape is None:
+        return
+    sizes = [linear_sizes(shape, layer, tp) for layer in range(shape.num_layers)]
+    _check_patterns(settings, set().union(*sizes), shape.num_layers)
+    for layer, found in enumerate(sizes):
+        for name, (out_features, in_features) in found.items():
+            full_name = f"layers.{layer}.{name}"
+            if settings.includes(layer, shape.num_layers, full_name):
+                settings.check_sizes(full_name, out_features, in_features, backend)
+
+
+def _shape_of(config: LayeredConfig) -> ModelShape | None:
+    """Return the sizes of a decoder or an encoder; None if its class is another one."""
+    if isinstance(config, GPTConfig):
+        return config.memory_shape()
+    if not isinstance(config, EncoderConfig):
+        return None
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> None:
     """Refuse patterns that match no linear layer, in any layer of the model.
 
     Args:
         settings: The settings.
-        names: Names of the linear layers of this rank; empty if it has no layers.
+        kinds: Names of linear layers in a block, of some blocks; empty if a rank has none.
         num_layers: Layers of the whole model.
     """
-    kinds = sorted({name.split(".", 2)[2] for name in names})
     anywhere = [f"layers.{index}.{kind}" for index in range(num_layers) for kind in kinds]
+    known = ", ".join(f"layers.N.{kind}" for kind in sorted(kinds))
     for pattern in settings.keep:
-        if names and not any(fnmatchcase(name, pattern) for name in anywhere):
+        if kinds and not any(fnmatchcase(name, pattern) for name in anywhere):
             raise ParallelPlanError(
                 f"fp8.keep must name linear layers: {pattern!r} matches none of "
-                f"{', '.join(f'layers.N.{kind}' for kind in kinds)}. Correct the pattern, or leave "
-                "it out."
+                f"{known}. Correct the pattern, or leave it out."
             )
 
 
 def _linears(model: LayeredModule) -> Iterator[tuple[int, str, _Linear]]:
-    """Yield layer index, name and module of the linear layers outside of routed experts."""
+    """Yield layer index, name and module of linear layers, except routed experts and low ranks."""
     for index, layer in model.layers.items():
-        routed = {
+        left_out = {
             id(part)
             for mixture in layer.modules()
             if isinstance(mixture, MixtureOfExperts)
@@ -70,8 +185,10 @@ def _linears(model: LayeredModule) -> Iterator[tuple[int, str, _Linear]]:
             if name != "shared"
             for part in child.modules()
         }
+        updates = (part for part in layer.modules() if isinstance(part, LowRank))
+        left_out |= {id(part) for update in updates for part in update.modules()}
         for name, part in layer.named_modules():
-            if isinstance(part, _Linear) and id(part) not in routed:
+            if isinstance(part, _Linear) and id(part) not in left_out:
                 yield int(index), f"layers.{index}.{name}", part
 
 

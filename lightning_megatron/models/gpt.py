@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import prepared
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.chunked_loss import LogitForm
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.chunked_head import LogitForm
+from lightning_megatron.layers.context_parallel.sequence_order import (
+    at_place,
+    joined_parts,
+    own_part,
+)
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -27,16 +32,16 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import (
-    attention_kind,
     build_block,
     build_norm,
     build_rotary,
     context_choice,
     rotary_name,
 )
-from lightning_megatron.models.gpt_inputs import laid_out, one_of
+from lightning_megatron.models.gpt_inputs import continues_cache, laid_out, one_of
 from lightning_megatron.models.gpt_losses import Targets
-from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, dtype_of_products
+from lightning_megatron.models.layer_inputs import layer_inputs, rows_name
+from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
 from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
@@ -127,8 +132,9 @@ class GPT(LayeredModule):
         *,
         span: AttentionSpan | None = None,
         embeddings: Float[Tensor, "batch seq hidden"] | None = None,
-    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"]:
-        """Return the loss of each token, or the logits if there are no labels.
+        sums: bool = False,
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"] | Float[Tensor, ""]:
+        """Return the loss of each token or their sum, or the logits if there are no labels.
 
         Args:
             tokens: Token ids; None if embeddings are given.
@@ -140,6 +146,7 @@ class GPT(LayeredModule):
                 and have their windows, soft caps and scales.
             embeddings: Vectors that replace the token embeddings, complete on every rank. They are
                 scaled only if ``config.scales_vectors`` is true.
+            sums: Whether to return the sum of the losses of all tokens.
 
         Returns:
             Losses in float32 (float64 for a float64 model), or logits in the model's dtype.
@@ -153,7 +160,26 @@ class GPT(LayeredModule):
         Communication: that of the layers; without labels an all-gather of the logits over tp, and
             one of losses or logits over cp.
         """
-        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
+        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings, sums)
+
+    def logits_at(
+        self, tokens: Int[Tensor, "batch seq"], place: int, span: AttentionSpan | None = None
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return the logits of one position of each row; those of the others are not computed.
+
+        Args:
+            tokens: Token ids.
+            place: Index of the position.
+            span: Documents, padding and positions of the rows, or the cache that they continue.
+
+        Raises:
+            StageDone: On pipeline stages that do not compute the result.
+
+        Communication: that of the layers, an all-gather of the logits over tp, and an all-reduce of
+            one hidden state over cp.
+        """
+        found: Tensor = self._run(tokens, None, 0.0, -100, span, None, False, place)
+        return found
 
     def _run(
         self,
@@ -163,16 +189,16 @@ class GPT(LayeredModule):
         ignore_index: int,
         span: AttentionSpan | None,
         embeddings: Tensor | None,
+        sums: bool,
+        place: int | None = None,
     ) -> Any:
         """Return what :meth:`_leave` makes of the last layer's output; see :meth:`forward`."""
         given = one_of(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()
-        self.config.check_seq_length(
-            given.shape[1],
-            self.mesh.tp.size if self.mesh.sequence_parallel else 1,
-            self.mesh.cp.size,
-        )
+        parts = 1 if continues_cache(span) else self.mesh.cp.size
+        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        self.config.check_seq_length(given.shape[1], shards, parts)
         span = laid_out(span, given, self.mesh, self.context)
         self._advance_own_streams(given.device)
         if self.cursor is None or not self.cursor.probe:
@@ -185,32 +211,34 @@ class GPT(LayeredModule):
             values = {
                 "tokens": tokens,
                 "positions": rows.positions,
-                "cut": rows.cut,
+                "cut": rows.order,
                 "vectors": embeddings,
                 "hidden": hidden,
                 "labels": labels,
                 "label_smoothing": label_smoothing,
                 "ignore_index": ignore_index,
+                "sums": sums,
+                "place": place,
+                "past": rows.past,
             }
-            return self._run_chunk(chunk, values | self._tables(chunk, like, given.shape[:2], span))
+            layers = self._layers_of_chunk[chunk]
+            own = self.config, layers, self._rotary, self.mesh
+            dropout = self.config.attention_dropout if self.training else 0.0
+            shared = layer_inputs(*own, like, given.shape[:2], span, dropout=dropout)
+            return self._run_chunk(chunk, values | shared)
 
         return self.run_stage(
             run,
-            lambda: self.boundary(given),
-            lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
+            lambda: self.boundary(given, parts),
+            lambda: self._unknown(given.shape[:2], labels is not None, sums),
         )
 
-    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
-        """Return a placeholder without values for the losses or logits."""
+    def _unknown(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
+        """Return a placeholder without values for the losses, their sum or the logits."""
         if has_losses:
-            return self.absent(
-                (num_sequences, length),
-                torch.promote_types(self.dtype, torch.float32),
-                "the losses",
-            )
-        return self.absent(
-            (num_sequences, length, self.config.vocab_size), self.dtype, "the logits"
-        )
+            wide = torch.promote_types(self.dtype, torch.float32)
+            return self.absent(() if sums else shape, wide, "the losses")
+        return self.absent((*shape, self.config.vocab_size), self.dtype, "the logits")
 
     def _stream_like(self, given: Tensor, embeddings: Tensor | None) -> Tensor:
         """Return an empty tensor with the dtype and on the device of the embedding's output."""
@@ -219,36 +247,6 @@ class GPT(LayeredModule):
         if self.embedding.position is not None:
             dtype = torch.promote_types(dtype, self.embedding.position.weight.dtype)
         return given.new_empty(0, dtype=dtype)
-
-    def _tables(
-        self, chunk: int, like: Tensor, shape: torch.Size, span: AttentionSpan | None
-    ) -> dict[str, Any]:
-        """Return the rotary tables and the spans of a chunk's layers by name."""
-        rows = span or AttentionSpan()
-        places = rows.positions, rows.cut
-        found: dict[str, Any] = {}
-        # Layers with the same angles share tables, and those with the same window share a span.
-        for index in self._layers_of_chunk[chunk]:
-            name = rotary_name(self.config, index)
-            if name not in found:
-                tables = self._rotary.get(name)
-                found[name] = None if tables is None else tables(shape[1], like, *places)
-            name = _rows_of(self.config.window_of(index))
-            if span is None and self.mesh.cp.size > 1:
-                # Ranks that see parts of rows need no mask of whole ones.
-                found[name] = None
-            elif span is not None and span.cut is not None:
-                found[name] = replace(span, positions=None)
-            elif name not in found:
-                found[name] = prepared(
-                    attention_kind(self.config, index).over(span),
-                    *shape,
-                    dtype=dtype_of_products(like),
-                    device=like.device,
-                    dropout=self.config.attention_dropout if self.training else 0.0,
-                    head_dim=self.config.head_size,
-                )
-        return found
 
     @property
     @override
@@ -270,7 +268,7 @@ class GPT(LayeredModule):
 
     @override
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return rotary_name(self.config, index), _rows_of(self.config.window_of(index))
+        return rotary_name(self.config, index), rows_name(self.config, index)
 
     @override
     def _last_segment(self) -> Segment:
@@ -280,7 +278,7 @@ class GPT(LayeredModule):
         return Segment(
             "head",
             self._leave,
-            ("hidden", "labels", "label_smoothing", "ignore_index", "cut"),
+            ("hidden", "labels", "label_smoothing", "ignore_index", "cut", "sums", "place"),
             ("result",),
             scopes=("head",),
             modules=tuple(part for part in (self.final_norm, head) if part is not None),
@@ -291,7 +289,7 @@ class GPT(LayeredModule):
         tokens: Tensor | None,
         positions: Tensor | None,
         vectors: Tensor | None,
-        cut: DocumentCut | None,
+        cut: TokenOrder | None,
     ) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
@@ -324,14 +322,18 @@ class GPT(LayeredModule):
         labels: Tensor | None,
         label_smoothing: float,
         ignore_index: int,
-        cut: DocumentCut | None,
+        cut: TokenOrder | None,
+        sums: bool,
+        place: int | None,
     ) -> Any:
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         self._keep(hidden)
+        if place is not None:
+            return self._logits_at_place(hidden, place, cut)
         if labels is None:
             return self._result(self.logits(hidden), None, cut)
-        targets = Targets(labels, label_smoothing, ignore_index, cut)
+        targets = Targets(labels, label_smoothing, ignore_index, cut, sums)
         chunk = self.tokens_at_once(labels.numel() // self.mesh.cp.size)
         if chunk is None:
             return self._result(self.logits(hidden), targets, cut)
@@ -362,22 +364,26 @@ class GPT(LayeredModule):
         Args:
             hidden: Output of the last norm.
         """
-        return self._form.applied(vocab_logits(hidden, self._head_weight, self.mesh))
+        return self._form.applied(self._read_head(hidden, partial(vocab_logits, mesh=self.mesh)))
 
-    @property
-    def _head_weight(self) -> Tensor:
+    def _logits_at_place(self, hidden: Tensor, place: int, cut: TokenOrder | None) -> Tensor:
+        part = gather_from_axis(hidden, self.mesh.tp, 0) if self.mesh.sequence_parallel else hidden
+        one = at_place(part, place, self.mesh.cp, cut)
+        own = self._form.applied(self._read_head(one, F.linear))
+        return gather_from_axis(own, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
+
+    def _read_head(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Any]) -> Any:
+        """Return what a function makes of hidden states and of the head's weight."""
         if self.head is not None:
-            return self.head.weight
-        assert self.embedding is not None, (
-            "a tied head without its own weight is on the embedding's rank"
-        )
-        return self.embedding.word.weight
+            return self.head(hidden, compute)
+        assert self.embedding is not None, "a tied head without a weight is with the embedding"
+        return compute(hidden, self.embedding.word.weight)
 
     @property
     def _form(self) -> LogitForm:
         return LogitForm(self.config.logit_scale, self.config.logit_soft_cap)
 
-    def _result(self, logits: Tensor, targets: Targets | None, cut: DocumentCut | None) -> Any:
+    def _result(self, logits: Tensor, targets: Targets | None, cut: TokenOrder | None) -> Any:
         vocab_size = self.config.vocab_size
         if targets is None:
             full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
@@ -386,10 +392,6 @@ class GPT(LayeredModule):
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
         """Return what :meth:`_result` does, from the output of the last norm."""
-        how = self.config.vocab_size, chunk, self._form
-        return targets.chunked_losses(hidden, self._head_weight, self.mesh, *how)
-
-
-def _rows_of(window: int | None) -> str:
-    """Return the name of the span of layers with a window."""
-    return "rows" if window is None else f"rows.{window}"
+        how: dict[str, Any] = {"mesh": self.mesh, "vocab": self.config.vocab_size}
+        how |= {"form": self._form, "early_gradients": self.loss_chunk == "forward"}
+        return self._read_head(hidden, partial(targets.chunked_losses, chunk=chunk, **how))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import cut_documents
+from lightning_megatron.layers.context_parallel.group_cut import group_size
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -33,6 +37,15 @@ def one_of(
     return given
 
 
+def continues_cache(span: AttentionSpan | None) -> bool:
+    """Return whether rows continue earlier tokens, so that the ranks of cp do not cut them.
+
+    Args:
+        span: Documents, padding and positions of the rows; None means plain rows.
+    """
+    return span is not None and span.past is not None and span.past.cache.length > 0
+
+
 def laid_out(
     span: AttentionSpan | None,
     given: Shaped[Tensor, "batch seq ..."],
@@ -54,7 +67,15 @@ def laid_out(
         return None
     num_sequences, length = given.shape[:2]
     span.check_shape(num_sequences, length)
+    cp = mesh.cp.size
+    if cp == 1:
+        return span.laid_out(num_sequences, length, given.device)
+    if continues_cache(span):
+        # All ranks compute new tokens, and one of them stores each.
+        order = TokenOrder.uncut(num_sequences, length, given.device)
+        return replace(span, order=order)
+    group = cp
+    if mesh.context.groups == "documents" and span.lengths is not None:
+        group = group_size(span.lengths, length, cp, mesh.host_values)
     span = span.laid_out(num_sequences, length, given.device)
-    if mesh.cp.size == 1:
-        return span
-    return cut_documents(span, num_sequences, length, mesh, choice)
+    return cut_documents(span, num_sequences, length, mesh, choice, group)

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.chunked_loss import LogitForm, chunked_cross_entropy
+from lightning_megatron.layers.chunked_head import LogitForm
+from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.summed_loss import summed_cross_entropy
 from lightning_megatron.shapes import Float, Int
 
 
@@ -22,18 +25,20 @@ class Targets:
         labels: Id of the token that follows each token, or ``ignore_index``.
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss is zero.
-        cut: Cut of packed documents over cp; None means that rows are cut.
+        cut: Positions of packed documents that each rank of cp holds; None means that rows are cut.
+        are_summed: Whether the result is the sum of the losses of all tokens.
     """
 
     labels: Int[Tensor, "batch seq"]
     label_smoothing: float
     ignore_index: int
-    cut: DocumentCut | None = None
+    cut: TokenOrder | None = None
+    are_summed: bool = False
 
     def losses(
         self, logits: Float[Tensor, "seq_part batch vocab_local"], mesh: ParallelMesh, vocab: int
-    ) -> Float[Tensor, "batch seq"]:
-        """Return the loss of each token of the whole sequences.
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
+        """Return the loss of each token of the whole sequences, or their sum.
 
         Args:
             logits: This rank's columns of the logits, whose memory the gradient may take.
@@ -51,7 +56,7 @@ class Targets:
             self.ignore_index,
             overwrite_logits=True,
         )
-        return joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
+        return self._result(losses, mesh)
 
     def chunked_losses(
         self,
@@ -61,8 +66,10 @@ class Targets:
         vocab: int,
         chunk: int,
         form: LogitForm | None = None,
-    ) -> Float[Tensor, "batch seq"]:
-        """Return the loss of each token of the whole sequences, without storing logits.
+        *,
+        early_gradients: bool = False,
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
+        """Return the loss of each token of the whole sequences or their sum, storing no logits.
 
         Args:
             hidden: Output of the last norm.
@@ -71,18 +78,20 @@ class Targets:
             vocab: The true vocabulary, without padding (tokens).
             chunk: Tokens whose logits exist at once (tokens).
             form: Scale and bound of the logits; None means none.
+            early_gradients: Whether the forward pass computes the gradients of a sum.
 
-        Communication: that of ``chunked_cross_entropy``, and a gather over cp.
+        Communication: that of ``chunked_cross_entropy`` or ``summed_cross_entropy``, and a gather
+            over cp.
         """
-        losses = chunked_cross_entropy(
-            hidden,
-            weight,
-            own_part(self.labels, mesh.cp, 1, self.cut).t(),
-            mesh,
-            vocab,
-            chunk,
-            self.label_smoothing,
-            self.ignore_index,
-            form,
-        )
-        return joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
+        labels = own_part(self.labels, mesh.cp, 1, self.cut).t()
+        how = mesh, vocab, chunk, self.label_smoothing, self.ignore_index, form
+        if self.are_summed and early_gradients:
+            own = summed_cross_entropy(hidden, weight, labels, *how)
+            return all_gather_sequence(own.reshape(1), mesh.cp).sum()
+        return self._result(chunked_cross_entropy(hidden, weight, labels, *how), mesh)
+
+    def _result(
+        self, losses: Float[Tensor, "seq_part batch"], mesh: ParallelMesh
+    ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
+        found = joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
+        return found.sum() if self.are_summed else found

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.hugging_face_folder import draw_model, load_model, read_config
+from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.shapes import Float, Int
@@ -21,7 +26,9 @@ class HuggingFaceCausalLM(TokenModule):
     """Train, validate and test a Hugging Face decoder.
 
     Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels are the next tokens, as
-    ``TokenDataModule`` provides them; labels of -100 are ignored. Under MegatronStrategy a model of
+    ``TokenDataModule`` provides them; labels of -100 are ignored. With ``"lengths": (batch,
+    documents)``, or ``"position_ids": (batch, seq)`` that restart, attention and positions restart
+    in each document. Under MegatronStrategy a model of
     a supported family works in any layout, and each rank reads only its part of the weights. Other
     models need one pipeline stage. Under ``ddp`` or on one device the module trains Hugging Face's
     own model. It logs the same values as ``CausalLM``.
@@ -37,9 +44,10 @@ class HuggingFaceCausalLM(TokenModule):
         expert_settings: Load-balancing settings of a mixture of experts that replace those of
             ``config.json``: any of ``aux_loss``, ``aux_loss_scope``, ``z_loss``, ``jitter`` and
             ``capacity_factor`` of ``ExpertsConfig``. Needs MegatronStrategy.
+        lora: Low-rank adapters to train in place of the model's weights; None trains these.
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
-            ``token_weighted``.
+            ``token_weighted``, ``lr_schedule``, ``weight_decay_schedule``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -48,7 +56,7 @@ class HuggingFaceCausalLM(TokenModule):
             (in ``configure_model``).
         UnsupportedError: If there is no such folder, or ``expert_settings`` are used with another
             strategy.
-        MissingExtraError: If transformers is not installed.
+        MissingExtraError: If transformers, or peft for ``lora``, is not installed.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class HuggingFaceCausalLM(TokenModule):
         from_scratch: bool = False,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
         expert_settings: dict[str, Any] | None = None,
+        lora: LoraSettings | None = None,
         **training: Any,
     ) -> None:
         given = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
@@ -65,7 +74,15 @@ class HuggingFaceCausalLM(TokenModule):
         self.from_scratch = from_scratch
         self.dtype_name = dtype
         self.expert_settings = expert_settings
-        self.save_hyperparameters()
+        self.lora: LoraSettings | None = given["lora"]
+        if self.lora is not None:
+            # The strategy prepares peft for models without weights, which needs its import before
+            # configure_model.
+            import_extra(PEFT, "lora")
+        # TokenModule has saved its own arguments in plain values.
+        own = ("path", "from_scratch", "dtype", "expert_settings")
+        plain = {"lora": None if self.lora is None else asdict(self.lora)}
+        self.save_hyperparameters({name: given[name] for name in own} | plain)
         # This imports transformers before configure_model, so that the strategy can prevent loading
         # the whole model on each rank.
         self.config: Any = read_config(self.path)
@@ -93,7 +110,8 @@ class HuggingFaceCausalLM(TokenModule):
         if self.model is None:
             build = draw_model if self.from_scratch else load_model
             # `from_pretrained` returns a model in evaluation mode, without dropout.
-            self.model = build(self.path, self.config, self.dtype_name).train()
+            model = build(self.path, self.config, self.dtype_name).train()
+            self.model = model if self.lora is None else self.lora.adapted(model)
 
     @override
     def on_fit_start(self) -> None:
@@ -110,11 +128,37 @@ class HuggingFaceCausalLM(TokenModule):
         found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return found
 
+    def _positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return positions that restart in each document, as an argument of the model."""
+        tokens = batch["tokens"]
+        if "position_ids" in batch:
+            # The host knows these already; positions that are made here are read from the device.
+            found = batch["position_ids"]
+        elif "lengths" in batch:
+            found = positions_in_documents(batch["lengths"], tokens.shape[1])
+        else:
+            return {}
+        assert self.model is not None, "configure_model builds the model before its first use"
+        kind = type(bare_model(self.model))
+        source = sys.modules[kind.__module__]
+        is_plain = not isinstance(self.device_mesh, ParallelMesh)
+        if is_plain and not hasattr(source, "create_causal_mask"):
+            raise UnsupportedError(
+                f"packed documents need a model that keeps their attention apart: "
+                f"{kind.__name__} of transformers does not. Use MegatronStrategy, or "
+                "data with one document in each row (packing=False, documents='joined')."
+            )
+        return {"position_ids": found}
+
     def predict_step(
         self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
     ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of a batch."""
-        return self(batch["tokens"])
+        assert self.model is not None, "configure_model builds the model before its first use"
+        found: Tensor = self.model(
+            input_ids=batch["tokens"], use_cache=False, **self._positions(batch)
+        ).logits
+        return found
 
     @override
     def mean_loss(
@@ -133,5 +177,22 @@ class HuggingFaceCausalLM(TokenModule):
             shift_labels=labels,
             num_items_in_batch=num_tokens.clamp(min=1),
             use_cache=False,
+            **self._positions(batch),
         ).loss
         return loss
+
+
+def positions_in_documents(
+    lengths: Int[Tensor, "batch documents"], length: int
+) -> Int[Tensor, "batch seq"]:
+    """Return the position of each token in its document, counted from 0.
+
+    Args:
+        lengths: Lengths of the documents of each row, 0 for none (tokens). What they leave of the
+            row is a document, too.
+        length: Length of the rows (tokens).
+    """
+    ends = lengths.cumsum(1)
+    at = torch.arange(length, device=lengths.device).repeat(len(lengths), 1)
+    document = torch.searchsorted(ends, at, right=True)
+    return at - F.pad(ends, (1, 0)).gather(1, document)

@@ -15,6 +15,8 @@ from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.block import BlockMode
+from lightning_megatron.layers.fp8.delayed import DelayedScales
+from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
@@ -87,6 +89,10 @@ class LayeredModule(PipelinedModule):
         #: Whether forward passes compare the token counts of ranks that share experts. Code that
         #: has compared them for a whole step sets it to False.
         self.compares_counts = True
+        #: Scales of earlier steps, for products in 8 bits; None without them.
+        self.delayed_scales: DelayedScales | None = None
+        #: Weights in 8 bits that microbatches share; None without our products in 8 bits.
+        self.weight_casts: WeightCasts | None = None
         #: Runner of the chunks; None runs their segments one after the other.
         self.runner: ChunkRunner | None = None
         self._owns_mesh = mesh is None
@@ -236,21 +242,29 @@ class LayeredModule(PipelinedModule):
         """Run a chunk on values by name, of which it reads those that its list names."""
         segments = self._lists[chunk]
         given = tuple([values[name] for name in segments.inputs])
-        if self.runner is None or self.watches_layers:
+        # Rows that continue a cache have another form in each call.
+        is_whole = values.get("past") is None
+        if self.runner is None or self.watches_layers or not is_whole:
             return segments(given)[0]
         is_last = self.is_last_stage(chunk)
         return self.runner.run(chunk, segments, given, is_last, self.training)[0]
 
     def boundary(
-        self, tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]
+        self,
+        tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"],
+        parts: int | None = None,
     ) -> tuple[torch.Size, torch.dtype]:
         """Return shape and dtype of the hidden states between stages.
 
         Shapes: the hidden states are ``(seq_local, batch, hidden)``.
+
+        Args:
+            tokens: Tokens or vectors of whole rows.
+            parts: Ranks that cut the rows; None means those of cp (ranks).
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        shards *= self.mesh.cp.size
+        shards *= self.mesh.cp.size if parts is None else parts
         return torch.Size(
             (seq_length // shards, num_sequences, self.config.hidden_size)
         ), self.dtype

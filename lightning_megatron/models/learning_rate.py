@@ -1,12 +1,12 @@
-"""Learning rate schedules with a linear warm-up."""
+"""Default learning rate schedule of token modules: a linear warm-up and a decay."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.decay_shapes import height
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,4 @@ class WarmupSchedule:
         if self.num_steps is None or self.shape == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))
-        fall = 0.5 * (1.0 + math.cos(math.pi * done)) if self.shape == "cosine" else 1.0 - done
-        return self.min_ratio + (1.0 - self.min_ratio) * fall
+        return self.min_ratio + (1.0 - self.min_ratio) * height(self.shape, done)

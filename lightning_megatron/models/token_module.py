@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
 from lightning_megatron.models.learning_rate import WarmupSchedule
+from lightning_megatron.models.scheduler_settings import SchedulerSettings
 from lightning_megatron.plan.settings import (
     Count,
     Index,
@@ -38,6 +42,10 @@ class TokenModule(LightningModule):
     per token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
     token are known. A subclass provides the vocabulary size and the mean loss.
 
+    Several validation sets are logged as ``val_loss/NAME`` each, by the names of the data module,
+    or else ``dataloader_idx_0`` and so on. ``val_loss`` is then the mean over all tokens of all
+    sets, known from the end of the epoch. Test sets are logged alike.
+
     Args:
         learning_rate: Highest learning rate, reached after the warm-up.
         weight_decay: Weight decay of matrices; one-dimensional parameters (biases, norms) have
@@ -50,6 +58,12 @@ class TokenModule(LightningModule):
         min_lr_ratio: Lowest learning rate as a fraction of the highest.
         bytes_per_token: Mean length of a token, for bits per byte; None asks the data module
             (bytes).
+        lr_schedule: Class of the learning rate scheduler with its arguments, such as
+            ``CosineSchedule``, stepped after each optimizer step. It takes the place of
+            ``schedule``, ``warmup_steps``, ``max_steps`` and ``min_lr_ratio``, which must keep
+            their defaults. The peak is ``learning_rate``.
+        weight_decay_schedule: Class of a scheduler of the weight decay with its arguments, such as
+            ``WeightDecaySchedule``; None keeps ``weight_decay``.
         token_weighted: Whether a step under MegatronStrategy computes the gradient of the mean over
             all its tokens, on all ranks and in all microbatches. Otherwise microbatches and ranks
             are weighted by their samples, as ranks are under other strategies. The two differ if
@@ -58,6 +72,12 @@ class TokenModule(LightningModule):
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
     """
+
+    #: Means of an evaluation, each with the unit that it is a mean over.
+    weights_of_means: tuple[tuple[str, str], ...] = (("loss", "tokens"), ("bits_per_byte", "bytes"))
+
+    #: The model that ``configure_model`` of a subclass builds; None before.
+    model: nn.Module | None
 
     def __init__(
         self,
@@ -70,8 +90,16 @@ class TokenModule(LightningModule):
         min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1,
         bytes_per_token: Positive | None = None,
         token_weighted: bool = True,
+        lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
+        weight_decay_schedule: Callable[[Optimizer], LRScheduler] | None = None,
     ) -> None:
-        given = coerced_arguments(TokenModule.__init__, locals())
+        schedulers = {
+            "lr_schedule": SchedulerSettings.of("lr_schedule", lr_schedule),
+            "weight_decay_schedule": SchedulerSettings.of(
+                "weight_decay_schedule", weight_decay_schedule
+            ),
+        }
+        given = coerced_arguments(TokenModule.__init__, locals() | schedulers)
         super().__init__()
         self.learning_rate: float = given["learning_rate"]
         self.weight_decay: float = given["weight_decay"]
@@ -82,7 +110,11 @@ class TokenModule(LightningModule):
         self.min_lr_ratio: float = given["min_lr_ratio"]
         self.bytes_per_token: float | None = given["bytes_per_token"]
         self.token_weighted: bool = given["token_weighted"]
-        self.save_hyperparameters(given)
+        self.lr_schedule = schedulers["lr_schedule"]
+        self.weight_decay_schedule = schedulers["weight_decay_schedule"]
+        self._check_schedulers()
+        plain = {name: one and one.plain() for name, one in schedulers.items()}
+        self.save_hyperparameters(given | plain)
 
     @property
     @abstractmethod
@@ -103,6 +135,21 @@ class TokenModule(LightningModule):
             num_tokens: Number of labels that are not ignored, as a tensor on the device.
             is_trained: Whether the loss is for training; otherwise it is for evaluation.
         """
+
+    def hand_over_model(self, mesh: Any) -> nn.Module:
+        """Build the model by ``configure_model`` and return it without keeping it.
+
+        A module that runs the model in place of this one calls it, such as ``EvaluatedLM``.
+
+        Args:
+            mesh: The other module's ``device_mesh``; None without MegatronStrategy.
+        """
+        self._device_mesh = mesh
+        self.configure_model()
+        model = self.model
+        assert isinstance(model, nn.Module), "configure_model builds the model"
+        self.model = None
+        return model
 
     def setup(self, stage: str) -> None:
         """Raise if the vocabulary of the data, whose module is set up already, exceeds the model's.
@@ -134,16 +181,34 @@ class TokenModule(LightningModule):
         )
         return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
-    def validation_step(self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int) -> None:
-        """Log the mean loss of the batch's tokens."""
-        self._evaluate(batch, "val")
+    def validation_step(
+        self,
+        batch: Mapping[str, Shaped[Tensor, "batch ..."]],
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+    ) -> None:
+        """Log the means over the batch."""
+        self._evaluate(batch, "val", dataloader_idx)
 
-    def test_step(self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int) -> None:
-        """Log the mean loss of the batch's tokens."""
-        self._evaluate(batch, "test")
+    def test_step(
+        self,
+        batch: Mapping[str, Shaped[Tensor, "batch ..."]],
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+    ) -> None:
+        """Log the means over the batch."""
+        self._evaluate(batch, "test", dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all validation sets, if there are several."""
+        log_means_of_all_sets(self, "val", self.weights_of_means)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over all test sets, if there are several."""
+        log_means_of_all_sets(self, "test", self.weights_of_means)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and its learning rate schedule, which advances with each optimizer step."""
+        """Return AdamW and its schedulers, which advance with each optimizer step."""
         decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
         # Both groups exist on every rank, even if empty, so that optimizer checkpoints of all ranks
@@ -158,15 +223,42 @@ class TokenModule(LightningModule):
             betas=(self.betas[0], self.betas[1]),
             fused=self._is_fused() or None,
         )
+        rate = self._each_step(self._lr_scheduler(optimizer))
+        if self.weight_decay_schedule is None:
+            return {"optimizer": optimizer, "lr_scheduler": rate}
+        both: list[Any] = [rate, self._each_step(self.weight_decay_schedule(optimizer))]
+        return [optimizer], both
+
+    @staticmethod
+    def _each_step(scheduler: LRScheduler) -> LRSchedulerConfigType:
+        # Lightning's default is a step of the scheduler after each epoch.
+        return {"scheduler": scheduler, "interval": "step"}
+
+    def _check_schedulers(self) -> None:
+        """Raise if schedulers refuse their arguments, or two settings describe the rate."""
+        for name in ("lr_schedule", "weight_decay_schedule"):
+            settings: SchedulerSettings | None = getattr(self, name)
+            if settings is not None:
+                settings.check(name, self.learning_rate, self.weight_decay)
+        if self.lr_schedule is None:
+            return
+        defaults = {"schedule": "cosine", "warmup_steps": 0, "max_steps": None, "min_lr_ratio": 0.1}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise ParallelPlanError(
+                    f"{name} ({getattr(self, name)}) must be {default} with lr_schedule, because "
+                    f"{self.lr_schedule.kind.__name__} has settings of its own for the whole "
+                    f"learning rate. Leave {name} out, or lr_schedule."
+                )
+
+    def _lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        if self.lr_schedule is not None:
+            return self.lr_schedule(optimizer)
         schedule = WarmupSchedule(
             self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio
         )
         # LambdaLR does not save a lambda, so that a resumed training uses the current settings.
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
 
     def _is_fused(self) -> bool:
         """Return whether to use fused AdamW: on GPUs, where MegatronStrategy clips gradients.
@@ -176,26 +268,19 @@ class TokenModule(LightningModule):
         on_gpu = all(parameter.is_cuda for parameter in self.parameters())
         return on_gpu and isinstance(self.device_mesh, ParallelMesh)
 
-    def _evaluate(self, batch: Mapping[str, Tensor], name: str) -> None:
+    def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=False)
         # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
         # read.
-        weight: Any = num_tokens.to(loss.dtype)
-        self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
-        length = self._bytes_per_token()
+        weight = num_tokens.to(loss.dtype)
+        evaluated = EvaluatedSet.of(self, part, index)
+        evaluated.log({"loss": loss}, weight, "tokens")
+        length = self.bytes_per_token or evaluated.bytes_per_token()
         if length:
-            self.log(
-                f"{name}_bits_per_byte",
-                loss / (math.log(2.0) * length),
-                sync_dist=True,
-                batch_size=weight,
+            evaluated.log(
+                {"bits_per_byte": loss / (math.log(2.0) * length)}, weight, "bytes", length
             )
-
-    def _bytes_per_token(self) -> float | None:
-        if self.bytes_per_token is not None:
-            return self.bytes_per_token
-        return getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
 
     def _num_steps(self) -> int | None:
         """Return the step at which the decay ends; None if the training has no known end."""

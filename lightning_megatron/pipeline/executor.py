@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +78,9 @@ class PipelineExecutor:
         #: Function called after the last forward pass of this rank in each run. It returns a
         #: function that is called after the last pass. None calls nothing.
         self.after_forwards: Callable[[], Callable[[], None]] | None = None
+        #: Function from the number of microbatches to the context of the passes of a run with
+        #: backward passes.
+        self.around_passes: Callable[[int], AbstractContextManager[None]] = _nothing_around
 
     def run(
         self,
@@ -153,7 +157,8 @@ class PipelineExecutor:
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
             run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
-        with run.whole():
+        around = self.around_passes(len(microbatches)) if backward else nullcontext()
+        with around, run.whole():
             self._run_program(run, observer)
         return run.results
 
@@ -264,6 +269,10 @@ class PipelineExecutor:
             return None, False
         finally:
             self.model.cursor = None
+
+
+def _nothing_around(num_microbatches: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _last_forward(instructions: Sequence[Instruction]) -> Instruction:

@@ -3,7 +3,7 @@
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
-from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.kept_activations import KeptActivations
@@ -32,6 +32,7 @@ from lightning_megatron.plan.shards import (
 )
 from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.stage_memory import StageMemory
 from lightning_megatron.plan.stage_string import read_stage_string
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import (

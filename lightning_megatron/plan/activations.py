@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_megatron.plan.attention_activations import attention_costs
+from lightning_megatron.plan.attention_activations import AttentionCosts, attention_costs
+from lightning_megatron.plan.eight_bits import EightBitCosts, EightBitLayers
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.model_shape import ModelShape
@@ -92,6 +93,7 @@ def activation_costs(
     recompute: Parts = (),
     has_experts: bool = False,
     loss_chunk: LossChunk = None,
+    eight_bits: EightBitLayers | None = None,
 ) -> ActivationCosts:
     """Compute the bytes that one microbatch needs on one rank.
 
@@ -103,9 +105,13 @@ def activation_costs(
         recompute: Parts of the block that backward computes again.
         has_experts: Whether the block has experts instead of an MLP.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
+        eight_bits: Linear layers of the block that compute in 8 bits; None without any.
     """
+    is_core_again = "selective" in recompute
+    change = EightBitCosts.of(eight_bits, model, table, batch, is_core_again)
     network = _network_costs(model, table, batch, recompute, has_experts)
     heads = attention_costs(model, table, batch, seq_length)
+    network, heads = _in_eight_bits(network, heads, change, batch, model.hidden_size, has_experts)
     num_tokens = batch.num_tokens
     element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
@@ -113,23 +119,18 @@ def activation_costs(
     boundary = whole // shards
     statistics = num_tokens * table.norm_bytes // shards
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
-    norms = table.hidden_copies * boundary + 2 * statistics
+    norms = table.hidden_copies * boundary + 2 * statistics + change.norms
     layer = norms + heads.kept + heads.core + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
     is_full = "full" in recompute
-    inside = _recomputed_inside(model, table, batch, network, recompute)
-    # A mixture keeps the output of the norm before it, which its router reads, too.
-    num_norms = ("norms" in recompute) * (1 if has_experts else 2)
+    inside = _recomputed_inside(model, table, batch, network, recompute, change.frees_activation)
+    num_norms = ("norms" in recompute) * change.num_norms_in_16_bits(has_experts)
     again = layer - boundary if is_full else inside + num_norms * boundary
-    alone = heads.backward + ("selective" in recompute) * heads.core
+    alone = heads.backward + is_core_again * heads.core
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
     attention = alone - network.kept - norms // 2
-    # Recomputed activations are not kept, but they exist while the block runs.
-    running = network.kept if is_full else inside
-    others = network.kept - network.recomputed if is_full else 0
-    forward = max(others + gathered + whole, others + network.forward, running)
-    # The MLP has kept nothing yet when the attention core runs.
-    forward = max(forward, heads.forward - network.kept - norms // 2)
+    widest = max(gathered, change.forward) + whole
+    forward = _forward_bytes(network, heads, widest, norms, inside, is_full)
     start = again + network.recomputed_start if is_full else network.backward_start
     # The output of the norm before attention is computed again after that of the MLP.
     before = again - (boundary if num_norms else 0)
@@ -138,7 +139,7 @@ def activation_costs(
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - again - ("selective" in recompute) * heads.core,
+        kept=layer - again - is_core_again * heads.core,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
@@ -165,6 +166,32 @@ def activation_costs(
     return _with_parts(costs, network, norm, alone, captured)
 
 
+def _forward_bytes(
+    network: NetworkCosts,
+    heads: AttentionCosts,
+    widest: int,
+    norms: int,
+    inside: int,
+    is_full: bool,
+) -> int:
+    """Return the temporary buffers of a block's forward pass.
+
+    Args:
+        network: Costs of the MLP or the mixture.
+        heads: Costs of the attention.
+        widest: Buffers of its largest product.
+        norms: What norms keep.
+        inside: Activations of the MLP or of experts that are computed again.
+        is_full: Whether all of the block is.
+    """
+    # Recomputed activations are not kept, but they exist while the block runs.
+    running = network.kept if is_full else inside
+    others = network.kept - network.recomputed if is_full else 0
+    # The MLP has kept nothing yet when the attention core runs.
+    first = heads.forward - network.kept - norms // 2
+    return max(others + widest, others + network.forward, running, first)
+
+
 def _network_costs(
     model: ModelShape,
     table: KeptActivations,
@@ -176,6 +203,41 @@ def _network_costs(
         return dense_costs(model, model.ffn_hidden_size, table, batch)
     replays = not {"experts", "full"}.isdisjoint(recompute)
     return mixture_costs(model, table, batch, replays, sends_again="expert_inputs" in recompute)
+
+
+def _in_eight_bits(
+    network: NetworkCosts,
+    heads: AttentionCosts,
+    change: EightBitCosts,
+    batch: MicrobatchShape,
+    hidden_size: int,
+    has_experts: bool,
+) -> tuple[NetworkCosts, AttentionCosts]:
+    """Return the costs of an MLP or a mixture, and of attention, with layers in 8 bits."""
+    heads = replace(
+        heads,
+        kept=heads.kept + change.attention,
+        waiting=heads.waiting + change.attention_waiting,
+        backward=heads.backward + change.attention_backward,
+    )
+    again = 0
+    if change.forward:
+        # A second forward pass casts its inputs, too. Its output exists before and after a bias.
+        again = change.forward + 2 * batch.num_tokens * batch.activation_bytes * hidden_size
+    network = replace(
+        network,
+        kept=network.kept + change.network,
+        waiting=network.waiting + change.network_waiting,
+        recomputed_start=max(network.recomputed_start, again),
+    )
+    if has_experts:
+        return network, heads
+    backward = change.network_backward
+    return replace(
+        network,
+        backward=max(network.backward, backward),
+        captured_backward=max(network.captured_backward, backward),
+    ), heads
 
 
 def offloaded(costs: ActivationCosts) -> ActivationCosts:
@@ -202,6 +264,7 @@ def _recomputed_inside(
     batch: MicrobatchShape,
     network: NetworkCosts,
     recompute: Parts,
+    frees_activation: bool,
 ) -> int:
     """Return the bytes of the MLP, or of the experts, that are computed again."""
     if network.recomputed:
@@ -211,7 +274,7 @@ def _recomputed_inside(
     # ReLU needs its output, and nothing else.
     inputs = 2 if model.gated else 1
     features = batch.num_tokens * batch.activation_bytes * (model.ffn_hidden_size // batch.tp)
-    return (table.ffn_copies - inputs) * features
+    return (table.ffn_copies - frees_activation - inputs) * features
 
 
 @dataclass(frozen=True)
@@ -238,6 +301,10 @@ def _loss_costs(
     one = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
     kept = batch.num_tokens * (2 * batch.wide_bytes + _INDEX + 1)
     gathered = element * batch.num_tokens * model.hidden_size if batch.sequence_parallel else 0
+    if option == "forward":
+        # The gradient of the weight stays; that of the hidden states takes their place.
+        weight = rows * model.hidden_size * batch.wide_bytes
+        return _LossCosts(weight, one + 2 * gathered, 0)
     # Chunks leave nothing to a weight half.
     return _LossCosts(kept, one + gathered, one)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.activations import ActivationCosts, activation_costs, offloaded
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.eight_bits import EightBitLayers
 from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
@@ -20,6 +22,7 @@ from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_
 from lightning_megatron.plan.partition import partition_of
 from lightning_megatron.plan.recomputation import Parts, Recomputation, Recompute
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.stage_memory import StageMemory
 from lightning_megatron.plan.step_moments import ChunkCosts, Moment, moments
 
 GIB = 2**30
@@ -58,6 +61,8 @@ class TrainingShape:
         cuda_graphs: Settings of CUDA graphs; None without graphs.
         input_bytes: Size of a microbatch's inputs for each token, such as its id and its label
             (bytes).
+        fp8: Linear layers that compute in 8 bits, with the products of this package; None without
+            any.
     """
 
     seq_length: int
@@ -81,65 +86,13 @@ class TrainingShape:
     library_bytes: int = 0
     cuda_graphs: CudaGraphs | None = None
     input_bytes: int = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Peak memory of one rank of a stage, by category (bytes).
-
-    Args:
-        stage: Position on the pp axis.
-        moment: Moment of the peak: "forward", "backward" or "optimizer step".
-        in_flight: Microbatches, over all chunks, whose activations exist at the peak.
-        num_parameters: Elements of this rank's parameters.
-        parameters: Parameters of the model.
-        gradients: Buffers of the summed gradients.
-        main_parameters: Main parameters of the optimizer.
-        optimizer: Optimizer state.
-        activations: Activations that layers keep for backward.
-        loss: Logits, and tensors that the loss derives from them.
-        workspace: Temporary buffers of the running layer or optimizer.
-        communication: Transfers in flight between stages, symmetric buffers for tokens, and clones
-            of experts with their gradients.
-        libraries: Workspaces of libraries.
-        graphs: Memory of CUDA graphs. The allocator also keeps that of the eager steps before the
-            captures, which all other parts describe.
-        host: Pinned memory of the host for inputs of blocks, which the peak does not count.
-    """
-
-    stage: int
-    moment: str
-    in_flight: int
-    num_parameters: int
-    parameters: int
-    gradients: int
-    main_parameters: int
-    optimizer: int
-    activations: int = 0
-    loss: int = 0
-    workspace: int = 0
-    communication: int = 0
-    libraries: int = 0
-    graphs: int = 0
-    host: int = 0
+    fp8: FP8 | None = None
 
     @property
-    def static(self) -> int:
-        """Return the bytes that are allocated during the whole training."""
-        return self.parameters + self.gradients + self.main_parameters + self.optimizer
-
-    @property
-    def peak(self) -> int:
-        """Return the sum of all categories."""
-        return (
-            self.static
-            + self.activations
-            + self.loss
-            + self.workspace
-            + self.communication
-            + self.libraries
-            + self.graphs
-        )
+    def shares_casts(self) -> bool:
+        """Return whether microbatches share the casts of weights to 8 bits."""
+        mode = None if self.cuda_graphs is None else self.cuda_graphs.mode
+        return self.fp8 is not None and self.fp8.shares_casts(self.num_microbatches, mode)
 
 
 def estimate_memory(
@@ -196,6 +149,7 @@ def estimate_memory(
             schedule,
             [costs.of_chunk(chunk) for chunk in chunks],
             costs.of(()),
+            [one for chunk in chunks for one in map(costs.eight_bits, chunk) if one is not None],
         )
         for stage, chunks in enumerate(layers)
     )
@@ -215,7 +169,8 @@ class _BlockCosts:
         self._training = training
         self._table = table
         self._recomputation = Recomputation.of(training.recompute)
-        self._known: dict[tuple[Parts, bool], ActivationCosts] = {}
+        self._tp = layout.tp
+        self._known: dict[tuple[Parts, bool, EightBitLayers | None], ActivationCosts] = {}
         self._batch = MicrobatchShape(
             num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
             activation_bytes=training.activation_bytes,
@@ -234,13 +189,29 @@ class _BlockCosts:
             self.of(
                 self._recomputation.parts_of(place, len(layers)),
                 self._model.has_experts_in(layer),
+                self.eight_bits(layer),
             )
             for place, layer in enumerate(layers)
         ]
 
-    def of(self, recompute: Parts, has_experts: bool = False) -> ActivationCosts:
+    def eight_bits(self, layer: int) -> EightBitLayers | None:
+        """Return the linear layers of a block that compute in 8 bits; None without any."""
+        training = self._training
+        if training.fp8 is None:
+            return None
+        shares = training.shares_casts
+        sizes = self._model, layer, self._tp
+        found = EightBitLayers.of(training.fp8, *sizes, shares_casts=shares)
+        return found if found.sizes else None
+
+    def of(
+        self,
+        recompute: Parts,
+        has_experts: bool = False,
+        eight_bits: EightBitLayers | None = None,
+    ) -> ActivationCosts:
         """Return the costs of a block that computes some of its parts again."""
-        key = recompute, has_experts
+        key = recompute, has_experts, eight_bits
         if key not in self._known:
             costs = activation_costs(
                 self._model,
@@ -250,6 +221,7 @@ class _BlockCosts:
                 recompute=recompute,
                 has_experts=has_experts,
                 loss_chunk=self._training.loss_chunk,
+                eight_bits=eight_bits,
             )
             leaves = self._recomputation.offload and costs.is_whole
             self._known[key] = offloaded(costs) if leaves else costs
@@ -264,6 +236,7 @@ def _stage_memory(
     schedule: Schedule,
     chunks: Sequence[Sequence[ActivationCosts]],
     ends: ActivationCosts,
+    eight_bits: Sequence[EightBitLayers],
 ) -> StageMemory:
     """Find the peak memory of one stage, for which ``ends`` has the costs beside its blocks."""
     blocks = [block for chunk in chunks for block in chunk]
@@ -285,7 +258,13 @@ def _stage_memory(
         *moments(schedule.actions(stage), costs),
         Moment("optimizer step", 0, 0, 0, training.step_bytes * owned),
     ]
-    worst = max(found, key=lambda moment: moment.size)
+    weights = sum(one.weight_bytes for one in eight_bits)
+
+    def casts_at(moment: Moment) -> int:
+        # The casts of weights are freed before the optimizer steps.
+        return 0 if moment.name == "optimizer step" else weights
+
+    worst = max(found, key=lambda moment: moment.size + casts_at(moment))
     # A stage receives one tensor while it sends another.
     transfers = 2 * ends.boundary if layout.pp > 1 else 0
     clones = clone_bytes(model, layout, training) if num_mixtures else 0
@@ -302,6 +281,7 @@ def _stage_memory(
         + max((block.slots for block in blocks), default=0)
         + clones,
         libraries=training.library_bytes,
+        casts=casts_at(worst) + sum(one.history_bytes for one in eight_bits),
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
         host=max(one.in_flight for one in found)
         * max(sum(block.on_host for block in chunk) for chunk in chunks),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.context_groups import ContextGroupsChoice
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import divisors
 
@@ -22,11 +23,14 @@ class ContextLinks:
         inner: Neighbouring ranks that exchange heads in a hierarchical transport; 1 if there is no
             such transport (ranks).
         is_one_host: Whether all ranks that share a sequence are on one host.
+        groups: Ranks that share a document: "whole" means all that share a sequence, "documents"
+            the smallest groups that the documents of a batch allow.
     """
 
     transport: ContextTransport | Literal["auto"] = "auto"
     inner: int = 1
     is_one_host: bool = True
+    groups: ContextGroupsChoice = "whole"
 
     @classmethod
     def of(
@@ -34,6 +38,7 @@ class ContextLinks:
         transport: ContextTransport | Literal["auto"],
         layout: ParallelLayout,
         ranks_per_host: int,
+        groups: ContextGroupsChoice = "whole",
     ) -> ContextLinks:
         """Find the links of a layout.
 
@@ -41,13 +46,14 @@ class ContextLinks:
             transport: Transport that is asked for.
             layout: Sizes and order of the axes.
             ranks_per_host: Number of processes on every host (ranks).
+            groups: Ranks that share a document. Groups of them have one level.
 
         Raises:
             ParallelPlanError: If a hierarchical transport is asked for and cp has no two levels.
         """
         cp = layout.cp
         neighbours = min(_neighbours(ranks, ranks_per_host) for ranks in layout.groups("cp"))
-        inner = neighbours if 1 < neighbours < cp else 1
+        inner = neighbours if 1 < neighbours < cp and groups == "whole" else 1
         if transport == "hierarchical" and inner == 1:
             # On one host every division is possible. The largest inner group sends the least.
             inner = divisors(cp)[-2] if neighbours == cp and cp > 1 else 1
@@ -58,7 +64,7 @@ class ContextLinks:
                     "heads, the outer ones form a ring. Use a cp that is no prime, 'ring' or "
                     "'all_to_all'."
                 )
-        return cls(transport, inner, neighbours == cp)
+        return cls(transport, inner, neighbours == cp, groups)
 
 
 @dataclass(frozen=True)

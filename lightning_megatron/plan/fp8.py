@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import Index, coerce_fields, coerced
+from lightning_megatron.plan.cuda_graphs import GraphMode
+from lightning_megatron.plan.engine_recipe import Backend, settings_of_recipe
+from lightning_megatron.plan.settings import Count, Index, Range, coerce_fields, coerced
 
-FP8Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 """How the numbers of a tensor are scaled to the range of 8 bits, as :class:`FP8` describes it."""
 
 #: Rows and columns of a block that shares a scale (elements).
 BLOCK = 128
+#: Recipes with one scale for all numbers of a tensor.
+_OF_TENSORS = ("tensorwise", "delayed")
+#: Neighbours that share a scale with mxfp8 (elements).
+_GROUP = 32
+_HISTORY = 1024
 
 
 @dataclass(frozen=True)
@@ -26,22 +33,33 @@ class FP8:
 
     Args:
         recipe: Numbers that share a scale, which is computed from their largest magnitude:
-            ``tensorwise`` (all numbers of a tensor), ``rowwise`` (the numbers that one product sums
-            up: a row or a column) or ``blockwise`` (128 neighbours of a row or a column; in weights
-            blocks of 128 x 128).
+            ``tensorwise`` (all numbers of a tensor), ``delayed`` (the same, with the magnitude of
+            earlier steps), ``rowwise`` (the numbers that one product sums up: a row or a column),
+            ``blockwise`` (128 neighbours of a row or a column; in weights blocks of 128 x 128) or
+            ``mxfp8`` (32 neighbours, with powers of two; Transformer Engine alone has it).
         format: ``e4m3`` has 4 bits of exponent and 3 of fraction. ``hybrid`` is e4m3, but e5m2 for
             gradients of outputs, which has a larger range and fewer digits. None means hybrid for
-            tensorwise, else e4m3.
+            tensorwise and delayed, else e4m3.
         first_bf16: Layers at the start of the model that keep the precision of the run.
         last_bf16: Layers at its end that do.
         keep: Patterns of the names of layers that do, such as ``*.mlp.down`` or ``layers.3.*``.
+        history: Steps whose largest magnitude sets the scales of ``delayed`` (optimizer steps).
+        margin: Powers of two that ``delayed`` leaves above that magnitude.
         emulate: Whether devices without products in 8 bits, such as CPUs, round to 8 bits and
             multiply in their own precision, which is slow. Without it they are refused.
+        te_recipe: Recipe object of Transformer Engine, which sets the recipe, the format, the
+            history and the margin; it needs ``backend="te"``.
+        cast_weights: How often weights are cast: once for all microbatches of a ``batch``, which
+            keep the casts until its end (2 bytes for each weight in 8 bits), or for each product of
+            a ``microbatch``. Results are the same. None means batch if a batch has several
+            microbatches, unless graphs of segments or Transformer Engine compute them.
 
     Raises:
-        ParallelPlanError: If a value has the wrong type or is out of its range.
+        ParallelPlanError: If a value has the wrong type or is out of its range, if ``history`` or
+            ``margin`` is set for another recipe, or if a setting contradicts ``te_recipe``.
+        UnsupportedError: If ``te_recipe`` has a setting without a counterpart here.
 
-    Source: Micikevicius et al. 2022 (formats); DeepSeek-AI 2024 (https://arxiv.org/abs/2412.19437),
+    Source: Micikevicius et al. 2022 (formats, delayed); DeepSeek-AI 2024 (https://arxiv.org/abs/2412.19437),
         section 3.3 (blockwise).
     """
 
@@ -50,10 +68,33 @@ class FP8:
     first_bf16: Index = 0
     last_bf16: Index = 0
     keep: tuple[str, ...] = ()
+    history: Count = _HISTORY
+    margin: Annotated[int, Range(least=0, most=32)] = 0
     emulate: bool = False
+    te_recipe: Any = None
+    cast_weights: Literal["batch", "microbatch"] | None = None
 
     def __post_init__(self) -> None:
+        if self.te_recipe is not None:
+            self._follow(settings_of_recipe(self.te_recipe))
         coerce_fields(self, "fp8.")
+        if self.recipe != "delayed" and (self.history, self.margin) != (_HISTORY, 0):
+            raise ParallelPlanError(
+                f"fp8.history ({self.history}) and fp8.margin ({self.margin}) need "
+                f"recipe='delayed': {self.recipe} computes scales from the tensors themselves. "
+                "Change the recipe, or leave them out."
+            )
+
+    def _follow(self, settings: dict[str, Any]) -> None:
+        """Take the settings of a recipe object; refuse others that were given beside it."""
+        for name, value in settings.items():
+            given = getattr(self, name)
+            if given not in (value, type(self).__dataclass_fields__[name].default):
+                raise ParallelPlanError(
+                    f"fp8.{name} ({given!r}) contradicts fp8.te_recipe "
+                    f"({type(self.te_recipe).__name__}), which says {value!r}. Leave one out."
+                )
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, value: Any) -> FP8 | None:
@@ -71,21 +112,40 @@ class FP8:
     @property
     def gradient_format(self) -> Literal["e5m2", "e4m3"]:
         """Return the format of gradients of outputs."""
-        is_hybrid = self.recipe == "tensorwise" if self.format is None else self.format == "hybrid"
+        is_hybrid = self.has_one_scale if self.format is None else self.format == "hybrid"
         return "e5m2" if is_hybrid else "e4m3"
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Return whether a tensor has one scale; its transpose then has the same numbers."""
+        return self.recipe in _OF_TENSORS
 
     @property
     def multiple(self) -> int:
         """Return the number that tokens are padded to a multiple of (tokens)."""
-        return BLOCK if self.recipe == "blockwise" else 16
+        return {"blockwise": BLOCK, "mxfp8": _GROUP}.get(self.recipe, 16)
 
-    @property
-    def feature_multiple(self) -> int:
+    def feature_multiple(self, backend: Backend = "own") -> int:
         """Return the number that features of a rank must be a multiple of (elements).
 
-        The products of GPUs read the scales of square blocks four at a time.
+        Our products on GPUs read the scales of square blocks four at a time.
+
+        Args:
+            backend: Library of the products.
         """
-        return self.multiple if self.emulate or self.recipe != "blockwise" else 4 * BLOCK
+        is_single = self.emulate or backend == "te" or self.recipe != "blockwise"
+        return self.multiple if is_single else 4 * BLOCK
+
+    def shares_casts(self, num_microbatches: int, graphs: GraphMode | None = None) -> bool:
+        """Return whether the microbatches of a batch share the casts of weights.
+
+        Args:
+            num_microbatches: Microbatches of the batch.
+            graphs: Mode of CUDA graphs; None without graphs.
+        """
+        if self.cast_weights is not None:
+            return self.cast_weights == "batch"
+        return num_microbatches > 1 and graphs != "segments"
 
     def includes(self, layer: int, num_layers: int, name: str) -> bool:
         """Return whether a linear layer computes in 8 bits.
@@ -98,18 +158,21 @@ class FP8:
         is_inside = self.first_bf16 <= layer < num_layers - self.last_bf16
         return is_inside and not any(fnmatchcase(name, pattern) for pattern in self.keep)
 
-    def check_sizes(self, name: str, out_features: int, in_features: int) -> None:
+    def check_sizes(
+        self, name: str, out_features: int, in_features: int, backend: Backend = "own"
+    ) -> None:
         """Refuse a linear layer whose sizes on a rank do not fit.
 
         Args:
             name: Name of the layer.
             out_features: Output features of a rank (elements).
             in_features: Input features of a rank (elements).
+            backend: Library of the products.
 
         Raises:
             ParallelPlanError: If they do not divide.
         """
-        multiple = self.feature_multiple
+        multiple = self.feature_multiple(backend)
         if out_features % multiple or in_features % multiple:
             raise ParallelPlanError(
                 f"fp8 ({self.recipe}) needs sizes that are multiples of {multiple}: {name} "
@@ -120,18 +183,83 @@ class FP8:
             )
 
 
-def check_fp8_products(settings: FP8 | None, overlap_tensor_parallel: bool) -> None:
-    """Refuse products in 8 bits that are cut into pieces.
+def check_fp8_products(
+    settings: FP8 | None,
+    overlap_tensor_parallel: bool,
+    backend: Backend = "own",
+    graphs: GraphMode | None = None,
+) -> None:
+    """Refuse products in 8 bits, or products of Transformer Engine, that do not exist.
 
     Args:
         settings: Settings of the products; None without products in 8 bits.
         overlap_tensor_parallel: Whether products overlap with the communication over tp.
+        backend: Library of the products.
+        graphs: Mode of CUDA graphs; None without graphs.
 
     Raises:
-        ParallelPlanError: If both are asked for.
+        ParallelPlanError: If the products are to be cut into pieces or captured, if microbatches
+            cannot share casts, or if the recipe or ``emulate`` belongs to the other library.
     """
     if settings is not None and overlap_tensor_parallel:
         raise ParallelPlanError(
             f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel, whose products "
             "of pieces have 16 bits. Leave one of them out."
+        )
+    if settings is not None and settings.cast_weights == "batch":
+        _check_shared_casts(backend, graphs)
+    if backend == "te":
+        _check_engine(settings, overlap_tensor_parallel, graphs is not None)
+        return
+    for name, is_used in (
+        ("recipe 'mxfp8'", settings is not None and settings.recipe == "mxfp8"),
+        ("te_recipe", settings is not None and settings.te_recipe is not None),
+    ):
+        if is_used:
+            raise ParallelPlanError(
+                f"fp8 with {name} needs backend='te': Transformer Engine alone has its products. "
+                "Set backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
+            )
+
+
+def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
+    reason = None
+    if backend == "te":
+        reason = "backend 'te', which casts weights for each product"
+    elif graphs == "segments":
+        reason = (
+            "cuda_graphs in mode 'segments', whose graphs belong to single microbatches: a replay "
+            "would not cast the weights that an update has changed"
+        )
+    if reason is not None:
+        raise ParallelPlanError(
+            f"fp8.cast_weights ('batch') cannot be used with {reason}. Use 'microbatch', or leave "
+            "it out."
+        )
+
+
+def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graphs: bool) -> None:
+    if has_graphs:
+        raise ParallelPlanError(
+            "backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
+            "Transformer Engine ended in invalid numbers or memory accesses on GPUs. Leave one of "
+            "them out."
+        )
+    if overlap_tensor_parallel:
+        raise ParallelPlanError(
+            "backend ('te') cannot be used with overlap_tensor_parallel, whose products of pieces "
+            "are those of this package. Leave one of them out."
+        )
+    if settings is None:
+        return
+    if settings.recipe == "rowwise":
+        raise ParallelPlanError(
+            "fp8.recipe with backend='te' must be tensorwise, delayed, blockwise or mxfp8: it is "
+            "'rowwise', which Transformer Engine does not have. Change the recipe, or use "
+            "backend='own'."
+        )
+    if settings.emulate:
+        raise ParallelPlanError(
+            "fp8.emulate cannot be used with backend='te': Transformer Engine computes on GPUs "
+            "alone. Leave emulate out, or use backend='own'."
         )

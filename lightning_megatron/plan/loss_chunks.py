@@ -6,12 +6,13 @@ from typing import Literal
 
 from lightning_megatron.plan.settings import Count
 
-#: Tokens of a chunk; ``auto`` divides only large logits, None none.
-LossChunk = Count | Literal["auto"] | None
+#: Tokens of a chunk; ``auto`` divides only large logits, ``forward`` divides all, and computes the
+#: gradients of summed losses in the forward pass. None divides none.
+LossChunk = Count | Literal["auto", "forward"] | None
 
 #: Largest logits of a microbatch that ``auto`` stores: a fortieth of a GPU with 80 GiB (bytes).
 MOST_STORED = 2**31
-#: Logits of a chunk of ``auto`` (bytes).
+#: Logits of a chunk of ``auto`` and ``forward`` (bytes).
 _CHUNK = 2**29
 #: Matrix products are fastest with a multiple of this many rows (tokens).
 _ROWS = 256
@@ -31,7 +32,7 @@ def tokens_of_chunk(
     if option is None or isinstance(option, int):
         return option
     row = vocab_rows * element_bytes
-    if num_tokens * row <= MOST_STORED:
+    if option == "auto" and num_tokens * row <= MOST_STORED:
         return None
     fitting = max(1, _CHUNK // row)
     return fitting - fitting % _ROWS if fitting > _ROWS else fitting

@@ -122,7 +122,8 @@ class ModelShape:
         Backward passes have twice the work of forward passes, in all parts. Norms, activations and
         the loss, which memory bounds, take about the same share of the time of a layer and of the
         head. A loss in chunks computes the products of the head once more in backward passes, which
-        counts as a third; ``auto`` divides the logits of the longest sequence, or none.
+        counts as a third; ``auto`` divides the logits of the longest sequence, or none, and
+        ``forward`` computes no product twice.
 
         Args:
             loss_chunk: Tokens whose logits exist at once; None stores those of all.
@@ -145,7 +146,7 @@ class ModelShape:
         embedding = EMBEDDING_COST * sum(layers) / len(layers)
         head = self.vocab_size * self.hidden_size
         logits = self.max_seq_length, self.vocab_rows(tp), _LOGIT_BYTES
-        if tokens_of_chunk(loss_chunk, *logits) is not None:
+        if loss_chunk != "forward" and tokens_of_chunk(loss_chunk, *logits) is not None:
             return LayerCosts(layers, embedding, head * 4 / 3)
         return LayerCosts(layers, embedding, head)
 

@@ -17,6 +17,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_documents
+from lightning_megatron.strategy.checks.engine_checks import check_engine, following_plugin
 from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
@@ -60,11 +61,15 @@ class TrainerAnswers(RankStrategy):
 
         Raises:
             ParallelPlanError: If it has no products in 8 bits.
+            MissingExtraError: If Transformer Engine is chosen and not installed.
             UnsupportedError: If the run cannot capture CUDA graphs.
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
         precision = str(self.precision_plugin.precision)
-        check_fp8(self.options.products, self.root_device, precision)
+        if self.options.backend == "te":
+            check_engine(self.options, self.root_device, precision)
+        else:
+            check_fp8(self.options.products, self.root_device, precision)
         check_graphs(self.options, device_type, precision, module, trainer)
 
     @override
@@ -97,6 +102,7 @@ class TrainerAnswers(RankStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer ignores its precision argument if a plugin is set, so None stays None.
         if precision_plugin is not None:
+            self.options = following_plugin(self.options, precision_plugin)
             precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
         self._precision_plugin = precision_plugin
 

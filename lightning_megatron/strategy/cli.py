@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.recipe_files import with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+from lightning_megatron.strategy.named_classes import named_class
 
 _STRATEGY_PATHS = (
     "lightning_megatron.MegatronStrategy",
@@ -23,11 +24,13 @@ _STRATEGY_PATHS = (
 class MegatronCLI(LightningCLI):
     """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
-    The class differs from ``LightningCLI`` in four settings:
+    The class differs from ``LightningCLI`` in five settings:
 
     * ``${...}`` is resolved after all files and command-line options are merged, so that an option
       changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
       meaning in a recipe and under a subcommand.
+    * A model or data module that is named takes its own defaults, and none of those of the default
+      class.
     * ``-c recipe:NAME`` reads a recipe that comes with the package.
     * The module creates its optimizers, because they need the parameters that ``configure_model``
       creates.
@@ -55,10 +58,12 @@ class MegatronCLI(LightningCLI):
             "save_config_kwargs": {"overwrite": True},
             "parser_kwargs": {"parser_mode": "omegaconf+"},
         }
+        self._parsers: list[LightningArgumentParser] = []
         super().__init__(model_class, datamodule_class, **(defaults | options))
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self._parsers.append(parser)
         if self.model_class is LightningModule:
             parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
         if self.datamodule_class is LightningDataModule:
@@ -75,6 +80,17 @@ class MegatronCLI(LightningCLI):
             resolved = with_recipe_paths(given)
         except UnsupportedError as error:
             parser.error(str(error))
+        # Otherwise another class would take over values of the default class, such as its
+        # seq_length, wherever both have an argument of the same name.
+        bases = {
+            "model": self.model_class is LightningModule,
+            "data": self.datamodule_class is LightningDataModule,
+        }
+        for key, has_default in bases.items():
+            chosen = named_class(resolved, key)
+            if has_default and chosen is not None:
+                for one in self._parsers:
+                    one.set_defaults({key: {"class_path": chosen}})
         if resolved == given:
             super().parse_arguments(parser, args)
         else:

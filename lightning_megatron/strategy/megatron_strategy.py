@@ -16,7 +16,7 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.fp8 import FP8, FP8Recipe
+from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe
 from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import ScheduleOption
@@ -80,6 +80,7 @@ class MegatronStrategy(TrainerAnswers):
         stage_layers: list[int] | str | None = None,
         cp: int = 1,
         cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"] = "auto",
+        cp_groups: Literal["whole", "documents"] = "whole",
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
@@ -89,7 +90,7 @@ class MegatronStrategy(TrainerAnswers):
         check_microbatches: bool = True,
         order: str = "tp-cp-ep-dp-pp",
         recompute: Recompute | Recomputation | None = None,
-        loss_chunk: int | Literal["auto"] | None = None,
+        loss_chunk: int | Literal["auto", "forward"] | None = None,
         expert_transport: Transport = "auto",
         expert_rows: float | None = None,
         expert_clones: int | ExpertClones = 0,
@@ -111,12 +112,12 @@ class MegatronStrategy(TrainerAnswers):
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
         fp8: FP8Recipe | FP8 | None = None,
+        backend: Backend = "own",
         cuda_graphs: GraphMode | CudaGraphs | None = None,
     ) -> None:
         super().__init__(StrategyOptions.among(locals()))
         self._checkpoints = RunCheckpoints()
-        #: Checkpoint that was loaded last.
-        self._source: CheckpointSource | None = None
+        self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.
         #: The current run, or the last one, whose weights can still be saved.
         self._run: Run | None = None
 
@@ -278,9 +279,8 @@ class MegatronStrategy(TrainerAnswers):
     def on_train_start(self) -> None:
         self.run.begin_training()
         self._checkpoints.restore_random_states(self.root_device)
-        self._checkpoints.defers_copies = only_steps_change_weights(
-            self.user_module, self.user_module.trainer
-        )
+        module = self.user_module
+        self._checkpoints.defers_copies = only_steps_change_weights(module, module.trainer)
         self.run.exclude_garbage()
 
     @override

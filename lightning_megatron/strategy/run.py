@@ -9,10 +9,12 @@ from dataclasses import replace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
@@ -32,6 +34,7 @@ from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.metric_groups import MetricGroups
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_data import seeing_data
 from lightning_megatron.strategy.optimization.parameter_readers import (
@@ -60,6 +63,7 @@ from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
+from lightning_megatron.strategy.step.shared_casts import SharedCasts
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
@@ -104,6 +108,7 @@ class Run:
         self.module = module
         self.mesh = mesh
         self.mixtures = mixtures
+        self._states = LayerStates(mixtures, layered_modules(module), mesh)
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self._options = options
         self._checkpoints = checkpoints
@@ -120,6 +125,8 @@ class Run:
                 options.own_order.build if options.own_order else options.schedule_name,
                 options.microbatch_group_size,
             )
+            self._casts = SharedCasts(layered_modules(module), options)
+            self.executor.around_passes = self._casts.around
             kept = AttributeSync(module, mesh)
             self.state = self._training_state(precision, optimizers, previous)
             undo.callback(self.state.release)
@@ -130,6 +137,7 @@ class Run:
                 precision,
                 self.state,
                 mixtures,
+                self._states,
                 self.buffers,
                 self._step_runner(kept),
                 options.overlap_gradients,
@@ -161,7 +169,7 @@ class Run:
         limit = self.mixtures.row_limit
         if limit is not None:
             runner.limited_rows = LimitedRows(
-                *(self.module, self.mesh, limit, self.mixtures),
+                *(self.module, self.mesh, limit, self._states),
                 *(self.executor, self.state.gradients),
             )
         return runner
@@ -237,11 +245,16 @@ class Run:
         signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
         signals.install()
         undo.callback(signals.remove)
-        undo.enter_context(seeing_data(main.user_writes.note))
+        undo.enter_context(seeing_data(self._note_data))
         if self.mesh.pp.size > 1:
             undo.enter_context(hiding_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)
         undo.callback(average_model_parameters, trainer)
+
+    def _note_data(self, parameter: nn.Parameter) -> None:
+        """Note that user code reads or replaces the memory of a parameter."""
+        self.state.main.user_writes.note(parameter)
+        self._casts.note(parameter)
 
     def _gathers_late(self, trainer: Trainer) -> bool:
         """Return whether parameters are gathered during the next forward pass."""

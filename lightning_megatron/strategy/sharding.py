@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,10 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.position_wise import check_declared
-from lightning_megatron.models.fp8_layers import set_fp8
+from lightning_megatron.layers.fp8.delayed import DelayedScales
+from lightning_megatron.models.fp8_layers import set_fp8, set_norms, unset_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
-from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.fp8_checks import emulates
@@ -52,6 +53,7 @@ def shard_module(
     if mesh.cp.size > 1:
         # Modules of configure_model did not exist before the groups.
         check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
+    earlier = _delayed_scales(module)
     for record in parallelize(
         module,
         mesh,
@@ -69,10 +71,24 @@ def shard_module(
         check_declared(model)
     _set_recompute(models, module, options.recompute)
     _set_loss_chunk(models, module, options.loss_chunk)
-    _set_fp8(models, module, options.products, mesh.device)
+    for name, model in _named_models(module):
+        # A module that was built in one process has been built again.
+        model.delayed_scales = earlier.get(name)
+    _set_products(models, module, options, mesh.device)
     for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
+
+
+def _named_models(module: LightningModule) -> Iterator[tuple[str, LayeredModule]]:
+    for name, model in pipelined_modules(module):
+        if isinstance(model, LayeredModule):
+            yield name, model
+
+
+def _delayed_scales(module: LightningModule) -> dict[str, DelayedScales | None]:
+    """Return the scales of an earlier run of a module, by the name of the model."""
+    return {name: model.delayed_scales for name, model in _named_models(module)}
 
 
 def _set_recompute(
@@ -105,23 +121,34 @@ def _set_loss_chunk(
         model.loss_chunk = loss_chunk if loss_chunk is not None else model.loss_chunk
 
 
-def _set_fp8(
+def _set_products(
     models: Sequence[LayeredModule],
     module: LightningModule,
-    settings: FP8 | None,
+    options: StrategyOptions,
     device: torch.device,
 ) -> None:
-    if settings is None:
-        return
-    if not models:
+    """Let the layers of models compute in 8 bits, with Transformer Engine, or in neither way."""
+    settings = options.products
+    backend = options.backend
+    if not models and (settings is not None or backend == "te"):
+        named = "backend ('te')" if settings is None else f"fp8 ({settings.recipe})"
         raise UnsupportedError(
-            f"fp8 ({settings.recipe}) needs a model of this package: {type(module).__name__} has "
+            f"{named} needs a model of this package: {type(module).__name__} has "
             "none. Other modules would ignore the setting. Use a lightning_megatron.GPT or a "
-            "Hugging Face model of a supported family, or fp8=None."
+            "Hugging Face model of a supported family, or leave the setting out."
         )
-    emulate = emulates(settings, device)
     for model in models:
-        names = set_fp8(model, settings, emulate)
+        num_norms = set_norms(model, backend)
+        if backend == "te":
+            rank_zero_info(
+                f"backend te: Transformer Engine computes the linear layers and {num_norms} norms "
+                f"of {type(model).__name__} on this rank."
+            )
+        if settings is None:
+            unset_fp8(model, device, backend)
+            continue
+        emulate = backend == "own" and emulates(settings, device)
+        names = set_fp8(model, settings, emulate, device, backend)
         rank_zero_info(
             f"fp8: {len(names)} linear layers of {type(model).__name__} on this rank compute in 8 "
             f"bits, {settings.recipe}" + (", emulated." if emulate else ".")

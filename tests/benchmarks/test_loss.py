@@ -17,7 +17,7 @@ def test_variants_have_the_same_loss_and_gradients(smoothing: float) -> None:
     losses, left = variants(10, smoothing)
     assert ("cut-cross-entropy" in " ".join(left)) == (smoothing > 0 or "cut" not in str(losses))
     found = {}
-    for name in ("torch", "stored", "chunks of 10"):
+    for name in ("torch", "stored", "chunks of 10", "chunks of 10, forward"):
         loss = losses[name](hidden, head, labels, smoothing)
         found[name] = loss, *torch.autograd.grad(loss, (hidden, head))
     for name, results in found.items():
@@ -46,6 +46,6 @@ def test_the_program_writes_a_row_for_each_variant(
     main()
     lines = out.read_text().splitlines()
     rows = [line.split(" | ")[:2] for line in lines if line[2:3].isdigit()]
-    names = ["torch", "stored", "chunks of 8"]
+    names = ["torch", "stored", "chunks of 8", "chunks of 8, forward"]
     assert rows == [[f"| {tokens}", name] for tokens in (16, 32) for name in names]
     assert any(line.startswith("left out: liger-kernel") for line in lines)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron import CudaGraphs
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
+from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.operand import ScaledProduct, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
@@ -15,6 +17,8 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
 from tests.layers.test_fp8_products import RECIPES, draw
+from tests.strategy.graph_fits import fit
+from tests.strategy.tiny import TinyLM
 
 pytestmark = pytest.mark.gpu
 
@@ -152,6 +156,79 @@ def test_layers_equal_emulated_ones(recipe, layer, has_slot):
     for found, expected in zip(*results, strict=True):
         error = (found.double() - expected.double()).norm() / expected.double().norm()
         assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True)], ids=str)
+def test_casts_by_magnitudes_of_earlier_steps_are_those_of_torch(sizes, dtype, asked):
+    matrix = matrix_of(sizes)
+    matrix[0, 3], matrix[0, 5], matrix[0, 7] = float("inf"), float("nan"), -1e30
+    kernels = fused_kernels(matrix)
+    assert kernels is not None
+    # A quarter of the numbers is beyond the range.
+    limit = matrix.float().nan_to_num(posinf=0.0).abs().flatten()[:4096].quantile(0.75)
+    parts = limit.reshape(1).view(torch.int32)
+    rows, columns = asked
+    results = []
+    for casts, given in ((kernels, matrix), (torch_casts, matrix.float())):
+        seen = torch.zeros((), dtype=torch.int32, device="cuda")
+        options = {"rows": rows, "columns": columns, "multiple": 16}
+        found = casts.cast_by_one_scale(given, parts, dtype, seen=seen, **options)
+        assert bool(seen.view(torch.float32).isnan())
+        finite = given.nan_to_num(0.0, 0.0, 0.0)
+        seen.fill_(torch.tensor(2.0).view(torch.int32))
+        casts.cast_by_one_scale(finite, parts, dtype, seen=seen, **options)
+        assert float(seen.view(torch.float32)) == max(2.0, float(finite.abs().max()))
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one[1], other[1], rtol=1e-6, atol=0.0)
+            values, expected = one[0].float(), other[0].float()
+            assert torch.equal(values.isnan(), expected.isnan())
+            assert float(values.nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
+            near(values.nan_to_num(0.0), expected.nan_to_num(0.0), 0.25)
+
+
+def test_steps_with_scales_of_earlier_ones_equal_emulated_steps():
+    results = []
+    for emulate in (False, True):
+        settings = FP8("delayed", history=2, margin=1)
+        scales = DelayedScales(settings, ["one"], torch.device("cuda"))
+        ours = Scaling(settings, emulate, scales.layer(0))
+        weight = matrix_of((512, 1024), 1).requires_grad_()
+        found = []
+        for step in range(4):
+            hidden = (matrix_of((94, 1024), step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
+            output = fp8_column_linear(hidden, weight, None, single_mesh(0), ours)
+            output.backward(matrix_of((94, 512), step + 9).view(47, 2, 512))
+            scales.end_step(single_mesh(0))
+            assert hidden.grad is not None
+            assert weight.grad is not None
+            found += [output.detach(), hidden.grad, weight.grad.clone()]
+        results.append((*found, scales.history))
+    for one, expected in zip(*results, strict=True):
+        error = (one.double() - expected.double()).norm() / expected.double().norm()
+        assert float(error) < 1e-2
+    assert torch.equal(results[0][-1], results[1][-1])
+
+
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_graphs_of_steps_with_scales_of_earlier_ones_equal_eager_steps(mode):
+    layout = {"fp8": FP8("delayed", history=3)}
+    losses = []
+    for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
+        found = fit(
+            *(graphs, 1, layout),
+            module=TinyLM(hidden_size=64, num_heads=4),
+            **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
+            num_samples=40,
+        )
+        assert graphs is None or found.num_graphs[-1] > 0
+        losses.append(found.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_torch_casts_serve_a_gpu_without_the_kernels():

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.loss import MeanLoss, chunked, cut_loss, liger_loss, operands, torch_operators
+from benchmarks.loss import (
+    MeanLoss,
+    chunked,
+    cut_loss,
+    liger_loss,
+    operands,
+    summed,
+    torch_operators,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -33,15 +41,16 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.parametrize("loss", [chunked, summed])
 @pytest.mark.parametrize("name", OTHERS)
-def test_chunks_equal_other_libraries(name: str) -> None:
+def test_chunks_equal_other_libraries(name: str, loss: Callable[..., Tensor]) -> None:
     make, smoothing = OTHERS[name]
     try:
         other = make()
     except ImportError as error:
         pytest.skip(f"{name} cannot be imported: {error}")
     given = operands(TOKENS, FEATURES, VOCABULARY, "cuda")
-    ours = run(lambda *values: chunked(*values, chunk=256), given, smoothing)
+    ours = run(lambda *values: loss(*values, chunk=256), given, smoothing)
     theirs = run(other, given, smoothing)
     wide = tuple(one.detach().double() for one in given[:2])
     exact = run(torch_operators, (*(one.requires_grad_() for one in wide), given[2]), smoothing)

@@ -16,6 +16,7 @@ from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
+from lightning_megatron.layers.token_attention import attend_by_mask
 
 # What one rounding to nearest may change, relative to the result.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -355,6 +356,35 @@ def use_kernels_everywhere() -> None:
     choose_kernels.choose_kernels = lambda device: choose_kernels.KernelChoice(kernels, "a test")
 
 
+def check_token_attention(draw: Draw, sizes: Sizes) -> None:
+    """Places at the start, in the middle, at the end and in a ring; rows with padding."""
+    for slots, batch, heads, kv_heads, head_dim in sizes.heads:
+        for place in {0, slots // 2, slots - 1, slots + 2}:
+            for has_padding in (False, True):
+                what = f"token {place} of {slots, batch, heads, kv_heads, head_dim}, {has_padding}"
+                query = draw(1, batch, heads, head_dim)
+                keys = draw(batch, kv_heads, slots, head_dim)
+                values = draw(batch, kv_heads, slots, head_dim + 5)
+                # No token has been there yet.
+                keys[:, :, place + 1 :] = torch.nan
+                values[:, :, place + 1 :] = torch.nan
+                padding = None
+                if has_padding:
+                    padding = torch.arange(batch, device=draw.device).clamp(max=place)
+                at = torch.tensor([place], device=draw.device)
+                scale = head_dim**-0.5
+                new = draw(1, batch, kv_heads, 2 * head_dim + 5).split((head_dim, head_dim + 5), -1)
+                kernels.store_token(*new, keys, values, at)
+                stored = torch.cat((keys, values), -1)[:, :, place % slots]
+                assert torch.equal(stored, torch.cat(new, -1)[0]), what
+                result = kernels.attend_one_token(query, keys, values, at, padding, scale)
+                given = query.double(), keys.double().nan_to_num(), values.double()
+                expected = attend_by_mask(*given, at, padding, scale)
+                # The weights are rounded before they are multiplied by the values.
+                noise = 4e-6 + 2 * ROUNDOFF[query.dtype] * float(values.nan_to_num().abs().max())
+                check_rounded(result, expected, what, noise=noise)
+
+
 CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "rotary": check_rotary,
     "normed": check_normed_rotary,
@@ -362,4 +392,5 @@ CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "gelu": check_gelu,
     "cross entropy": check_cross_entropy,
     "norms": check_norms,
+    "token attention": check_token_attention,
 }

@@ -49,8 +49,26 @@ def _splat_truth(
     return _splat(builder, kind, value)
 
 
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_of_bfloat16(
+    builder: interpreter.InterpreterBuilder,
+    one: interpreter.TensorHandle,
+    other: interpreter.TensorHandle,
+    *rest: object,
+) -> interpreter.TensorHandle:
+    # The interpreter multiplies the bits of bfloat16 as whole numbers.
+    given = (
+        builder.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
+        for each in (one, other)
+    )
+    return _dot(builder, *given, *rest)
+
+
 interpreter._patch_lang_tensor = _patch_for_new_numpy
 interpreter.InterpreterBuilder.create_splat = _splat_truth
+interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 # The interpreter cuts bfloat16 off instead of rounding it.
 ROUNDOFF[torch.bfloat16] = 2.0**-7
 # Few programs, so that each has several rows.

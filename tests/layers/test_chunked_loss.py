@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.chunked_loss import LogitForm, chunked_cross_entropy
+from lightning_megatron.layers.chunked_head import LogitForm
+from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.embedding import VocabParallelHead, vocab_logits
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
@@ -186,7 +187,7 @@ def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
         )
 
 
-def test_auto_divides_only_large_logits() -> None:
+def test_auto_divides_only_large_logits_and_forward_all() -> None:
     assert tokens_of_chunk(None, 10**6, 10**6, 2) is None
     assert tokens_of_chunk(100, 10, 10, 2) == 100
     rows = 128_256
@@ -195,3 +196,4 @@ def test_auto_divides_only_large_logits() -> None:
     # 512 MiB of logits in half precision, rounded to a multiple of 256 tokens.
     assert tokens_of_chunk("auto", most + 1, rows, 2) == 2048
     assert tokens_of_chunk("auto", 10**6, 2**30, 4) == 1
+    assert tokens_of_chunk("forward", 1, rows, 2) == 2048

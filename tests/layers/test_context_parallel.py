@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,19 @@ class Case:
 #: Odd lengths, documents of fewer tokens than pieces, and a row that is nearly all padding.
 ODD = ((5, 7), (1,))
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+#: Keys that attention to both sides sees: padding on the right of a row, on its left, between its
+#: tokens, or everywhere.
+SHOWN = {
+    "right": torch.arange(S) < torch.tensor([[13], [3]]),
+    "left and between": torch.stack((torch.arange(S) > 4, torch.arange(S) % 3 == 1)),
+    "nowhere": torch.tensor([[True], [False]]).expand(B, S),
+}
+
+
+def showing(where: str, **options: Any) -> AttentionSpan:
+    return AttentionSpan(causal=False, mask=SHOWN[where][:, None, None], **options)
+
+
 CASES = [
     Case(8, 1),
     Case(8, 2),
@@ -84,6 +98,9 @@ CASES = [
     Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0)), ODD),
     Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False), ODD),
     Case(4, 4, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
+    Case(4, 2, showing("right")),
+    Case(3, 1, showing("left and between", scale=0.3)),
+    Case(4, 4, showing("nowhere", sinks=SINKS)),
 ]
 
 #: Cases that FlexAttention computes, too; eagerly each takes seconds.
@@ -91,6 +108,7 @@ CASES_BY_FLEX = [
     Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS, window=7)),
     Case(6, 3, AttentionSpan(soft_cap=0.7, slopes=AlibiSlopes(6), scale=0.3), ODD),
     Case(4, 1, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
+    Case(4, 2, showing("left and between", soft_cap=0.7)),
 ]
 
 
@@ -180,6 +198,8 @@ def check_cases(
             local = [part(one.detach()).requires_grad_() for one in full]
             actual = attention(*local, spans[1])
             actual.backward(part(grad))
+            # Megatron-LM's ring had other gradients of queries, keys and values than one GPU (its
+            # issue 1464).
             pairs = [(actual, part(expected))]
             for one, whole in zip(local, full, strict=True):
                 assert one.grad is not None

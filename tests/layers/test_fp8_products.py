@@ -156,8 +156,8 @@ def test_gradients_larger_than_e4m3_round_to_the_ends_of_each_scale():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("half", "fp8 must be tensorwise, rowwise, blockwise"),
-        ({"recipe": "delayed"}, "fp8.recipe must be"),
+        ("half", "fp8 must be tensorwise, delayed, rowwise, blockwise"),
+        ({"recipe": "late"}, "fp8.recipe must be"),
         ({"format": "e3m4"}, "fp8.format must be"),
         ({"first_bf16": -1}, "fp8.first_bf16 must be"),
         ({"rows": 1}, "rows"),

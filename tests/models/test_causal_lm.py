@@ -5,6 +5,7 @@ checkpoint.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron import WeightDecaySchedule, WSDSchedule
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.learning_rate import WarmupSchedule
@@ -125,3 +127,60 @@ def test_a_fall_without_an_end_and_an_unknown_shape_are_refused() -> None:
         WarmupSchedule("cosine", 0, None, 0.0)
     with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: 'step'"):
         WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
+
+
+RATE = partial(WSDSchedule, num_steps=8, decay_steps=4, decay="linear", warmup_steps=2)
+DECAY = partial(WeightDecaySchedule, start=0.0, end=0.4, num_steps=8)
+
+
+def test_a_fit_follows_the_given_schedules_and_checkpoints_keep_them(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=6)
+    module = CausalLM(
+        CONFIG,
+        learning_rate=0.01,
+        lr_schedule=RATE,
+        weight_decay_schedule=DECAY,
+        token_weighted=False,
+    )
+    run.fit(module, Counting())
+    matrices, vectors = run.optimizers[0].param_groups
+    assert (matrices["lr"], matrices["weight_decay"]) == pytest.approx((0.005, 0.3))
+    assert (vectors["lr"], vectors["weight_decay"]) == pytest.approx((0.005, 0.0))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["hyper_parameters"]
+    path = "lightning_megatron.models.lr_schedules.WSDSchedule"
+    assert saved["lr_schedule"] == {"class_path": path, "init_args": RATE.keywords}
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
+    later = trainer(tmp_path, max_steps=7)
+    later.fit(loaded, Counting(), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    group = later.optimizers[0].param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == pytest.approx((0.0025, 0.35))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"lr_schedule": RATE, "warmup_steps": 3},
+            r"warmup_steps \(3\) must be 0 with lr_schedule",
+        ),
+        (
+            {"lr_schedule": partial(RATE, decay_steps=9)},
+            r"lr_schedule \(WSDSchedule\): warmup_steps",
+        ),
+        ({"lr_schedule": partial(RATE, speed=9)}, r"lr_schedule \(WSDSchedule\): .*'speed'"),
+        ({"lr_schedule": lambda optimizer: None}, "lr_schedule must be a functools.partial"),
+        ({"lr_schedule": {"class_path": "os.system"}}, "lr_schedule must be a functools.partial"),
+        (
+            {"lr_schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            "ReduceLROnPlateau needs a metric",
+        ),
+        (
+            {"weight_decay_schedule": DECAY, "weight_decay": 0.0},
+            r"weight_decay_schedule \(WeightDecaySchedule\): .* must be above 0",
+        ),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused_at_once(options: Any, words: str) -> None:
+    with pytest.raises(ParallelPlanError, match=words):
+        CausalLM(CONFIG, **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder, EncoderInput
@@ -47,7 +47,10 @@ def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
         ({"hidden_size": 25}, r"hidden_size \(25\) must be a multiple of num_heads"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout .* at least 0 and below 1: it is 1.0"),
-        ({"head": "tail"}, "head must be none, pooler, masked_lm or classifier: it is 'tail'"),
+        (
+            {"head": "tail"},
+            "head must be none, pooler, masked_lm, classifier, pretraining or span: it is 'tail'",
+        ),
         ({"positions": "other"}, "positions must be row or tokens: it is 'other'"),
         ({"padding_id": 53}, r"padding_id \(53\) must lie in \[0, 53\)"),
         ({"positions": "tokens", "padding_id": None}, r"padding_id \(None\) must be a token"),
@@ -69,8 +72,11 @@ def test_layouts_that_cannot_hold_the_model_are_refused() -> None:
     ):
         with pytest.raises(ParallelPlanError, match=message):
             config.check_layout(layout)
-    with pytest.raises(UnsupportedError, match=r"cp \(2\) is not available for an encoder"):
-        config.check_layout(ParallelLayout(2, cp=2))
+    config.check_layout(ParallelLayout(2, cp=2), seq_length=16)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(18\) must be a multiple of 2 cp"):
+        config.check_layout(ParallelLayout(2, cp=2), seq_length=18)
+    with pytest.raises(ParallelPlanError, match=r"ep \(2\) needs a model with experts"):
+        config.check_layout(ParallelLayout(2, ep=2))
     with pytest.raises(ParallelPlanError, match=r"seq_length \(21\) must not exceed"):
         config.check_layout(ParallelLayout(2, tp=2), seq_length=21)
     with pytest.raises(ParallelPlanError, match=r"seq_length \(7\) must be a multiple of tp"):

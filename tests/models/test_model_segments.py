@@ -166,7 +166,7 @@ def test_masks_and_rotary_tables_come_from_outside() -> None:
     model = GPT(config, seed=1)
     assert model.segments().inputs == (
         "tokens", "positions", "vectors", "cut", "rotary", "rows", "rows.4",
-        "labels", "label_smoothing", "ignore_index",
+        "labels", "label_smoothing", "ignore_index", "sums", "place",
     )  # fmt: skip
     mesh = model.mesh
     span = AttentionSpan(torch.tensor([[S], [5]]), positions=torch.arange(S).repeat(2, 1))

@@ -320,6 +320,29 @@ def test_chunks_of_tokens_have_the_scale_and_bound_of_logits() -> None:
         assert_equal(chunked, stored, "chunks")
 
 
+@pytest.mark.parametrize("loss_chunk", [None, 5, "forward"])
+def test_a_sum_is_that_of_the_losses_and_may_have_early_gradients(loss_chunk: Any) -> None:
+    config = CASES["norms before and after, bounded and scaled logits"].config
+    tokens, labels, _ = batch()
+    model = GPT(config, seed=1).double()
+    expected = model(tokens, labels, 0.1).sum()
+    model.loss_chunk = loss_chunk
+    total = model(tokens, labels, 0.1, sums=True)
+    assert total.shape == ()
+    assert_equal(total, expected, "sum")
+    pairs = zip(
+        *(torch.autograd.grad(2.0 * one, list(model.parameters())) for one in (total, expected)),
+        strict=True,
+    )
+    for one, other in pairs:
+        assert_equal(one, other, "gradient")
+    names, node = [], model(tokens, labels, 0.1, sums=True).grad_fn
+    while node is not None:
+        names.append(type(node).__name__)
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert ("_SummedCrossEntropyBackward" in names) == (loss_chunk == "forward")
+
+
 def test_norms_with_an_offset_start_as_the_identity() -> None:
     config = CASES["offset, scale, geglu"].config
     weights = dict(GPT(config, seed=1).named_parameters())

@@ -318,6 +318,8 @@ def test_a_loss_in_chunks_gives_the_stage_of_the_head_fewer_layers() -> None:
     longer = replace(shape, max_seq_length=16384)
     assert longer.costs("auto").head == chunked.head
     assert longer.costs("auto", tp=2).head == stored.head
+    # Gradients in the forward pass need no product twice.
+    assert longer.costs("forward") == longer.costs()
 
 
 def test_a_model_and_its_estimate_divide_layers_by_the_same_costs() -> None:

@@ -13,6 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from tests.proof import test_hugging_face as hugging_face
 from tests.proof.training import Job, Report, train, train_all
 from tests.strategy.graph_fits import FULL, SEGMENTS, fit
+from tests.strategy.tiny import TinyLM
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -28,10 +29,26 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp2 pp2, recomputed": ("gpt2-tied", {"cp": 2, "pp": 2, "recompute": "full"}),
     "dp4, whole state": ("gpt2-tied", {"zero": 0}),
 }
+#: Layouts whose forward pass computes the gradients of summed losses.
+EARLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "early tp4": ("llama-untied", {"tp": 4, "sequence_parallel": False}),
+    "early tp2+sp, zb-v, tied": ("llama-tied", {"pp": 2, "vpp": 2, "schedule": "zb-v", "tp": 2}),
+    "early cp2, gpipe": ("gpt2-tied", {"cp": 2, "pp": 2, "schedule": "gpipe"}),
+}
 GRAPHS = {
     "segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": 7}),
     "full": (FULL, {"cp": 2, "loss_chunk": 7}),
+    "early segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": "forward"}),
+    "early full": (FULL, {"cp": 2, "loss_chunk": "forward"}),
 }
+
+
+class SummedLM(TinyLM):
+    """Model whose loss is a sum, divided by the number of tokens."""
+
+    def forward(self, batch: Any) -> Any:
+        """Return the mean loss."""
+        return self.net(batch["tokens"], batch["labels"], sums=True) / batch["labels"].numel()
 
 
 def jobs() -> dict[str, Job]:
@@ -40,6 +57,9 @@ def jobs() -> dict[str, Job]:
         name: Job(kind, layout=layout | {"loss_chunk": 7}, compares=False)
         for name, (kind, layout) in LAYOUTS.items()
     }
+    for name, (kind, layout) in EARLY.items():
+        early = layout | {"loss_chunk": "forward"}
+        found[name] = Job(kind, layout=early, counts=True, compares=False)
     counted = {"tp": 2, "loss_chunk": 7}
     return found | {"counted": Job("gpt2-tied", layout=counted, counts=True, compares=False)}
 
@@ -57,9 +77,9 @@ def run_all(rank: int, size: int, folder: Path, model: str) -> Found:
     """Run everything on four processes."""
     differences = {}
     for name, (graphs, layout) in GRAPHS.items():
-        by_graphs = fit(graphs, size, layout)
+        by_graphs = fit(graphs, size, layout, module=SummedLM())
         assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
-        differences[name] = by_graphs.differences_from(fit(None, size, layout))
+        differences[name] = by_graphs.differences_from(fit(None, size, layout, module=SummedLM()))
     tuned = hugging_face.train(model, "tokens", {"tp": 2, "pp": 2, "loss_chunk": 7}, size)
     return Found(train_all(rank, size, jobs(), str(folder), STEPS), differences, tuned)
 
@@ -119,8 +139,9 @@ def test_graphs_equal_eager_steps(mode, ranks):
 def test_a_hugging_face_model_trains_as_with_stored_logits(model, ranks):
     one = hugging_face.train(model, "tokens", {}, 1)
     chunked = hugging_face.train(model, "tokens", {"loss_chunk": 7}, 1)
+    early = hugging_face.train(model, "tokens", {"loss_chunk": "forward"}, 1)
     assert chunked.is_swapped
-    for report in (chunked, *(found.fine_tuned for found in ranks)):
+    for report in (chunked, early, *(found.fine_tuned for found in ranks)):
         assert report.losses == pytest.approx(one.losses, abs=1e-5)
 
 

@@ -41,6 +41,14 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "tensorwise, cp2 tp2": ("fp8", "tensorwise", {"cp": 2, "tp": 2}),
     "tensorwise, dp4": ("fp8", "tensorwise", {}),
+    "delayed, tp2+sp dp2": ("fp8", "delayed", {"tp": 2}),
+    "delayed, tp2 pp2": (
+        "fp8, gpt2",
+        "delayed",
+        {"tp": 2, "pp": 2, "sequence_parallel": False},
+    ),
+    "delayed, zb-h1 cp2": ("fp8", "delayed", {"cp": 2, "pp": 2, "schedule": "zb-h1"}),
+    "delayed, dp4, recomputed": ("fp8", "delayed", {"recompute": "full"}),
     "rowwise, tp2+sp pp2": ("fp8", "rowwise", {"tp": 2, "pp": 2}),
     "rowwise, cp2, recomputed": ("fp8", "rowwise", {"cp": 2, "recompute": "full"}),
     "rowwise, tp2 dp2": ("fp8, gpt2", "rowwise", {"tp": 2, "sequence_parallel": False}),
@@ -66,10 +74,12 @@ def jobs() -> dict[str, Job]:
 
 def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list[str]]:
     """Run everything on four processes; also return how graphs differ from eager steps."""
-    layout = {"pp": 2, "fp8": FP8("rowwise", emulate=True)}
-    by_graphs = fit(SEGMENTS, size, layout)
-    assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
-    differences = by_graphs.differences_from(fit(None, size, layout))
+    differences = []
+    for recipe in ("rowwise", "delayed"):
+        layout = {"pp": 2, "fp8": FP8(recipe, emulate=True)}
+        by_graphs = fit(SEGMENTS, size, layout)
+        assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
+        differences += by_graphs.differences_from(fit(None, size, layout))
     return train_all(rank, size, jobs(), str(folder), STEPS), differences
 
 
@@ -103,7 +113,7 @@ def test_every_layout_trains_as_one_process(name, ranks, twins):
 
 def test_rounding_changes_losses_little(twins):
     exact = train(Job("fp8", layout={"microbatch_size": 1}), 1, "cpu", steps=STEPS)
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "delayed", "rowwise"):
         losses = twins["fp8", recipe].losses
         assert losses != exact.losses
         assert losses == pytest.approx(exact.losses, rel=0.005)

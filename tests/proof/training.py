@@ -133,7 +133,7 @@ class Module(pl.LightningModule):
     def _counted_step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         labels = batch["labels"].masked_fill(batch["labels"] % 5 < batch["labels"][:, :1] % 5, -100)
         num_tokens = (labels != -100).sum()
-        loss = self.model(batch["tokens"], labels).sum() / num_tokens
+        loss = self.model(batch["tokens"], labels, sums=True) / num_tokens
         self.log("train_loss", loss, sync_dist=True)
         return {"loss": loss, "num_tokens": num_tokens}
 

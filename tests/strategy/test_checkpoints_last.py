@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from lightning_megatron import CausalLM, GPTConfig
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
 from lightning_megatron.checkpoint.save import Save
 from lightning_megatron.errors import (
@@ -244,11 +245,21 @@ def test_copies_are_waited_for_where_hooks_of_the_user_may_change_weights(tmp_pa
             for parameter in self.parameters():
                 parameter.data.clamp_(-1, 1)
 
+    class Inherits(CausalLM):
+        """Have the hooks of the package and none of its own."""
+
+    class Ends(CausalLM):
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+
     class Own(pl.Callback):
         pass
 
     trainer = trainer_of({}, 1, 1, callbacks=[every_step(tmp_path)])
-    assert only_steps_change_weights(Quiet(), trainer)
-    assert not only_steps_change_weights(Clips(), trainer)
+    config = GPTConfig.gpt2(num_layers=1, hidden_size=16, num_heads=2)
+    for unchanged in (Quiet(), Inherits(config)):
+        assert only_steps_change_weights(unchanged, trainer)
+    for changed in (Clips(), Ends(config)):
+        assert not only_steps_change_weights(changed, trainer)
     for callback in (Own(), EMAWeightAveraging()):
         assert not only_steps_change_weights(Quiet(), trainer_of({}, 1, 1, callbacks=[callback]))

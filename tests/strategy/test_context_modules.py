@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron import GPT, GPTConfig, MegatronStrategy, UnsupportedError, position_wise
+from lightning_megatron import (
+    GPT,
+    BERTPretraining,
+    GPTConfig,
+    MegatronStrategy,
+    ParallelPlanError,
+    UnsupportedError,
+    position_wise,
+)
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
 from tests.world import run_world
@@ -24,6 +32,12 @@ ROWS = torch.randint(32, (12, 9), generator=torch.Generator().manual_seed(1))
 
 def decoder() -> GPT:
     return GPT(GPTConfig.llama(**SIZES, max_seq_length=16))
+
+
+def encoder(part: nn.Module) -> Encoder:
+    model = Encoder(EncoderConfig(**ENCODER))
+    model.layers["1"].mlp = part
+    return model
 
 
 class Plain(LightningModule):
@@ -110,13 +124,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: {"model": hugging_face("LlamaForCausalLM", hidden_act="quick_gelu")},
         "'model' (LlamaForCausalLM) has a setting that its family does not support",
     ),
-    "bidirectional": (
-        lambda: {"model": hugging_face("BertForSequenceClassification")},
-        "'model' (BertForSequenceClassification) attends in both directions",
+    "other head of an encoder": (
+        lambda: {"model": hugging_face("BertForNextSentencePrediction")},
+        "'model' (BertForNextSentencePrediction) is no language model of a supported family",
     ),
-    "encoder beside a decoder": (
-        lambda: {"model": decoder(), "other": Encoder(EncoderConfig(**ENCODER))},
-        "cp (2) is not available for 'other' (Encoder)",
+    "attention inside an encoder": (
+        lambda: {"model": decoder(), "other": encoder(OwnAttention())},
+        "'other.layers.1.mlp' (OwnAttention) calls scaled_dot_product_attention",
     ),
     "attention inside a decoder": (
         lambda: {"model": replaced_mlp(OwnAttention())},
@@ -149,15 +163,18 @@ def trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_modules_that_cannot_be_cut_are_refused_before_any_process(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("too late: the Trainer has begun to start processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("case", REFUSED)
+def test_modules_that_cannot_be_cut_are_refused_before_any_process(case: str) -> None:
     make, message = REFUSED[case]
     module = Plain(**make())
     with pytest.raises(UnsupportedError) as caught:
@@ -165,6 +182,23 @@ def test_modules_that_cannot_be_cut_are_refused_before_any_process(
     assert message in str(caught.value)
     assert "cp (2)" in str(caught.value)
     assert "se cp=1" in str(caught.value), "the remedy"
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_bert_that_cannot_be_cut_is_refused_before_any_process() -> None:
+    dropping = {"attention_dropout": 0.1, "head": "pretraining"}
+    for changes, options, message in (
+        (dropping, {"cp": 2, "cp_transport": "ring"}, r"cannot be used with attention dropout"),
+        (
+            {"head": "masked_lm"},
+            {"cp": 2, "tp": 4},
+            r"num_attention_heads \(2\) must be a multiple of tp",
+        ),
+    ):
+        module = BERTPretraining(EncoderConfig(**ENCODER | changes))
+        strategy = MegatronStrategy(**options)
+        with pytest.raises((ParallelPlanError, UnsupportedError), match=message):
+            trainer(8, strategy, max_steps=1).fit(module, DataLoader(ROWS))
 
 
 class Around(LightningModule):
@@ -252,3 +286,74 @@ def test_modules_around_a_decoder_see_whole_sequences() -> None:
             torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
         assert "'layers.1.mlp' (Wrong) is declared position_wise" in refusal
     assert len(set(losses)) == 3
+
+
+class Classifying(LightningModule):
+    """Classify sentences of unequal lengths by a Hugging Face model, as users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.model = hugging_face(
+            "BertForSequenceClassification",
+            **{"num_hidden_layers": 2, "num_labels": 3, "attn_implementation": "eager"},
+            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        )
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("train_loss", loss, batch_size=len(batch["labels"]), sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def sentences() -> DataLoader:
+    rows = [
+        {
+            "input_ids": row,
+            "attention_mask": (torch.arange(9) < 3 + index % 7).long(),
+            "labels": torch.tensor(index % 3),
+        }
+        for index, row in enumerate(ROWS)
+    ]
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+
+
+def classify(devices: int, **layout: Any) -> list[float]:
+    module = Classifying()
+    strategy = MegatronStrategy(microbatch_size=2, **layout)
+    own = trainer(devices, strategy, precision="64-true", max_epochs=2)
+    own.fit(module, sentences())
+    return module.losses
+
+
+def classify_on_four_ranks(rank: int, size: int) -> list[list[float]]:
+    return [
+        classify(size, **layout)
+        for layout in (
+            {"cp": 4, "cp_transport": "ring"},
+            {"cp": 2, "tp": 2},
+            {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
+        )
+    ]
+
+
+def test_an_unchanged_hugging_face_encoder_trains_as_in_a_plain_loop() -> None:
+    module = Classifying().double()
+    optimizer: Any = module.configure_optimizers()
+    losses = []
+    for batch in [*sentences(), *sentences()]:
+        optimizer.zero_grad()
+        loss = module.model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert len(set(losses)) == 6
+    for found in run_world(classify_on_four_ranks, 4):
+        assert found == [pytest.approx(losses, rel=0, abs=1e-10)] * 3

@@ -51,6 +51,19 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
     [
         ({"cp_transport": "ring"}, ParallelPlanError, "needs cp above 1"),
         ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "or hierarchical: it is 'bus'"),
+        ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
+        ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
+        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "whole or documents: it is 'rows'"),
+        (
+            {"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"},
+            UnsupportedError,
+            "cp_groups .'documents'. cannot be used with cp_transport 'hierarchical'",
+        ),
+        (
+            {"cp": 4, "cp_groups": "documents", "cuda_graphs": "segments"},
+            UnsupportedError,
+            "cp_groups .'documents'. cannot be used with cuda_graphs",
+        ),
         ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
         (
             {"expert_transport": "pigeons"},
@@ -113,7 +126,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             "must be none, selective, norms, activations, experts, expert_inputs, full",
         ),
         ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
-        ({"loss_chunk": "never"}, ParallelPlanError, "auto or None: it is 'never'"),
+        ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
         ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
         (
             {"cuda_graphs": {"mode": "segments", "warmup_steps": 0}},
@@ -193,9 +206,11 @@ def test_every_argument_reaches_the_options() -> None:
     }
     assert set(defaults) - set(changed) == {
         "optimizer_slices",
+        "cp_groups",
         "expert_rows",
         "expert_clones",
         "fp8",
+        "backend",
     }
     found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
     assert {name: found[name] for name in changed} == changed

@@ -17,7 +17,7 @@ from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoin
 from lightning_megatron.strategy.step.whole_captures import WholeCaptures
 from lightning_megatron.training.group_numbers import GroupNumbers
 from tests.strategy.graph_fits import strategy_of
-from tests.strategy.update_fits import FULL, SEGMENTS, UpdatedLM, differences, run
+from tests.strategy.update_fits import FULL, SEGMENTS, ScheduledLM, UpdatedLM, differences, run
 from tests.training.fused_fits import FusedLM
 from tests.world import run_world
 
@@ -45,6 +45,33 @@ def test_a_captured_update_leaves_what_an_eager_one_leaves(name: str) -> None:
         # Two eager updates and the capture call the kernel; replays run no Python.
         assert found[1].num_calls[-1] * num_steps == expected[1].num_calls[-1] * 3
         assert expected[1].num_calls[-1] > 0
+
+
+class Save(Callback):
+    """Save a checkpoint after the first epoch, of four steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_captured_update_follows_schedules_of_rate_and_weight_decay(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 9, "num_samples": 16}
+    expected = run(None, module=ScheduledLM(), callbacks=(Save(tmp_path / "4.ckpt"),), **options)
+    found = run(FULL, module=ScheduledLM(), **options)
+    assert differences(found, expected) == []
+    rates = [(group["lr"], group["weight_decay"]) for group in found[1].groups]
+    assert rates == [(0.002, 1.0), (0.0005, 0.0)], "the last values of both schedules"
+    assert found[1].num_calls[-1] < expected[1].num_calls[-1], "updates are replayed"
+    fixed = run(FULL, module=ScheduledLM(decays=False), **options)
+    assert differences(fixed, expected), "the weight decay reaches the update"
+    resumed = run(None, module=ScheduledLM(), ckpt_path=tmp_path / "4.ckpt", **options)[1]
+    assert resumed.groups == expected[1].groups
+    for state, whole in zip(resumed.states, expected[1].states, strict=True):
+        assert all(state[name].equal(whole[name]) for name in whole), "a resume is exact"
 
 
 @pytest.mark.parametrize("column", ["learning rate", "others"])
@@ -121,12 +148,20 @@ def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, order: 
 WORLD: dict[str, dict[str, Any]] = {
     "dp2": {"layout": {"bucket_size": 2000}, "cycles": True},
     "pp2": {"layout": {"pp": 2, "microbatch_size": 1}, "precision": "bf16-mixed"},
+    "schedules": {"layout": {"bucket_size": 2000}, "max_steps": 9},
 }
+
+
+def _module_of(name: str) -> UpdatedLM:
+    return ScheduledLM() if name == "schedules" else UpdatedLM()
 
 
 def _on_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
     found = {
-        name: [run(settings, size, num_samples=64, **case) for settings in (None, SEGMENTS, FULL)]
+        name: [
+            run(settings, size, num_samples=64, module=_module_of(name), **case)
+            for settings in (None, SEGMENTS, FULL)
+        ]
         for name, case in WORLD.items()
     }
     path = Path(folder)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_megatron import CudaGraphs
+from lightning_megatron import CudaGraphs, WeightDecaySchedule, WSDSchedule
 from tests.strategy.graph_fits import Fit, fit
 from tests.training.fused_fits import FIND, FusedLM, PlainKernel
 
@@ -25,6 +25,23 @@ class UpdatedLM(FusedLM):
     """Train two groups under a schedule, with hooks that only count."""
 
     reads_gradients = False
+
+
+class ScheduledLM(UpdatedLM):
+    """Train under schedules of the learning rate and, if asked, of the weight decay from 0 on."""
+
+    def __init__(self, decays: bool = True) -> None:
+        super().__init__()
+        self.decays = decays
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()["optimizer"]
+        for group in optimizer.param_groups:
+            group["lr"] = group.pop("initial_lr")
+        schedulers: list[Any] = [WSDSchedule(optimizer, 8, 4, warmup_steps=2, min_ratio=0.1)]
+        if self.decays:
+            schedulers.append(WeightDecaySchedule(optimizer, 0.0, 1.0, 6))
+        return [optimizer], [{"scheduler": one, "interval": "step"} for one in schedulers]
 
 
 @dataclass

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
@@ -110,15 +111,16 @@ def truths(case: str) -> list[Truth]:
     return found
 
 
-def compare(case: str, *meshes: ParallelMesh) -> None:
+def compare(case: str, *meshes: ParallelMesh, **changes: Any) -> None:
     expected = truths(case)
     for mesh in meshes:
-        model = swapped(exact(case), mesh)
+        model = swapped(exact(case, **changes), mesh)
         for truth in expected:
             compare_call(
                 model,
                 truth,
-                f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}",
+                f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel} "
+                f"cp={mesh.cp.size} {mesh.context.transport}",
                 mesh,
             )
 
@@ -138,6 +140,9 @@ def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: Paral
             parameter.grad = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
+            if mesh.cp.size > 1:
+                # Ranks that share sequences are data ranks: gradients are means over them.
+                all_reduce_(parameter.grad.div_(mesh.cp.size), mesh.cp)
         assert_same_gradients(model, mesh, expected_gradients(model, truth.gradients), what)
 
 

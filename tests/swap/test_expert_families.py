@@ -552,8 +552,8 @@ def test_gpt_oss_is_read_as_it_is_published() -> None:
     [
         (
             "gpt_oss",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "quantization_config of a gpt-oss .* 'mxfp4'.* Here weights are floating-point",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config of a gpt-oss .* 'awq'.* Here weights are floating-point",
         ),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit of a gpt-oss .* must be 7.0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act of a gpt-oss .* 'gelu'"),

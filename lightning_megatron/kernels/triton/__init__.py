@@ -37,6 +37,7 @@ from lightning_megatron.kernels.triton.route import route_tokens
 from lightning_megatron.kernels.triton.route_settings import RouteSettings
 from lightning_megatron.kernels.triton.router_losses import add_routing, attach_losses
 from lightning_megatron.kernels.triton.swiglu import apply_swiglu
+from lightning_megatron.kernels.triton.token_attention import attend_one_token, store_token
 from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
 from lightning_megatron.kernels.triton.two_halves import split_rows
 from lightning_megatron.kernels.triton.weighted_swiglu import (
@@ -56,6 +57,7 @@ __all__ = [
     "add_clone_gradients",
     "assign_clones",
     "attach_losses",
+    "attend_one_token",
     "cast_by_blocks",
     "cast_by_lines",
     "cast_by_one_scale",
@@ -78,5 +80,6 @@ __all__ = [
     "route_tokens",
     "sort_selections",
     "split_rows",
+    "store_token",
     "unpermute_rows",
 ]

@@ -1,7 +1,8 @@
 """Casts of matrices to 8 bits, with their transposes in the same pass.
 
-A scale is the largest magnitude divided by the largest number of the format. If a magnitude is
-infinite or NaN, so are all numbers that share its scale, in every product.
+A scale is a magnitude divided by the largest number of the format. Finite numbers beyond that
+magnitude become the largest number, and infinite numbers become NaN. If the magnitude is infinite
+or NaN, all numbers that share its scale are NaN in every product.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def cast_by_one_scale(
     rows: bool,
     columns: bool,
     multiple: int,
+    seen: Int[Tensor, ""] | None = None,
 ) -> tuple[Cast | None, Cast | None]:
     """Cast a contiguous matrix with one scale, that of the largest of some magnitudes.
 
@@ -50,6 +52,8 @@ def cast_by_one_scale(
         rows: Whether the matrix is needed.
         columns: Whether the transposed matrix is needed.
         multiple: Number that the rows of the transposed matrix are padded to a multiple of.
+        seen: Bit pattern of a magnitude, which grows to the largest one of the matrix in the same
+            pass; None finds none.
     """
     result = _new(matrix, dtype, rows=rows, columns=columns, multiple=multiple)
     scale = matrix.new_empty(1, dtype=torch.float32)
@@ -60,6 +64,7 @@ def cast_by_one_scale(
             result[0],
             result[1],
             scale,
+            seen,
             *matrix.shape,
             _padded(matrix, multiple),
             len(parts),
@@ -230,12 +235,22 @@ def _store_columns(
 
 
 @triton.jit
+def _scaled(values: tl.tensor, factor: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    scaled = values * factor
+    # Comparisons with NaN are false, so that it stays.
+    scaled = tl.where(scaled > largest, largest, scaled)
+    scaled = tl.where(scaled < -largest, -largest, scaled)
+    return tl.where(tl.abs(values) == float("inf"), float("nan"), scaled)
+
+
+@triton.jit
 def _cast_by_one_scale(
     matrix: tl.tensor,
     parts: tl.tensor,
     by_rows: tl.tensor,
     by_columns: tl.tensor,
     scale: tl.tensor,
+    seen: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     padded: tl.tensor,
@@ -250,7 +265,9 @@ def _cast_by_one_scale(
     bits = tl.max(tl.load(parts + part, mask=part < count, other=0), 0)
     magnitude = magnitude_of(bits)
     values, row, column = load_tile(matrix, rows, columns, TILE)
-    values = values * (largest / magnitude)
+    if seen is not None:
+        tl.atomic_max(seen, tl.max(tl.max(magnitude_bits(values), 1), 0))
+    values = _scaled(values, largest / magnitude, largest)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, magnitude / largest)
     if has_rows:

@@ -11,6 +11,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.context_parallel.blocks import hides_keys
+from lightning_megatron.layers.context_parallel.group_cut import in_groups
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
     hierarchical_attention,
@@ -18,6 +20,7 @@ from lightning_megatron.layers.context_parallel.head_exchange import (
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
 from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.plan.context_groups import ContextGroups
 from lightning_megatron.plan.context_transport import ContextChoice, ContextTransport
 from lightning_megatron.shapes import Float
 
@@ -47,22 +50,27 @@ def attend_across(
 
     Raises:
         UnsupportedError: If a transport that computes in parts was asked for and the span has a
-            mask, a prefix or a window to both sides.
+            mask of pairs, a prefix or a window to both sides.
 
-    Communication: that of the transport, over cp.
+    Communication: that of the transport, over the ranks of cp that share documents.
     """
     transport = transport_of(span, mesh, choice)
+    axis = mesh.cp if span.cut is None else mesh.group_of_cp(span.cut.size)
+    if axis.size == 1:
+        return attend(query, key, value, replace(span, cut=None), dropout=dropout)
+    if span.mask is not None and transport != "all_to_all":
+        span = replace(span, mask=span.mask.expand(query.shape[1], -1, -1, -1))
     if transport == "all_to_all":
-        whole = replace(of_own_heads(span, query.shape[2], mesh.cp), cut=None)
+        whole = replace(of_own_heads(span, query.shape[2], axis), cut=None)
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(query, key, value, whole, dropout=dropout)
 
-        return exchanged_attention(query, key, value, mesh.cp, core, span.cut)
+        return exchanged_attention(query, key, value, axis, core, span.cut)
     if transport == "hierarchical":
         return hierarchical_attention(query, key, value, mesh.cp_inner, mesh.cp_outer, span)
     by_axis = ring_attention if transport == "ring" else gathered_attention
-    return by_axis(query, key, value, mesh.cp, span)
+    return by_axis(query, key, value, axis, span)
 
 
 def cut_documents(
@@ -71,11 +79,12 @@ def cut_documents(
     seq_length: int,
     mesh: ParallelMesh,
     choice: ContextChoice,
+    group: int,
 ) -> AttentionSpan:
     """Return a span with the cut of its documents, if the layers compute attention in parts.
 
     Every position is then given, because a rank's tokens are no neighbours. Without documents, or
-    with heads divided during the attention, rows are cut.
+    with heads divided during the attention by all ranks, rows are cut.
 
     Args:
         span: Documents of the rows, laid out.
@@ -83,19 +92,25 @@ def cut_documents(
         seq_length: Length of the rows (tokens).
         mesh: Process groups of this rank.
         choice: Transport of the layers.
+        group: Neighbouring ranks of cp that share documents (ranks).
     """
-    if span.borders is None or span.cut is not None or choice.transport == "all_to_all":
+    if span.borders is None or span.cut is not None:
         return span
     positions = span.positions
     if positions is None:
         index = torch.arange(seq_length, device=span.borders.device)
         positions = index.expand(num_sequences, -1)
+    if group < mesh.cp.size:
+        groups = ContextGroups(mesh.cp.size, group, seq_length)
+        return replace(in_groups(span, num_sequences, groups, mesh.cp.rank), positions=positions)
+    if choice.transport == "all_to_all":
+        return span
     cut = DocumentCut.of(
         *(span.borders, num_sequences, seq_length, mesh.cp.size, mesh.cp.rank),
         longest=span.longest,
         inner=mesh.cp_inner.size if choice.transport == "hierarchical" else 1,
     )
-    return replace(span, positions=positions, cut=cut)
+    return replace(span, positions=positions, cut=cut, order=cut)
 
 
 def transport_of(
@@ -110,13 +125,14 @@ def transport_of(
 
     Raises:
         UnsupportedError: If a transport that computes in parts was asked for and the span has a
-            mask, a prefix or a window to both sides.
+            mask of pairs, a prefix or a window to both sides.
     """
     if choice.transport == "all_to_all":
         return "all_to_all"
     # Keys behind the queries, which the parts leave out: those of a prefix or of a window that
     # reaches to both sides, and what a mask of all pairs says of them.
-    needs_rows = span.mask is not None or span.prefix is not None
+    needs_rows = span.mask is not None and not hides_keys(span)
+    needs_rows |= span.prefix is not None
     needs_rows |= span.window is not None and not span.causal
     if mesh.context.transport == "auto":
         # A window leaves a rank few keys to wait for, and kernels for whole rows skip the others.

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention_span import AttentionSpan, borders_of
 from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import AttentionBlock, ContextCut
-from lightning_megatron.shapes import Int, Shaped
+from lightning_megatron.shapes import Bool, Int, Shaped
 
 #: Rows of a part: neighbouring ones, or those whose indices a tensor (batch, rows) has.
 Rows = slice | Tensor
@@ -52,6 +52,10 @@ def ring_blocks(
     """
     cut = span.cut
     rows = ContextCut(size, size * seq_part)
+    if hides_keys(span):
+        visible = _visible_keys(span)
+        sources = (_places_of(source, rows, device)[0] for source in range(size))
+        return [[_of_visible(span, visible[:, places], seq_part)] for places in sources]
     if cut is not None:
         found = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
     else:
@@ -80,6 +84,8 @@ def gathered_blocks(
     """
     length = size * seq_part
     rows = ContextCut(size, length)
+    if hides_keys(span):
+        return [_of_visible(span, _visible_keys(span), seq_part)]
     if span.cut is None:
         planned = rows.gathered_blocks(rank, span.causal, span.window)
         found = [_of_rows(span, one) for one in planned]
@@ -90,6 +96,45 @@ def gathered_blocks(
     held = _places_of(rank, span.cut or rows, device)
     keys = torch.arange(length, device=device)[None].expand(len(held), -1)
     return [_placed(one, held, keys) for one in found]
+
+
+def hides_keys(span: AttentionSpan) -> bool:
+    """Return whether a span is attention in both directions, to the keys that a mask shows.
+
+    Its mask says the same for all queries of a row, so parts of the rows need no mask of pairs.
+
+    Args:
+        span: Description of who attends to whom.
+    """
+    mask = span.mask
+    if mask is None or mask.dtype != torch.bool or mask.shape[2] != 1:
+        return False
+    return not span.causal and span.window is None and span.slopes is None
+
+
+def _visible_keys(span: AttentionSpan) -> Bool[Tensor, "batch seq"]:
+    """Return which keys of whole rows are seen: all of a row without any, as a dense mask does."""
+    assert span.mask is not None, "a span that hides keys has a mask"
+    mask = span.mask[:, 0, 0]
+    return mask | ~mask.any(1, keepdim=True)
+
+
+def _of_visible(span: AttentionSpan, visible: Bool[Tensor, "batch _"], num_queries: int) -> Block:
+    """Return the block of all queries of a rank with the visible ones of some keys.
+
+    The visible keys of a row come first, as a document that all queries of the row are of. The
+    others are a document without queries.
+    """
+    num_rows, num_keys = visible.shape
+    counts = visible.sum(1, keepdim=True)
+    own = _documents(
+        replace(span, mask=None),
+        borders_of(torch.full_like(counts, num_queries), num_queries),
+        num_queries,
+        causal=False,
+    )
+    keys = KeyRows(num_keys, borders_of(counts, num_keys), num_keys)
+    return Block(_ALL, (~visible).int().argsort(dim=1, stable=True), own, keys)
 
 
 def _of_whole_documents(

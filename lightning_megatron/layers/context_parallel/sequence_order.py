@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_sequence
+from lightning_megatron.groups.collectives import all_gather_sequence, reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.blocks import taken
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.plan.context import ContextCut, context_multiple
 from lightning_megatron.shapes import Shaped
 
 
 def own_part(
-    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: DocumentCut | None = None
+    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: TokenOrder | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return this rank's two pieces of a whole sequence, or of each of its documents.
 
@@ -26,12 +26,12 @@ def own_part(
         tensor: Tensor with the whole sequence along ``dim``.
         axis: Ranks that share the sequence.
         dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
-        cut: Cut of documents; None means that whole sequences are cut.
+        cut: Positions that each rank holds; None means that whole sequences are cut.
 
     Raises:
         ParallelPlanError: If the length is not a multiple of twice the ranks.
     """
-    if axis.size == 1:
+    if axis.size == 1 or (cut is not None and cut.size == 1):
         return tensor
     if cut is not None:
         return taken(tensor.transpose(0, dim), cut.order[:, axis.rank]).transpose(0, dim)
@@ -40,7 +40,7 @@ def own_part(
 
 
 def joined_parts(
-    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: DocumentCut | None = None
+    tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: TokenOrder | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the whole sequence on every rank, from the two pieces that each rank holds.
 
@@ -52,19 +52,66 @@ def joined_parts(
         tensor: This rank's pieces along ``dim``.
         axis: Ranks that share the sequence.
         dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
-        cut: Cut of documents; None means that whole sequences are cut.
+        cut: Positions that each rank holds; None means that whole sequences are cut.
 
     Communication: an all-gather forward, a reduce-scatter backward.
     """
-    if axis.size == 1:
+    if axis.size == 1 or (cut is not None and cut.size == 1):
         return tensor
     joined = all_gather_sequence(tensor.transpose(0, dim), axis)
     whole = ContextCut(axis.size, joined.shape[0]) if cut is None else cut
     return in_sequence_order(joined, whole).transpose(0, dim)
 
 
+def at_place(
+    part: Shaped[Tensor, "seq_part batch ..."],
+    place: int,
+    axis: MeshAxis,
+    cut: TokenOrder | None = None,
+) -> Shaped[Tensor, "batch ..."]:
+    """Return what belongs to one position of each row, on every rank.
+
+    Args:
+        part: This rank's pieces.
+        place: Index of the position in whole rows.
+        axis: Ranks that share the sequence.
+        cut: Positions that each rank holds; None means that whole sequences are cut.
+
+    Communication: an all-reduce forward, none backward.
+    """
+    if axis.size == 1 or (cut is not None and cut.size == 1):
+        return part[place]
+    length, num_sequences = part.shape[:2]
+    if cut is None:
+        rows = ContextCut(axis.size, axis.size * length)
+        held = [place in rows.positions(rank) for rank in range(axis.size)]
+        rank = held.index(True)
+        index = torch.full((num_sequences,), rank * length + rows.positions(rank).index(place))
+    else:
+        index = cut.places[:, place]
+    index = index.to(part.device)
+    own = part[index % length, torch.arange(num_sequences, device=part.device)]
+    is_elsewhere = (index // length != axis.rank).view(-1, *[1] * (own.dim() - 1))
+    return reduce_from_axis(own.masked_fill(is_elsewhere, 0.0), axis)
+
+
+def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor, "..."]:
+    """Return the value of the rank that holds the first tokens of the rows, on every rank.
+
+    Backward gives that rank the sum of the gradients of all ranks, and the others zeros, as
+    :func:`joined_parts` does.
+
+    Args:
+        value: What each rank computes from the first of its own tokens.
+        axis: Ranks that share the sequence.
+
+    Communication: an all-gather forward, a reduce-scatter backward.
+    """
+    return value if axis.size == 1 else all_gather_sequence(value[None], axis)[0]
+
+
 def in_sequence_order(
-    joined: Shaped[Tensor, "..."], cut: ContextCut | DocumentCut, ranks: range | None = None
+    joined: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
     """Sort the pieces of ranks whose parts were joined along the first dimension.
 
@@ -73,7 +120,7 @@ def in_sequence_order(
         cut: Cut of the whole sequence.
         ranks: Ranks of the cut whose parts these are; None means all.
     """
-    if isinstance(cut, DocumentCut):
+    if isinstance(cut, TokenOrder):
         held = _held_by(cut, ranks)
         holds_all = held.shape[1] == cut.places.shape[1]
         return taken(joined, cut.places if holds_all else held.argsort(1))
@@ -82,7 +129,7 @@ def in_sequence_order(
 
 
 def in_rank_order(
-    ordered: Shaped[Tensor, "..."], cut: ContextCut | DocumentCut, ranks: range | None = None
+    ordered: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the parts of ranks, one after the other; the inverse of :func:`in_sequence_order`.
 
@@ -91,7 +138,7 @@ def in_rank_order(
         cut: Cut of the whole sequence.
         ranks: Ranks of the cut whose parts these are; None means all.
     """
-    if isinstance(cut, DocumentCut):
+    if isinstance(cut, TokenOrder):
         # The place of each row of the parts among the sorted positions of these ranks.
         held = _held_by(cut, ranks)
         holds_all = held.shape[1] == cut.places.shape[1]
@@ -101,16 +148,18 @@ def in_rank_order(
     return torch.cat([pieces[order.index(at)] for at in range(len(order))])
 
 
-def length_multiple(mesh: ParallelMesh) -> int:
+def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
     """Return the number that the length of rows must be a multiple of (tokens).
 
     Args:
         mesh: Process groups of this rank.
+        is_cut: Whether the ranks of cp hold parts of the rows; otherwise each of them holds all.
     """
-    return context_multiple(mesh.cp.size, mesh.tp.size if mesh.sequence_parallel else 1)
+    cp = mesh.cp.size if is_cut else 1
+    return context_multiple(cp, mesh.tp.size if mesh.sequence_parallel else 1)
 
 
-def _held_by(cut: DocumentCut, ranks: range | None) -> Tensor:
+def _held_by(cut: TokenOrder, ranks: range | None) -> Tensor:
     """Return the positions that ranks hold, one rank after the other."""
     ranks = range(cut.size) if ranks is None else ranks
     return cut.order[:, ranks.start : ranks.stop].flatten(1)

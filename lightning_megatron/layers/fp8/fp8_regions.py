@@ -17,8 +17,14 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.layers.fp8.operand import Operand, ScaledProduct, needed, product
-from lightning_megatron.layers.fp8.scaling import Axes, Operands, Scaling, transposed
+from lightning_megatron.layers.fp8.operand import (
+    Operand,
+    Operands,
+    ScaledProduct,
+    needed,
+    product,
+)
+from lightning_megatron.layers.fp8.scaling import Axes, Scaling, transposed
 from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
 from lightning_megatron.layers.regions import (
     add_bias,
@@ -52,8 +58,11 @@ def fp8_column_linear(
     scales of rows, columns or blocks, sequence parallelism keeps the input itself.
 
     Communication: as ``column_linear``, and an all-reduce of magnitudes for each tensor that ranks
-        share. With one scale the all-gathers of sequence parallelism carry 8 bits.
+        share, unless scales are those of earlier steps. With one scale the all-gathers of sequence
+        parallelism carry 8 bits.
     """
+    # Magnitudes of evaluations and trials are not those of a step.
+    scaling = scaling.counting(torch.is_grad_enabled())
     output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling)
     return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
 
@@ -71,8 +80,10 @@ def fp8_row_linear(
     input is kept, in 8 bits.
 
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
-        share. With one scale the all-gather of sequence parallelism carries 8 bits.
+        share, unless scales are those of earlier steps. With one scale the all-gather of sequence
+        parallelism carries 8 bits.
     """
+    scaling = scaling.counting(torch.is_grad_enabled())
     return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling)
 
 

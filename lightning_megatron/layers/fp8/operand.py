@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron.layers.fp8.torch_casts import Cast
 from lightning_megatron.plan.fp8 import BLOCK
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
 
 #: Oldest compute capability with products in 8 bits.
 _CAPABILITY = (8, 9)
@@ -73,6 +74,35 @@ class Operand:
         # The product reads scales of blocks by columns.
         scales = [part.t().contiguous().t() for part in self.scale.split(list(rows))]
         return [Operand(part, scale) for part, scale in zip(values, scales, strict=True)]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of a matrix; those that were not asked for are None.
+
+    Args:
+        rows: Operand with the rows of the matrix, whose elements a product sums up.
+        columns: Operand with its columns, whose length is padded with zeros.
+        magnitude: Bit patterns from which another cast of the same matrix can start; None if the
+            recipe has no use for them.
+    """
+
+    rows: Operand | None
+    columns: Operand | None
+    magnitude: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, casts: tuple[Cast | None, Cast | None], magnitude: Int[Tensor, "parts"] | None = None
+    ) -> Operands:
+        """Return the operands of a matrix and of its transpose.
+
+        Args:
+            casts: Numbers and scales of both; None for what was not asked for.
+            magnitude: Bit patterns of magnitudes.
+        """
+        rows, columns = (None if cast is None else Operand(*cast) for cast in casts)
+        return cls(rows, columns, magnitude)
 
 
 def needed(operand: Operand | None) -> Operand:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,41 +12,13 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
-from lightning_megatron.layers.fp8.operand import Operand
-from lightning_megatron.layers.fp8.torch_casts import Cast
+from lightning_megatron.layers.fp8.delayed import LayerScales, Use
+from lightning_megatron.layers.fp8.operand import Operand, Operands
+from lightning_megatron.layers.fp8.weight_casts import LayerCasts
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float, Int
 
 Axes = Sequence[MeshAxis]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Operands of a matrix; those that were not asked for are None.
-
-    Args:
-        rows: Operand with the rows of the matrix, whose elements a product sums up.
-        columns: Operand with its columns, whose length is padded with zeros.
-        magnitude: Bit patterns from which another cast of the same matrix can start; None if the
-            recipe has no use for them.
-    """
-
-    rows: Operand | None
-    columns: Operand | None
-    magnitude: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls, casts: tuple[Cast | None, Cast | None], magnitude: Int[Tensor, "parts"] | None = None
-    ) -> Operands:
-        """Return the operands of a matrix and of its transpose.
-
-        Args:
-            casts: Numbers and scales of both; None for what was not asked for.
-            magnitude: Bit patterns of magnitudes.
-        """
-        rows, columns = (None if cast is None else Operand(*cast) for cast in casts)
-        return cls(rows, columns, magnitude)
 
 
 @dataclass(frozen=True)
@@ -55,20 +27,35 @@ class Scaling:
 
     Ranks that share a tensor agree on its scales, so that the layout does not change them: with one
     scale, or with one for each row or column, the largest magnitude is that over all ranks that
-    hold a part of the numbers. Blocks of 128 lie within the part of a rank.
+    hold a part of the numbers. Blocks of 128 lie within the part of a rank. Scales of earlier steps
+    are the same on all ranks of a stage.
 
     Args:
         settings: The user's settings.
         emulate: Whether products are computed in the precision of the device.
+        scales: Scales of earlier steps, of this layer; None if tensors have their own.
+        counts: Whether casts add to the magnitudes of the current step.
+        casts: Casts of the weight that microbatches share; None casts for each product.
     """
 
     settings: FP8
     emulate: bool
+    scales: LayerScales | None = None
+    counts: bool = True
+    casts: LayerCasts | None = None
 
     @property
     def has_one_scale(self) -> bool:
         """Return whether a tensor has one scale; its transpose then has the same numbers."""
-        return self.settings.recipe == "tensorwise"
+        return self.settings.has_one_scale
+
+    def counting(self, counts: bool) -> Scaling:
+        """Return the same, with casts that add to the magnitudes of the step, or do not.
+
+        Args:
+            counts: Whether they do.
+        """
+        return self if self.counts == counts else replace(self, counts=counts)
 
     def cast_input(
         self,
@@ -88,9 +75,10 @@ class Scaling:
             row_axes: Axes whose ranks hold other rows.
             column_axes: Axes whose ranks hold other columns.
 
-        Communication: an all-reduce of magnitudes over each axis, except by blocks.
+        Communication: an all-reduce of magnitudes over each axis, except by blocks and with scales
+            of earlier steps.
         """
-        return self._cast(matrix, "e4m3", rows, columns, row_axes, column_axes)
+        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes)
 
     def cast_gradient(
         self,
@@ -103,7 +91,7 @@ class Scaling:
     ) -> Operands:
         """Cast the gradient of a layer's outputs, as :meth:`cast_input` casts the inputs."""
         form = self.settings.gradient_format
-        return self._cast(matrix, form, rows, columns, row_axes, column_axes)
+        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes)
 
     def cast_weight(
         self,
@@ -117,6 +105,8 @@ class Scaling:
     ) -> Operands:
         """Cast the weight of a layer, as :meth:`cast_input` casts the inputs.
 
+        Microbatches that share casts read the weight once for each operand.
+
         Args:
             matrix: The weight.
             rows: As for :meth:`cast_input`.
@@ -125,31 +115,45 @@ class Scaling:
             column_axes: As for :meth:`cast_input`.
             magnitude: Magnitudes of an earlier cast of the same weight; None finds them.
         """
-        return self._cast(
-            matrix, "e4m3", rows, columns, row_axes, column_axes, magnitude, is_weight=True
+
+        def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
+            axes = row_axes, column_axes
+            return self._cast(matrix, "weight", "e4m3", rows, columns, *axes, magnitude)
+
+        if self.casts is None:
+            return cast(rows, columns, magnitude)
+        counts = self.counts and self.scales is not None
+        return self.casts.operands(
+            cast, rows=rows, columns=columns, counts=counts, magnitude=magnitude
         )
 
     def _cast(
         self,
         matrix: Tensor,
+        use: Use,
         form: str,
         rows: bool,
         columns: bool,
         row_axes: Axes,
         column_axes: Axes,
         magnitude: Tensor | None = None,
-        is_weight: bool = False,
     ) -> Operands:
         matrix = matrix.contiguous()
         dtype = torch.float8_e5m2 if form == "e5m2" else torch.float8_e4m3fn
         casts = fused_kernels(matrix) or torch_casts
         asked = {"rows": rows, "columns": columns}
         multiple = self.settings.multiple
-        if self.settings.recipe == "tensorwise":
-            if magnitude is None:
+        if self.has_one_scale:
+            scales = self.scales
+            earlier = None if scales is None else scales.magnitude(use)
+            if earlier is None and magnitude is None:
                 magnitude = casts.magnitude_parts(matrix)
                 _maximize(magnitude, (*row_axes, *column_axes))
-            found = casts.cast_by_one_scale(matrix, magnitude, dtype, multiple=multiple, **asked)
+            parts = magnitude if earlier is None else earlier
+            seen = scales.seen(use) if scales is not None and self.counts else None
+            found = casts.cast_by_one_scale(
+                matrix, parts, dtype, multiple=multiple, seen=seen, **asked
+            )
             return Operands.of(found, magnitude)
         if self.settings.recipe == "rowwise":
             of_rows, of_columns = casts.line_magnitudes(matrix, of_rows=rows, of_columns=columns)
@@ -157,7 +161,7 @@ class Scaling:
             _maximize(of_columns, row_axes)
             found = casts.cast_by_lines(matrix, of_rows, of_columns, dtype, multiple=multiple)
             return Operands.of(found)
-        return Operands.of(casts.cast_by_blocks(matrix, dtype, is_square=is_weight, **asked))
+        return Operands.of(casts.cast_by_blocks(matrix, dtype, is_square=use == "weight", **asked))
 
 
 def transposed(operand: Operand, multiple: int) -> Operand:

@@ -40,8 +40,11 @@ def cast_by_one_scale(
     rows: bool,
     columns: bool,
     multiple: int,
+    seen: Int[Tensor, ""] | None = None,
 ) -> tuple[Cast | None, Cast | None]:
     """Cast with one scale, that of the largest of some magnitudes."""
+    if seen is not None:
+        seen.copy_(torch.maximum(seen, magnitude_parts(matrix)[0]))
     magnitude = _magnitudes(parts.amax().reshape(1))
     values = _cast(matrix, magnitude, dtype)
     scale = magnitude / torch.finfo(dtype).max
@@ -132,6 +135,8 @@ def _magnitudes(bits: Tensor) -> Tensor:
 
 
 def _cast(matrix: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    # An infinite number becomes NaN, because the inverse of its scale is 0.
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
-    return (wide * (torch.finfo(dtype).max / magnitude)).to(dtype)
+    largest = torch.finfo(dtype).max
+    scaled = (wide * (largest / magnitude)).clamp(-largest, largest)
+    # An infinite number must not pass for the largest one.
+    return torch.where(wide.isinf(), torch.nan, scaled).to(dtype)

@@ -20,7 +20,6 @@ from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.budget import (
     GIB,
-    StageMemory,
     TrainingShape,
     estimate_memory,
     static_bytes,
@@ -28,11 +27,12 @@ from lightning_megatron.plan.budget import (
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.settings import Count, coerced_arguments
+from lightning_megatron.plan.stage_memory import StageMemory
 from lightning_megatron.strategy.callbacks.kept_by_model import kept_by
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
-_RUNNING = ("activations", "loss", "workspace", "communication", "libraries")
+_RUNNING = ("activations", "loss", "workspace", "communication", "libraries", "casts")
 #: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
 _WORKSPACE = 32 * 2**20
 #: The same before Hopper (bytes).
@@ -264,6 +264,7 @@ def training_shape(
     moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else main_parameters
     device = strategy.root_device
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
+    fp8 = options.products if options.backend == "own" else None
     return TrainingShape(
         seq_length=1,
         schedule=options.pass_order,
@@ -284,6 +285,7 @@ def training_shape(
         else main_parameters.itemsize,
         library_bytes=_library_bytes(device),
         cuda_graphs=graph_settings(strategy),
+        fp8=fp8,
     )
 
 

@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
@@ -115,7 +116,7 @@ class RunCheckpoints:
         """
         main.user_writes.adopt_in_place()
         weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
-        tensors = dict(weights.tensors)
+        tensors = {**weights.tensors, **scale_tensors(module)}
         if "averaging_state" in checkpoint:
             # A callback has swapped averages into the model; resuming needs the current weights.
             current = weights_to_save(checkpoint.pop("current_model_state", {}), module, main, mesh)
@@ -273,6 +274,7 @@ class RunCheckpoints:
         self._random_states = None
         metadata = load_metadata(stored, self.weights_only)
         load_model(stored, module, main, mesh, strict=module.strict_loading)
+        load_scales(stored, module, mesh)
         if optimizers and averaging_callback(module.trainer) is not None:
             load_averages(stored, metadata, module, main, mesh)
         saved = metadata.pop(OPTIMIZERS, None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -70,6 +71,7 @@ def show_choices(
     choices = [
         *_layout_choices(module, mesh, options),
         _precision_choice(precision, mesh.device),
+        *_cast_choices(module, options),
         # Layers of one kind have the same rows.
         *dict.fromkeys(choice for stage in of_stages for choice in stage),
     ]
@@ -190,6 +192,23 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
     if precision.precision == "bf16-mixed" and device.type == "cpu":
         reason += "; on CPUs Lightning replaces 16-mixed by it"
     return Choice("precision", str(precision.precision), reason)
+
+
+def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
+    """Return a row on how often weights are cast to 8 bits; none without our products in them."""
+    settings = options.products
+    if settings is None or options.backend == "te":
+        return []
+    subject = "casts of weights"
+    each = "for each product"
+    if isinstance(module, LightningModule) and not module.automatic_optimization:
+        return [Choice(subject, each, "the module runs its own backward passes")]
+    if not settings.shares_casts(2, options.graph_mode):
+        asked = "asked for (cast_weights)"
+        captured = "cuda_graphs captures microbatches one by one"
+        return [Choice(subject, each, captured if settings.cast_weights is None else asked)]
+    value = "once for a batch" + ("" if settings.shares_casts(1) else " of several microbatches")
+    return [Choice(subject, value, "kept until its end, in 2 bytes for each weight in 8 bits")]
 
 
 def _module_choices(

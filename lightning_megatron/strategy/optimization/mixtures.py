@@ -77,7 +77,6 @@ class MixtureRuntime:
         clear_statistics_(self.running)
         #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
-        self._has_ended = False
 
     def warn_of_evaluation(self) -> None:
         """Warn before training that routers in evaluation mode are not balanced."""
@@ -112,15 +111,6 @@ class MixtureRuntime:
         Communication: that of :meth:`TrainedExperts.check`.
         """
         self._trained.check(epoch)
-
-    def finish_step(self) -> None:
-        """End the step for the routers, unless a graph has done so (:meth:`adopt`).
-
-        Communication: that of :meth:`end_step`.
-        """
-        if self._layers and not self._has_ended:
-            self.statistics = self.end_step()
-        self._has_ended = False
 
     def end_step(self) -> Mapping[int, StepStatistics]:
         """Update the routers with the token counts of this step, and start to count the next one.
@@ -157,11 +147,6 @@ class MixtureRuntime:
                 number: replace(one, sums=own, rows=None if one.rows is None else one.rows.clone())
                 for (number, one), own in zip(statistics.items(), sums, strict=True)
             }
-        self._has_ended = True
-
-    def resume_step(self) -> None:
-        """Go on with a step that a graph has ended (:meth:`adopt`), because it must run again."""
-        self._has_ended = False
 
     @property
     def step_tensors(self) -> list[Tensor]:

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import (
     HalfPrecision,
     MixedPrecision,
     Precision,
+    TransformerEnginePrecision,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -101,6 +102,9 @@ class MegatronPrecision(Precision):
             return cls("32-true")
         if isinstance(plugin, (HalfPrecision, DoublePrecision, MixedPrecision)):
             return cls(str(plugin.precision))
+        if isinstance(plugin, TransformerEnginePrecision):
+            # The strategy's backend takes the recipe of such a plugin.
+            return cls(_precision_around(plugin))
         raise UnsupportedError(
             f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This "
             "strategy keeps main parameters itself. Use Trainer(precision=...) with one of "
@@ -278,6 +282,23 @@ class MegatronPrecision(Precision):
     @override
     def teardown(self) -> None:
         self._state = None
+
+
+def _precision_around(plugin: TransformerEnginePrecision) -> str:
+    """Return the precision of everything but the products in 8 bits of a plugin."""
+    types = plugin.weights_dtype, plugin.fallback_compute_dtype
+    names = {
+        (torch.bfloat16, torch.bfloat16): "bf16-true",
+        (torch.float32, torch.bfloat16): "bf16-mixed",
+    }
+    if types not in names:
+        raise UnsupportedError(
+            f"TransformerEnginePrecision cannot have weights_dtype {types[0]} with "
+            f"fallback_compute_dtype {types[1]}: this strategy computes in bfloat16 around the "
+            "products in 8 bits. Use weights_dtype=torch.bfloat16, or weights_dtype=torch.float32 "
+            "with fallback_compute_dtype=torch.bfloat16 for main parameters in float32."
+        )
+    return names[types]
 
 
 @contextmanager

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.fp8_layers import check_fp8_config
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.layered import LayeredConfig
 from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
+from lightning_megatron.plan.global_batch import GlobalBatch
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.loops import may_accumulate
 from lightning_megatron.strategy.private.user_module import is_overridden
 from lightning_megatron.swap.decide.context import check_cut
+from lightning_megatron.swap.decide.known_configs import known_configs
 from lightning_megatron.swap.families import find_family
 
 
@@ -29,9 +35,10 @@ def check_sizes(
 ) -> None:
     """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
 
-    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig`, or from
-    the folder that the module loads. Batch sizes come from the ``batch_size`` of a dataloader or
-    from the ``tokens_shape`` (samples, tokens per sample) of a data module.
+    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig` or an
+    :class:`EncoderConfig`, or from the folder that the module loads. Batch sizes come from the
+    ``batch_size`` of a dataloader, or from the ``tokens_shape`` (samples, tokens per sample) and
+    ``global_batch`` of a data module.
 
     Args:
         module: Module that will run.
@@ -40,10 +47,10 @@ def check_sizes(
         arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
 
     Raises:
-        ParallelPlanError: If sizes are incompatible.
+        ParallelPlanError: If sizes are incompatible, also with products in 8 bits.
         UnsupportedError: If pp is above 1 with manual optimization, if a GPT cannot represent the
             model in the folder, if steps of this training cannot be run again for expert_rows, or
-            if cp is above 1 and the module has no decoder that can be cut along the sequence.
+            if cp is above 1 and the module has no model that can be cut along the sequence.
     """
     check_optimization(module, layout.pp)
     if options.expert_rows is not None and "train_dataloaders" in arguments:
@@ -58,7 +65,7 @@ def check_sizes(
         shards = layout.tp if options.shards_sequence else 1
         seq_length += -seq_length % context_multiple(layout.cp, shards)
     config = getattr(module, "config", None)
-    if isinstance(config, GPTConfig):
+    if isinstance(config, GPTConfig | EncoderConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
         check_places(config, options)
         check_context_transport(config, options, layout)
@@ -69,12 +76,32 @@ def check_sizes(
         for found in check_cut(module, layout.cp, options.tensor_parallel_plan):
             found.check_layout(layout)
             check_context_transport(found, options, layout)
-    if (
-        "train_dataloaders" in arguments
-        and module.automatic_optimization
-        and isinstance(batch_size, int)
-    ):
+    if options.products is not None:
+        for known in _configs_of(module, options):
+            check_fp8_config(known, options.products, layout.tp, options.backend)
+    if "train_dataloaders" not in arguments:
+        return
+    whole = getattr(data, "global_batch", None)
+    if isinstance(whole, GlobalBatch):
+        check_global_batch(whole, options, layout, may_accumulate(arguments["trainer"]))
+    elif isinstance(batch_size, int) and module.automatic_optimization:
         check_batch_size(batch_size, options, layout)
+
+
+def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[LayeredConfig]:
+    """Return the configurations of the module's models, as far as they are known."""
+    config = getattr(module, "config", None)
+    if isinstance(config, GPTConfig | EncoderConfig):
+        return [config]
+    if isinstance(module, HuggingFaceCausalLM):
+        if options.tensor_parallel_plan:
+            return ()
+        family = find_family(module.architecture or "")
+        return () if family is None else [family.config(module.config.to_dict())]
+    # A configure_model may build the models, and is called when groups exist.
+    if is_overridden("configure_model", module):
+        return ()
+    return known_configs(module, options.tensor_parallel_plan)
 
 
 def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
@@ -119,7 +146,7 @@ def _check_folder(
 
 
 def check_context_transport(
-    config: GPTConfig, options: StrategyOptions, layout: ParallelLayout
+    config: GPTConfig | EncoderConfig, options: StrategyOptions, layout: ParallelLayout
 ) -> None:
     """Refuse a transport over cp that the attention of a model cannot use.
 
@@ -134,7 +161,9 @@ def check_context_transport(
     if layout.cp == 1:
         return
     heads = config.num_heads // layout.tp
-    kv_heads = max(1, config.kv_heads // layout.tp)
+    kv_heads = heads
+    if isinstance(config, GPTConfig):
+        kv_heads = max(1, config.kv_heads // layout.tp)
     links = ContextLinks(options.cp_transport)
     choose_context_transport(links, layout.cp, heads, kv_heads, config.attention_dropout)
 
@@ -203,6 +232,36 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
             f"{', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
         )
     rule.check(batch_size)
+
+
+def check_global_batch(
+    batch: GlobalBatch, options: StrategyOptions, layout: ParallelLayout, accumulates: bool
+) -> None:
+    """Refuse a global batch that this layout cannot divide among ranks and into microbatches.
+
+    Args:
+        batch: Sizes of the global batches.
+        options: Arguments of the strategy.
+        layout: Sizes of the axes.
+        accumulates: Whether gradients of several batches accumulate.
+
+    Raises:
+        ParallelPlanError: If a size cannot be divided, or gives microbatches that the schedule
+            cannot run, or if the size of microbatches would grow with the batch.
+        UnsupportedError: If an optimizer step has several batches.
+    """
+    batch.check_accumulation(accumulates)
+    size = options.microbatch_size
+    batch.check(layout.dp, size if isinstance(size, int) else 1)
+    needs_size = layout.pp > 1 or options.cuda_graphs is not None
+    if batch.ramp_up is not None and needs_size and not isinstance(size, int):
+        raise ParallelPlanError(
+            f"ramp_up with pp ({layout.pp}) above 1 or cuda_graphs needs a microbatch_size: it is "
+            f"{size!r}, with which microbatches would grow with the batch. Use a number of samples "
+            f"that divides {gcd(*batch.sizes) // layout.dp}."
+        )
+    for one in batch.sizes:
+        check_batch_size(one // layout.dp, options, layout)
 
 
 def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:

@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.nccl_options import read_nccl_options
+from lightning_megatron.plan.context_groups import ContextGroupsChoice, check_groups_option
 from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.fp8 import FP8, FP8Recipe, check_fp8_products
+from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.microbatches import MicrobatchRule
@@ -39,6 +40,7 @@ from lightning_megatron.strategy.options.schedule_option import (
     check_own_order,
     check_schedule_name,
 )
+from lightning_megatron.strategy.options.sequence_option import check_sequence_parallel
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
@@ -84,6 +86,9 @@ class StrategyOptions:
             and ring across them. auto means all_to_all if cp is on one host and divides the heads,
             or if attention has dropout or a mask; hierarchical if the ranks of a host divide the
             heads; otherwise ring, or all_gather for one key/value head.
+        cp_groups: Ranks of cp that share a packed document. whole means all. documents chooses for
+            each microbatch the smallest groups of 1, 2, 4 and more neighbours whose windows of
+            the rows hold all documents whole; cp must be a power of two.
         ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp
             divide the ranks of tp and dp in another way, and add no ranks.
         etp: Ranks that share each expert's matrix products. None means tp.
@@ -120,7 +125,10 @@ class StrategyOptions:
             parts, or a number of layers of each chunk. None keeps the models' own setting.
         loss_chunk: Tokens whose logits exist at once where a decoder computes losses. The backward
             pass computes logits again, a third more work for the head. auto stores logits of up to
-            2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. None stores all.
+            2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. forward takes chunks
+            of 512 MiB, and the forward pass computes the gradients of a summed loss, without more
+            work: each microbatch in flight keeps the gradient of the head in float32. None stores
+            all.
         expert_transport: Transport of tokens to the ranks of their experts. all_gather has static
             sizes and needs equal token counts on all ranks. all_to_all sends each token to its
             experts only, and the host reads sizes. one_sided sends each token to its experts only,
@@ -188,8 +196,11 @@ class StrategyOptions:
             memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each
             moment, with unbiased stochastic rounding that depends on the step and the element's
             position only. Runs repeat exactly under one layout, but not across layouts.
-        fp8: Matrix products of linear layers in 8 bits, next to bf16-mixed or bf16-true:
-            tensorwise, rowwise or blockwise. A mapping, or an FP8, sets more than the recipe.
+        fp8: Products of linear layers in 8 bits, next to bf16-mixed or bf16-true: tensorwise,
+            delayed, rowwise or blockwise; mxfp8 with backend="te". A mapping, or an FP8, sets more.
+        backend: Library of the matrix products and norms of this package's models: own, or te for
+            NVIDIA's Transformer Engine (the extra `te`). Parameters, communication, checkpoints,
+            embeddings, the head and routed experts stay the same.
         cuda_graphs: Capture of training steps as CUDA graphs, which run without the host: segments
             (the static parts of every chunk of layers, under any schedule) or full (all
             microbatches of a step with their communication). A mapping, or a CudaGraphs, sets more
@@ -206,6 +217,7 @@ class StrategyOptions:
     stage_layers: list[int] | str | None
     cp: Count
     cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"]
+    cp_groups: ContextGroupsChoice
     ep: Count
     etp: Count | None
     sequence_parallel: bool | None
@@ -237,6 +249,7 @@ class StrategyOptions:
     async_save: bool
     moments_dtype: Literal["float32", "bfloat16"]
     fp8: FP8Recipe | FP8 | None
+    backend: Backend
     cuda_graphs: GraphMode | CudaGraphs | None
 
     def __post_init__(self) -> None:
@@ -255,20 +268,13 @@ class StrategyOptions:
                 self.schedule, self.schedule_name, self.pp, self.vpp, self.microbatch_group_size
             )
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
-        if self.sequence_parallel and self.tp == 1:
-            raise ParallelPlanError(
-                "sequence_parallel (True) needs tp above 1, because the ranks of tp divide the "
-                "sequence. Use tp of 2 or more, or leave sequence_parallel out."
-            )
-        if self.overlap_tensor_parallel and not self.shards_sequence:
-            raise ParallelPlanError(
-                f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {self.tp}, "
-                f"sequence_parallel {self.shards_sequence}. It overlaps the products with the "
-                "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
-                "or leave overlap_tensor_parallel out."
-            )
-        check_fp8_products(self.products, self.overlap_tensor_parallel)
+        check_sequence_parallel(
+            self.tp, self.sequence_parallel, self.shards_sequence, self.overlap_tensor_parallel
+        )
+        overlaps = self.overlap_tensor_parallel
+        check_fp8_products(self.products, overlaps, self.backend, self.graph_mode)
         check_transport_option(self.cp_transport, self.cp)
+        check_groups_option(self.cp_groups, self.cp, self.cp_transport, self.graphs is not None)
         if self.zero == 0 and self.optimizer_slices != "auto":
             raise ParallelPlanError(
                 f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because without it "
@@ -303,6 +309,11 @@ class StrategyOptions:
         return CudaGraphs.of(self.cuda_graphs)
 
     @property
+    def graph_mode(self) -> GraphMode | None:
+        """Return the mode of CUDA graphs; None without graphs."""
+        return None if self.graphs is None else self.graphs.mode
+
+    @property
     def products(self) -> FP8 | None:
         """Return the settings of products in 8 bits; None without any."""
         return FP8.of(self.fp8)
@@ -328,16 +339,9 @@ class StrategyOptions:
     @property
     def needs_tables(self) -> bool:
         """Return whether an argument needs a feature that only this package's models have."""
-        asked = (
-            self.ep > 1,
-            self.cp > 1,
-            bool(self.sequence_parallel),
-            self.overlap_tensor_parallel,
-            self.recompute is not None,
-            self.loss_chunk is not None,
-            self.fp8 is not None,
-        )
-        return any(asked)
+        is_on = self.ep > 1, self.cp > 1, self.sequence_parallel, self.overlap_tensor_parallel
+        given = self.recompute, self.loss_chunk, self.fp8
+        return any(is_on) or any(one is not None for one in given) or self.backend == "te"
 
     @property
     def schedule_name(self) -> ScheduleName:
@@ -379,11 +383,8 @@ class StrategyOptions:
     @property
     def timeout_delta(self) -> timedelta | None:
         """Return the timeout as a timedelta, as torch expects."""
-        return (
-            timedelta(seconds=self.timeout)
-            if isinstance(self.timeout, (int, float))
-            else self.timeout
-        )
+        given = self.timeout
+        return timedelta(seconds=given) if isinstance(given, (int, float)) else given
 
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""

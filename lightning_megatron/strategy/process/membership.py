@@ -85,7 +85,12 @@ class Membership:
             timeout=timeout,
             options=options.nccl_options,
             overlaps_matmul=options.overlap_tensor_parallel,
-            context=ContextLinks.of(options.cp_transport, layout, layout.world_size // num_nodes),
+            context=ContextLinks.of(
+                options.cp_transport,
+                layout,
+                layout.world_size // num_nodes,
+                options.cp_groups,
+            ),
             loss_chunk=options.loss_chunk,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)

@@ -20,7 +20,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.plan.row_limit import enough_for, grown_factor, limited_rows
 from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
 from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.process.random_states import DefaultGenerators
 from lightning_megatron.strategy.step.step_values import BackwardPasses
@@ -64,7 +64,7 @@ class LimitedRows:
         module: The user's module.
         mesh: The groups of this rank.
         limit: Limit of all layers.
-        mixtures: Mixture-of-experts layers of this rank.
+        states: What layers of this rank collect during a step.
         executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
     """
@@ -74,14 +74,14 @@ class LimitedRows:
         module: LightningModule,
         mesh: ParallelMesh,
         limit: RowLimit,
-        mixtures: MixtureRuntime,
+        states: LayerStates,
         executor: PipelineExecutor,
         gradients: StepGradients,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._limit = limit
-        self._mixtures = mixtures
+        self._states = states
         self._executor = executor
         self._gradients = gradients
         self._parts = own_parts(module)
@@ -123,7 +123,7 @@ class LimitedRows:
                 batch.before.restore()
                 batch.run()
             before.restore()
-            self._mixtures.resume_step()
+            self._states.resume_step()
 
         repeat = partial(again, cleared)
         result = self._run(partial(first, cleared), repeat, restore)
@@ -177,8 +177,8 @@ class LimitedRows:
         return _Before(
             ModuleState(self._module, self._parts),
             DefaultGenerators.now(self._mesh.device),
-            self._mixtures,
-            copies_of(self._mixtures.step_tensors),
+            self._states,
+            copies_of(self._states.step_tensors),
         )
 
     @contextmanager
@@ -225,14 +225,14 @@ class _Before:
 
     module: ModuleState
     generators: DefaultGenerators
-    mixtures: MixtureRuntime
+    states: LayerStates
     copies: Sequence[torch.Tensor]
 
     def restore(self) -> None:
-        """Restore the module, the default generators, and the state of the routers."""
+        """Restore the module, the default generators, and the state of the layers."""
         self.module.restore()
         self.generators.restore()
-        copy_all_(self.mixtures.step_tensors, self.copies)
+        copy_all_(self.states.step_tensors, self.copies)
 
 
 @dataclass(frozen=True)

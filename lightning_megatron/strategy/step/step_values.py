@@ -17,7 +17,7 @@ from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
 from lightning_megatron.strategy.logs.log_record import Recorder
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 
 
@@ -40,8 +40,8 @@ class BackwardPasses:
         loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
         weight_gradients: Queue of the gradient slots; None if no weight gradient may be left to a
             weight half.
-        mixtures: Mixtures of experts whose step ends with these passes; None if the optimizer does
-            not step after them, or without experts. The same on all ranks.
+        states: What layers collect during a step that ends with these passes; None if the optimizer
+            does not step after them, or if they collect nothing. The same on all ranks.
     """
 
     clear_gradients: Callable[[], None]
@@ -53,7 +53,7 @@ class BackwardPasses:
     inspector: Inspector | None = None
     loss_weight: LossWeight | None = None
     weight_gradients: WeightGradientQueue | None = None
-    mixtures: MixtureRuntime | None = None
+    states: LayerStates | None = None
 
 
 @dataclass(frozen=True)

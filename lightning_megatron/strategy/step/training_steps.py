@@ -17,6 +17,7 @@ from lightning_megatron.pipeline.step_plans import signature_of
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checks.run_checks import digest_of
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
@@ -29,6 +30,7 @@ from lightning_megatron.strategy.private.loops import (
     skips_backward,
     total_batch_index,
 )
+from lightning_megatron.strategy.step.batch_growth import BatchGrowth
 from lightning_megatron.strategy.step.raw_backward import surrounding_backward
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
@@ -47,6 +49,7 @@ class TrainingSteps:
         precision: Precision of the run.
         state: Main parameters and gradients of the run.
         mixtures: Mixture-of-experts layers of this rank.
+        states: What layers of this rank collect during a step.
         buffers: Buffers that the data-parallel ranks synchronise.
         runner: Runner of the user's steps on microbatches.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
@@ -59,6 +62,7 @@ class TrainingSteps:
         precision: MegatronPrecision,
         state: TrainingState,
         mixtures: MixtureRuntime,
+        states: LayerStates,
         buffers: SharedBuffers,
         runner: StepRunner,
         overlaps_gradients: bool,
@@ -68,10 +72,12 @@ class TrainingSteps:
         self._precision = precision
         self._state = state
         self._mixtures = mixtures
+        self._states = states
         self._buffers = buffers
         self._runner = runner
         self._overlaps_gradients = overlaps_gradients
         self._graphs: RunGraphs | None = None
+        self._growth = BatchGrowth(module.trainer)
         self._has_checked_batch = False
         self._clear_gradients: ClearGradients | None = None
 
@@ -165,6 +171,10 @@ class TrainingSteps:
         """Return the context in which graphs run what they serve of a step."""
         if self._graphs is None or not has_backward:
             return nullcontext()
+        growth = self._growth.reason(batch)
+        if growth is not None:
+            # Graphs of whole steps hold their number of microbatches.
+            self._graphs.capture_again(growth)
         return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
     def look_again(self) -> None:
@@ -175,7 +185,7 @@ class TrainingSteps:
     def _backward_passes(self) -> BackwardPasses:
         will_step = not accumulates(self._module.trainer)
         overlaps = self._overlaps_gradients and will_step
-        mixtures = self._mixtures if will_step and self._mixtures.is_used else None
+        states = self._states if will_step and self._states.is_used else None
         return BackwardPasses(
             self._hide_and_clear,
             self._state.gradients.hide,
@@ -186,7 +196,7 @@ class TrainingSteps:
             self._state.checks.inspector,
             self._mixtures.loss_weight,
             self._state.gradients.weight_gradients,
-            mixtures,
+            states,
         )
 
     def _hide_and_clear(self) -> None:
@@ -204,7 +214,7 @@ class TrainingSteps:
         self._state.checks.note("loss", result.loss)
         self._state.gradients.end_batch(result.num_tokens, will_step)
         if will_step:
-            self._mixtures.finish_step()
+            self._finish_step()
         call_after_backward_hooks(self._module.trainer)
 
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> Any:
@@ -219,8 +229,13 @@ class TrainingSteps:
         passes = surrounding_backward(self._state.gradients.raw_backward)
         with guard, passes, naming_uncut_modules(self._module, self._mesh):
             output = self._module.training_step(*args, **kwargs)
-        self._mixtures.finish_step()
+        self._finish_step()
         return output
+
+    def _finish_step(self) -> None:
+        """End the step of the layers."""
+        if self._states.finish_step() and self._graphs is not None:
+            self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""

@@ -42,9 +42,9 @@ class WholeSteps:
     """Steps of a run as graphs, with all that the strategy does in Python around them.
 
     A graph gathers updated parameters at its head, where layers wait for their own. Before the
-    optimizer steps it also sums gradients over the ranks, and updates routers. Parameters are
-    therefore gathered when they are read first, and no longer right after an update: by the next
-    training step, or by whatever reads them before it.
+    optimizer steps it also sums gradients over the ranks, and updates routers and scales.
+    Parameters are therefore gathered when they are read first, and no longer right after an update:
+    by the next training step, or by whatever reads them before it.
 
     What differs from an eager step: the gradients of the previous step are cleared before the first
     forward pass.
@@ -116,7 +116,7 @@ class WholeSteps:
         gradients = self._state.gradients
         sums = passes.observer is not None and gradients.may_sum_in_graphs
         in_graph = passes if sums else replace(passes, observer=None)
-        mixtures = passes.mixtures
+        states = passes.states
         scale = self._static_factor(factor)
         place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
 
@@ -130,7 +130,7 @@ class WholeSteps:
             gather.wait()
             if sums:
                 gradients.sum_up()
-            return ran if mixtures is None else replace(ran, statistics=mixtures.end_step())
+            return ran if states is None else replace(ran, statistics=states.end_step())
 
         ran = self.graphs.run(
             Step(
@@ -141,7 +141,7 @@ class WholeSteps:
                 run_eagerly=run_eagerly,
                 run=run_in_graph,
                 holds_sums=sums,
-                variant=(sums, gather.is_deferred, mixtures is not None),
+                variant=(sums, gather.is_deferred, states is not None),
                 prepare=gather.wait_for_started,
                 around=partial(refusing_kept_changes, self._module, "training_step"),
                 held=partial(attributes_of, self._module),
@@ -149,8 +149,8 @@ class WholeSteps:
         )
         if ran.is_new:
             self._name_numbers("training_step", ran.result)
-        if mixtures is not None and ran.result.statistics is not None:
-            mixtures.adopt(ran.result.statistics)
+        if states is not None and ran.result.statistics is not None:
+            states.adopt(ran.result.statistics)
         return ran
 
     def evaluate(

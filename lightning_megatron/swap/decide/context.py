@@ -10,6 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.context_parallel.position_wise import foreign_parts, mixing_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.decide.hugging_face_models import ModelChoice, choose_models
 from lightning_megatron.swap.decide.kinds import (
@@ -24,12 +25,15 @@ from lightning_megatron.swap.families import find_family
 _SHOWN = 4
 
 
-def check_cut(root: nn.Module, cp: int, plan: Mapping[str, str] | None) -> tuple[GPTConfig, ...]:
-    """Refuse a module without a decoder that can be cut along the sequence, or with foreign parts.
+def check_cut(
+    root: nn.Module, cp: int, plan: Mapping[str, str] | None
+) -> tuple[GPTConfig | EncoderConfig, ...]:
+    """Refuse a module without a model that can be cut along the sequence, or with foreign parts.
 
-    A decoder cuts the sequences that it is called with, and joins its results, so the modules
-    around it see whole sequences, and may mix positions: every rank of cp computes them in full.
-    Inside the decoder are modules of this package and those that compute positions separately.
+    Such a model, a decoder or an encoder, cuts the sequences that it is called with, and joins its
+    results, so the modules around it see whole sequences, and may mix positions: every rank of cp
+    computes them in full. Inside the model are modules of this package and those that compute
+    positions separately.
 
     Args:
         root: Root module; it may have been swapped in an earlier run.
@@ -37,48 +41,35 @@ def check_cut(root: nn.Module, cp: int, plan: Mapping[str, str] | None) -> tuple
         plan: The user's tensor_parallel_plan.
 
     Returns:
-        Configurations of the decoders that are cut.
+        Configurations of the models that are cut.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module.
-        UnsupportedError: If there is no such decoder, an encoder of this package, or a module
-            inside a decoder that may mix positions.
+        UnsupportedError: If there is no such model, or a module inside one that may mix positions.
     """
     sites = sites_of(root)
     swappable = unique_sites(sites)
     models = choose_models(swappable, choose_kinds(sites, plan), needs_tables=False, tp=None)
-    found: list[GPTConfig] = []
-    encoders: list[tuple[str, str]] = []
-    for site, family in models.replaced:
-        config = family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
-        if isinstance(config, GPTConfig):
-            found.append(config)
-        else:
-            encoders.append((site.name, type(site.module).__name__))
+    found: list[GPTConfig | EncoderConfig] = [
+        family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
+        for site, family in models.replaced
+    ]
     for site in sites:
-        if isinstance(site.module, GPT):
+        if isinstance(site.module, GPT | Encoder):
             found.append(site.module.config)
             _check_parts(site.name, site.module, cp)
-        elif isinstance(site.module, Encoder):
-            encoders.append((site.name, type(site.module).__name__))
     if not found:
         raise UnsupportedError(
-            f"cp ({cp}) above 1 needs a decoder that can be cut along the sequence, a "
-            "lightning_megatron.GPT or a Hugging Face model of a supported family: "
+            f"cp ({cp}) above 1 needs a model that can be cut along the sequence, a "
+            "lightning_megatron.GPT or Encoder, or a Hugging Face model of a supported family: "
             f"{type(root).__name__} has none. Its modules see whole sequences"
-            f"{_listed(_reasons(root, sites, models, dict(encoders)))}. Use cp=1, with tp, pp or "
-            "more data ranks instead."
-        )
-    if encoders:
-        name, kind = encoders[0]
-        raise UnsupportedError(
-            f"cp ({cp}) is not available for {name!r} ({kind}), because its attention sees whole "
-            "sequences, in both directions. Use cp=1."
+            f"{_listed(_reasons(root, sites, models))}. Use cp=1, with tp, pp or more data ranks "
+            "instead."
         )
     return tuple(found)
 
 
-def _check_parts(path: str, model: GPT, cp: int) -> None:
+def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
     for name, part, what in foreign_parts(model):
         raise UnsupportedError(
             f"with cp ({cp}) the modules inside {path!r} see parts of sequences, so that they must "
@@ -89,19 +80,14 @@ def _check_parts(path: str, model: GPT, cp: int) -> None:
         )
 
 
-def _reasons(
-    root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice, encoders: Mapping[str, str]
-) -> Iterator[str]:
+def _reasons(root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice) -> Iterator[str]:
     """Describe modules that see whole sequences."""
-    named = dict(encoders)
-    for name, kind in encoders.items():
-        yield f"{name!r} ({kind}) attends in both directions"
+    inside: list[str] = []
     for model in models.own_code:
         if model.is_outermost:
             kind = type(model.site.module).__name__
-            named[model.site.name] = kind
+            inside.append(model.site.name)
             yield f"{model.site.name!r} ({kind}) {_why_own_code(kind, model.reason)}"
-    inside: list[str] = list(named)
     for site in [ModuleSite("", root, "", root), *sites]:
         what = mixing_of(site.module)
         if what and site.name not in inside and not site.is_inside(inside):

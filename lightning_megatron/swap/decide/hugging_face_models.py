@@ -239,7 +239,7 @@ def _prepare_for_stages(model: Any) -> Callable[[], None]:
 
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name in (*_OF_ALL_STAGES, "use_cache", "past_key_values"):
+    for name in (*_OF_ALL_STAGES, "use_cache", "past_key_values", "cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             _refuse_on_stage(name, "the call")
 

@@ -91,6 +91,8 @@ class EncoderNames:
         size = config.hidden_size
         if config.head == "none":
             return []
+        if config.head == "span":
+            return _linear("head.output", (2, size), self.head["output"])
         found = _linear("head.dense", (size, size), self.head["dense"])
         if config.head == "classifier":
             found += _linear("head.output", (config.num_labels, size), self.head["output"])
@@ -221,6 +223,18 @@ BERT_CLASSES = Family(
     "BertForSequenceClassification",
     _table("BERT", (*_BERT, *_CLASSES), head="classifier"),
     EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
+    base="bert.",
+    ignored=_BERT_BUFFERS,
+    renamed=_EARLIER_NORMS,
+    heads=_BERT_HEADS,
+)
+
+#: Read by fine-tuning alone. Models of this class in a user's module keep their own code.
+BERT_SPANS = Family(
+    "bert",
+    "BertForQuestionAnswering",
+    _table("BERT", _BERT, head="span"),
+    EncoderNames("bert.", {"output": "qa_outputs"}),
     base="bert.",
     ignored=_BERT_BUFFERS,
     renamed=_EARLIER_NORMS,

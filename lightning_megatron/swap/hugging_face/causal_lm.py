@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,12 +17,13 @@ from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, length_multiple
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_inputs import laid_out
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import (
     PackedRow,
@@ -54,11 +56,12 @@ class LabelledGPT(GPT):
         *,
         span: AttentionSpan | None = None,
         embeddings: Tensor | None = None,
+        sums: bool = False,
     ) -> Any:
-        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings)
+        return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings, sums)
 
     @override
-    def _result(self, logits: Tensor, targets: Targets | None, cut: DocumentCut | None) -> Any:
+    def _result(self, logits: Tensor, targets: Targets | None, cut: TokenOrder | None) -> Any:
         if targets is None:
             return None, logits
         return super()._result(logits, targets, cut), logits
@@ -68,9 +71,19 @@ class LabelledGPT(GPT):
         return super()._chunked_result(hidden, targets, chunk), hidden
 
     @override
-    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
-        losses = super()._unknown(num_sequences, length, True) if has_losses else None
-        return losses, super()._unknown(num_sequences, length, False).transpose(0, 1)
+    def _unknown(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
+        losses = super()._unknown(shape, True, sums) if has_losses else None
+        return losses, super()._unknown(shape, False, False).transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of a call: tokens or vectors, the label of each position's next token, and the span."""
+
+    tokens: Tensor | None
+    embeddings: Tensor | None
+    labels: Tensor | None
+    span: AttentionSpan | None
 
 
 class HuggingFaceLM(ReplacedModel):
@@ -103,6 +116,7 @@ class HuggingFaceLM(ReplacedModel):
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         output_hidden_states: bool | None = None,
+        cache: Any = None,
         **others: Any,
     ) -> CausalLMOutput:
         """Return an output with ``logits`` and, if requested, ``loss`` and ``hidden_states``.
@@ -115,16 +129,17 @@ class HuggingFaceLM(ReplacedModel):
             attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token. Without an attention mask, a position that is
                 not one more than its predecessor starts a new sequence, which attention stays in.
-            past_key_values: Cache, which is not supported; must be None.
+            past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
-            use_cache: Argument without effect.
+            use_cache: Argument without effect; ``generate`` alone fills a cache.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
             num_items_in_batch: Divisor of the summed loss; by default their number (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
             max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
+            cache: Cache of ``generate``, whose tokens these follow; None means none.
             others: Further arguments, none of which may change the result.
 
         Raises:
@@ -134,40 +149,67 @@ class HuggingFaceLM(ReplacedModel):
         Communication: that of the layers. Outside of a step and without gradients, the pipeline
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
-        _refuse({"past_key_values": past_key_values, **others})
+        _refuse(others)
+        own = _own_caches(past_key_values=past_key_values, cache=cache)
+        past = next(iter(own.values()), None)
         given = _one_input(input_ids, inputs_embeds)
         length = given.shape[1]
-        packed = PackedRow(cu_seq_lens_q, max_length_q)
-        described = attention_mask, position_ids, packed, given.shape[:2]
-        span, shift_labels = self._span_and_labels(*described, labels, shift_labels)
-        rows, extra = self._padding(*given.shape[:2])
+        described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q)
+        rows = self._rows(input_ids, inputs_embeds, *described, labels, shift_labels, past)
+        kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
+        gather = partial(self._gather, kept, len(given), self._is_chunked(rows.labels), rows.span)
+
+        def run() -> tuple[Tensor | None, Tensor]:
+            how = {"span": rows.span, "embeddings": rows.embeddings}
+            total, shard = self.gpt(
+                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **how
+            )
+            return None if total is None else _mean(total, rows.labels, num_items_in_batch), shard
+
+        if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
+            has_labels = rows.labels is not None
+            output = self._from_last_stage(run, gather, len(given), kept, has_labels)
+        elif not output_hidden_states:
+            loss, shard = run()
+            output = CausalLMOutput(loss, lambda: gather(shard))
+        else:
+            (loss, shard), states = self._with_states(run, rows.span)
+            states = tuple(one[: len(given), :length] for one in states)
+            output = CausalLMOutput(loss, lambda: gather(shard), states)
+        return _with_caches(output, own, length)
+
+    def _rows(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        packed: PackedRow,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        cache: GenerationCache | None,
+    ) -> _Rows:
+        """Return the arguments of a call, padded to the form that the layout needs."""
+        given = _one_input(input_ids, inputs_embeds)
+        described = attention_mask, position_ids
+        # The mask of tokens that follow a cache has another shape, and the cache reads it.
+        is_continued = cache is not None and cache.length > 0
+        own = (None, None) if is_continued else described
+        span, labels = self._span_and_labels(*own, packed, given.shape[:2], labels, shift_labels)
+        multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
+        rows, extra = self._padding(len(given), given.shape[1], multiple)
         if rows or extra:
             # Appended positions change no earlier one, and their results are dropped.
             input_ids = pad_batch(input_ids, extra, 0, rows)
-            shift_labels = pad_batch(shift_labels, extra, IGNORED, rows)
+            labels = pad_batch(labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             span = padded_span(span, extra, rows)
+        if cache is not None:
+            self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
+            span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)
         span = self._laid_out(span, _one_input(input_ids, inputs_embeds))
-        kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        is_chunked = self._is_chunked(shift_labels)
-        gather = partial(self._gather, kept, len(given), is_chunked, span)
-
-        def run() -> tuple[Tensor | None, Tensor]:
-            losses, shard = self.gpt(
-                input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds
-            )
-            loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
-            return loss, shard
-
-        if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
-            return self._from_last_stage(run, gather, len(given), kept, shift_labels is not None)
-        if not output_hidden_states:
-            loss, shard = run()
-            return CausalLMOutput(loss, lambda: gather(shard))
-        (loss, shard), states = self._with_states(run, span)
-        states = tuple(one[: len(given), :length] for one in states)
-        return CausalLMOutput(loss, lambda: gather(shard), states)
+        return _Rows(input_ids, inputs_embeds, labels, span)
 
     def _span_and_labels(
         self,
@@ -202,7 +244,7 @@ class HuggingFaceLM(ReplacedModel):
             result = run()
         finally:
             gpt.hidden_states = None
-        cut = None if span is None else span.cut
+        cut = None if span is None else span.order
         return result, tuple(whole_sequences(one, gpt.mesh, cut) for one in states)
 
     def _from_last_stage(
@@ -236,9 +278,9 @@ class HuggingFaceLM(ReplacedModel):
     def _laid_out(self, span: AttentionSpan | None, given: Tensor) -> AttentionSpan | None:
         return laid_out(span, given, self.gpt.mesh, self.gpt.context)
 
-    def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
+    def _padding(self, num_sequences: int, length: int, multiple: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""
-        return 0, -length % length_multiple(self.gpt.mesh)
+        return 0, -length % multiple
 
     def _is_chunked(self, labels: Tensor | None) -> bool:
         """Return whether the losses of padded labels are computed without storing logits."""
@@ -262,13 +304,13 @@ class HuggingFaceLM(ReplacedModel):
                     "of the call, or use loss_chunk=None."
                 )
             shard = self.gpt.logits(shard)
-        cut = None if span is None else span.cut
+        cut = None if span is None else span.order
         own = joined_parts(shard, mesh.cp, cut=cut)[kept, :rows]
         full = gather_from_axis(own, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
-def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: DocumentCut | None = None) -> Tensor:
+def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output
@@ -280,10 +322,27 @@ def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: DocumentCut | None 
     return joined_parts(full, mesh.cp, cut=cut).transpose(0, 1)
 
 
-def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
+def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
     assert labels is not None, "there are losses where there are labels"
     count = num_items if num_items is not None else (labels != IGNORED).sum().clamp(min=1)
-    return losses.sum() / count
+    return total / count
+
+
+def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
+    """Return the cache of ``generate``, if a call has it, by the name of its argument."""
+    own = {name: one for name, one in caches.items() if isinstance(one, GenerationCache)}
+    _refuse({**caches, **dict.fromkeys(own)})
+    return own
+
+
+def _with_caches(
+    output: CausalLMOutput, caches: Mapping[str, GenerationCache], count: int
+) -> CausalLMOutput:
+    """Return the output with caches that have advanced by new tokens, under the caller's names."""
+    for name, cache in caches.items():
+        cache.advance(count)
+        setattr(output, name, cache)
+    return output
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
@@ -291,7 +350,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         if value is not None and value is not False and name not in _IRRELEVANT:
             raise UnsupportedError(
                 f"a replaced language model takes no {name}: {type(value).__name__} was given. It "
-                f"keeps no cache and returns only loss and logits. Leave {name} out."
+                "returns only loss and logits, and fills no cache but that of generate. Leave "
+                f"{name} out."
             )
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.host_values import HostValues
+from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
-from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
@@ -79,8 +78,7 @@ class HuggingFaceEncoder(ReplacedModel):
         if token_type_ids is not None:
             token_type_ids = token_type_ids.expand(shape)
         rows = EncoderInput(input_ids, inputs_embeds, valid, position_ids, token_type_ids)
-        mesh = self.layers.mesh
-        extra = -shape[1] % (mesh.tp.size if mesh.sequence_parallel else 1)
+        extra = -shape[1] % length_multiple(self.layers.mesh)
         targets = labels if head == "masked_lm" else None
         if extra:
             rows = self._padded(rows, extra)
@@ -118,23 +116,12 @@ class HuggingFaceEncoder(ReplacedModel):
         )
 
     def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
-        shard = result.logits
+        logits = result.logits
         loss = None
-        assert shard is not None, "a masked language model computes logits"
+        assert logits is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
-        mesh = self.layers.mesh
-        vocabulary = self.layers.config.vocab_size
-
-        def gather() -> Tensor:
-            if isinstance(shard, RemoteTensor):
-                # An absent tensor has no values to gather, and already has the full shape.
-                return shard[:length].transpose(0, 1)
-            return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(
-                0, 1
-            )
-
-        return MaskedLMOutput(loss, gather)
+        return MaskedLMOutput(loss, lambda: self.layers.whole_logits(logits)[:, :length])
 
     def _output(self, result: EncoderResult, labels: Tensor | None, length: int) -> EncoderOutput:
         if result.logits is not None:

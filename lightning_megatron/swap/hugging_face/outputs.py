@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.layers.key_value_cache import KeyValueCache
+
 
 class _Output:
     """Output with the entries that are not None, by name, position and order."""
@@ -21,9 +23,23 @@ class _Output:
         """List the names of the entries that are not None."""
         raise NotImplementedError
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry by name, or a default where it is None.
+
+        Args:
+            key: Name of the entry.
+            default: What stands for an entry that is None.
+        """
+        names = self.keys()
+        return getattr(self, key) if key in names else default
+
     def to_tuple(self) -> tuple[Any, ...]:
         """Return the entries that are not None, in Hugging Face's order."""
         return tuple(getattr(self, key) for key in self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether an entry is not None, by its name."""
+        return key in self.keys()
 
     def __getitem__(self, key: int | slice | str) -> Any:
         """Return an entry by name or position."""
@@ -53,7 +69,10 @@ class CausalLMOutput(_Output):
             not requested.
     """
 
-    past_key_values: None = None
+    #: Cache that stored the tokens; None means none.
+    cache: KeyValueCache | None = None
+    #: The name of the cache before transformers 5.24.
+    past_key_values: KeyValueCache | None = None
 
     def __init__(
         self,
@@ -94,7 +113,8 @@ class CausalLMOutput(_Output):
     @override
     def keys(self) -> tuple[str, ...]:
         names = ("logits",) if self.loss is None else ("loss", "logits")
-        return names if self.hidden_states is None else (*names, "hidden_states")
+        further = ("cache", "past_key_values", "hidden_states")
+        return (*names, *(name for name in further if getattr(self, name) is not None))
 
 
 def _spend(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
@@ -124,6 +144,7 @@ class EncoderOutput(_Output):
         pooler_output: Output of the pooler ``(B, D)``.
     """
 
+    cache: None = None
     past_key_values: None = None
     cross_attentions: None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from lightning_megatron.swap.pretrained.late_import import when_imported
 from lightning_megatron.swap.pretrained.untouched import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
-from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
+from lightning_megatron.swap.weights.scaled_blocks import is_read_as_numbers
 
 #: Attribute that stores the folder of the weights of a model built on the meta device.
 _FOLDER = "weights_folder"
@@ -161,7 +163,8 @@ def read_missing_values(model: Any) -> Callable[[], None]:
         Function that gives the model the weights.
 
     Raises:
-        UnsupportedError: If the model has a tensor without values that its class does not have.
+        UnsupportedError: If the model has a tensor without values that its class does not have,
+            or its files have weights in few bits.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return lambda: None
@@ -171,6 +174,12 @@ def read_missing_values(model: Any) -> Callable[[], None]:
         # Its class alone would read or draw other tensors than the larger model in which it was
         # built.
         return read_deferred(model)
+    if folder is not None and SafetensorsFolder(folder).has_scales:
+        raise UnsupportedError(
+            "weights in 4 or 8 bits are read for models that are replaced: a "
+            f"{cls.__name__} from {folder} stays as it is. Leave it out of the plan, or build it "
+            "in __init__, where transformers reads the weights."
+        )
     settings = {"config": model.config, "dtype": model.dtype}
     full = (
         cls._from_config(**settings) if folder is None else cls.from_pretrained(folder, **settings)
@@ -264,6 +273,9 @@ def _from_pretrained(
             config, given = cls.config_class.from_pretrained(
                 path, return_unused_kwargs=True, **given
             )
+    config = _of_numbers(config)
+    if is_read_as_numbers(given.get(QUANTIZATION)):
+        del given[QUANTIZATION]
     with _naming_configuration(path):
         is_replaced = not given and _is_replaced(cls, config)
     if not is_replaced:
@@ -280,6 +292,15 @@ def _from_pretrained(
             model.generation_config = type(model.generation_config).from_pretrained(path)
     # Tensors that the folder lacks raise an error when the weights are read.
     return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
+
+
+def _of_numbers(config: Any) -> Any:
+    """Return a configuration without a format of weights that reading undoes."""
+    if not is_read_as_numbers(getattr(config, QUANTIZATION, None)):
+        return config
+    plain = deepcopy(config)
+    delattr(plain, QUANTIZATION)
+    return plain
 
 
 @contextmanager

@@ -22,10 +22,17 @@ from lightning_megatron.swap.tensors.mapping import Slices, named
 from lightning_megatron.swap.weights.safetensors_header import DTYPES as DTYPES
 from lightning_megatron.swap.weights.safetensors_header import LENGTH_BYTES as LENGTH_BYTES
 from lightning_megatron.swap.weights.safetensors_header import StoredTensor, read_header
+from lightning_megatron.swap.weights.scaled_blocks import (
+    ReadableTensor,
+    is_read_as_numbers,
+    with_scales_joined,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+#: Field of a configuration that describes weights in few bits.
+QUANTIZATION = "quantization_config"
 _REMEDY = "Copy it again."
 #: Size limit of an index, enough for a million tensors (bytes).
 _LARGEST_INDEX = 1 << 27
@@ -41,8 +48,9 @@ class SafetensorsFolder:
     """Reader of the tensors in a local Hugging Face folder.
 
     Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once. Tensors
-    are read on request, from any thread. Damage that a header cannot show (:func:`read_header`) is
-    not detected.
+    are read on request, from any thread. Weights in MXFP4, and in 8 bits with a scale for every
+    128 rows and columns, are read as bfloat16. Damage that a header cannot show
+    (:func:`read_header`) is not detected.
 
     Args:
         path: Folder with ``model.safetensors`` or ``model.safetensors.index.json`` and its files.
@@ -56,7 +64,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._tensors = _listed(self.path)
+        self._tensors = with_scales_joined(_listed(self.path))
         self._opened: dict[Path, int] = {}
         self._opening = Lock()
 
@@ -74,9 +82,14 @@ class SafetensorsFolder:
                 count[tensor.dtype] += prod(tensor.shape)
         return count.most_common(1)[0][0] if count else torch.float32
 
+    @property
+    def has_scales(self) -> bool:
+        """Return whether weights are stored in few bits with scales."""
+        return any(not isinstance(tensor, StoredTensor) for tensor in self._tensors.values())
+
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the content of ``config.json``.
+        """Return the content of ``config.json``, without a format that reading undoes.
 
         Raises:
             CheckpointMismatchError: If there is no such file.
@@ -88,7 +101,10 @@ class SafetensorsFolder:
                 f"{self.path} has none. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
-        return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
+        found = parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
+        if is_read_as_numbers(found.get(QUANTIZATION)):
+            del found[QUANTIZATION]
+        return found
 
     def check_types(self, names: Iterable[str]) -> None:
         """Refuse combinations of dtypes that tensors of one model cannot have.
@@ -142,7 +158,7 @@ class SafetensorsFolder:
         """
         stored = self._at(name)
         slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
-        return stored.read(slices, self._descriptor(stored.path))
+        return stored.read(slices, self._descriptor)
 
     def _descriptor(self, path: Path) -> int:
         # Keep the file open: a tensor may be read in hundreds of parts, and opening a file on a
@@ -153,7 +169,7 @@ class SafetensorsFolder:
                 weakref.finalize(self, os.close, self._opened[path])
             return self._opened[path]
 
-    def _at(self, name: str) -> StoredTensor:
+    def _at(self, name: str) -> ReadableTensor:
         if name not in self._tensors:
             raise CheckpointMismatchError(
                 f"the folder must have every tensor of the model: {self.path} has no {name!r}. It "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -53,7 +53,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
-    def read(self, slices: Slices, descriptor: int) -> Tensor:
+    def read(self, slices: Slices, descriptor_of: Callable[[Path], int]) -> Tensor:
         """Map a part of the tensor into memory; pages are read on first access.
 
         The mapping is closed with the last view of the result. Writes to the result do not change
@@ -61,8 +61,9 @@ class StoredTensor:
 
         Args:
             slices: One slice for each dimension, with start and stop.
-            descriptor: Descriptor of the file, opened for reading.
+            descriptor_of: Function that opens a file for reading and returns its descriptor.
         """
+        descriptor = descriptor_of(self.path)
         shape = self.shape
         if not shape:
             return self._mapped(0, 1, descriptor).view(())

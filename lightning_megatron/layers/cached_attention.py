@@ -1,0 +1,126 @@
+"""Attention of new tokens to themselves and to the tokens of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_operators import attend_by_operators
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.key_value_cache import CachedTokens, KeysAndValues
+from lightning_megatron.layers.token_attention import attend_one_token
+from lightning_megatron.shapes import Float
+
+
+def attend_with_cache(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
+    span: AttentionSpan,
+    layer: int,
+    *,
+    dropout: float = 0.0,
+) -> Float[Tensor, "seq batch heads*value_dim"]:
+    """Store the keys and values of new tokens, and let the tokens attend to all that are stored.
+
+    Equal to the last positions of ``attend`` for whole rows. The first tokens of rows are computed
+    by ``attend`` itself.
+
+    Args:
+        query: Queries of the new tokens.
+        key: Keys of the new tokens.
+        value: Values of the new tokens.
+        span: Description of the attention with ``past``, from :func:`cached_span`.
+        layer: Number of the layer in the cache.
+        dropout: Probability that an attention weight is dropped.
+    """
+    past = span.past
+    assert past is not None, "the tokens have a cache"
+    own = key[: past.count], value[: past.count]
+    stored = past.cache.extended(layer, *own, span.window)
+    if past.cache.place is not None:
+        found = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
+        return found.expand(len(query), -1, -1)
+    if past.cache.length == 0:
+        return attend(query, key, value, replace(span, past=None), dropout=dropout)
+    return _attend_to_stored(query, stored, span, past, dropout)
+
+
+def cached_span(
+    kind: AttentionSpan,
+    rows: AttentionSpan,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionSpan:
+    """Return rows of new tokens with the mask that layers of one kind share.
+
+    Args:
+        kind: Attention of the layers over whole rows.
+        rows: Rows with ``past``, whose cache is not empty.
+        seq_length: New positions of each row, with padding after the tokens (tokens).
+        dtype: Dtype of queries, keys and values.
+        device: Device of the layers.
+    """
+    past = rows.past
+    assert past is not None, "the rows have a cache"
+    if past.cache.place is not None:
+        return AttentionSpan(past=past)
+    first = past.cache.length
+    keys = past.cache.places(kind.window, past.count, device)
+    # Padding after the tokens attends to what the last token does: no position is without keys.
+    queries = torch.arange(first, first + seq_length, device=device).clamp(
+        max=first + past.count - 1
+    )
+    exceeds = kind.window is not None and len(keys) > kind.window
+    mask: Tensor | None = None
+    if past.visible is not None or seq_length > 1 or exceeds:
+        distance = queries[:, None] - keys
+        seen = (distance >= 0)[None, None]
+        if kind.window is not None:
+            seen = seen & (distance < kind.window)
+        if past.visible is not None:
+            # Padding attends to itself, because no query may be without keys.
+            seen = seen & past.visible[:, None, None, keys] | (distance == 0)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+    if kind.slopes is None:
+        return AttentionSpan(mask=mask, past=past)
+    if not kind.slopes.skips_padding or past.visible is None:
+        places = queries[None], keys[None]
+    else:
+        counted = past.visible.cumsum(-1)
+        places = counted[:, queries], counted[:, keys]
+    return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
+
+
+def _needs_operators(kind: AttentionSpan) -> bool:
+    """Return whether torch's kernel does not compute the scores of a kind of attention."""
+    return kind.soft_cap is not None or kind.slopes is not None or kind.sinks is not None
+
+
+def _attend_to_stored(
+    query: Tensor, stored: KeysAndValues, span: AttentionSpan, past: CachedTokens, dropout: float
+) -> Tensor:
+    keys, values = stored
+    if _needs_operators(span):
+        rows = KeyRows(keys.shape[2], places=past.key_places)
+        whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
+        return attend_by_operators(query, *whole, span, dropout, rows).flatten(2)
+    length, num_sequences, heads, _ = query.shape
+    kv_heads = keys.shape[1]
+    how: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
+    if length == 1:
+        # The query heads that share a key are rows of one product, so that it is read once.
+        grouped = query.view(num_sequences, kv_heads, heads // kv_heads, -1)
+        return F.scaled_dot_product_attention(grouped, keys, values, **how).flatten(1)[None]
+    mixed = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **how
+    )
+    return mixed.permute(2, 0, 1, 3).flatten(2)

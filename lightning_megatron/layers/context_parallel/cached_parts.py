@@ -1,0 +1,146 @@
+"""Attention to a cache whose tokens lie on the ranks that share the rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_sequence
+from lightning_megatron.layers.attention_parts import forward_by_operators
+from lightning_megatron.layers.attention_sinks import add_sinks
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.document_cut import TokenOrder
+from lightning_megatron.layers.key_value_cache import HeldTokens
+from lightning_megatron.plan.context import ContextCut
+from lightning_megatron.shapes import Float, Int
+
+
+def store_first(
+    key: Float[Tensor, "seq_part batch kv_heads head_dim"],
+    value: Float[Tensor, "seq_part batch kv_heads value_dim"],
+    span: AttentionSpan,
+    layer: int,
+    axis: MeshAxis,
+) -> None:
+    """Store the keys and values of this rank's part of the first tokens of rows.
+
+    Args:
+        key: Keys of this rank's pieces.
+        value: Values of this rank's pieces.
+        span: Description of the attention with ``past``, whose cache is empty.
+        layer: Number of the layer in the cache.
+        axis: Ranks that share the rows.
+    """
+    past = span.past
+    assert past is not None, "the tokens have a cache"
+    held = past.cache.held
+    if held is None:
+        places = _held_places(span.order, key.shape[0], axis, key.device)
+        held = past.cache.hold(places, past.count, axis.size, axis.rank)
+    held.cache.extended(layer, key, value, None)
+
+
+def attend_to_held(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
+    span: AttentionSpan,
+    layer: int,
+    axis: MeshAxis,
+) -> Float[Tensor, "seq batch heads*value_dim"]:
+    """Store new tokens, which all ranks have, on one rank each, and let them attend to all tokens.
+
+    Each rank computes the attention to the tokens that it holds, and the results are merged
+    exactly, as in :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. No
+    gradients flow to the keys of other ranks.
+
+    Args:
+        query: Queries of the new tokens.
+        key: Keys of the new tokens.
+        value: Values of the new tokens.
+        span: Description of the attention with ``past``, from :func:`held_span`.
+        layer: Number of the layer in the cache.
+        axis: Ranks that share the rows.
+
+    Communication: an all-gather of the results of one part for each query.
+    """
+    past = span.past
+    assert past is not None, "the tokens have a cache"
+    held = _held(past.cache.held)
+    own = held.own_of(past.cache.length, past.count)
+    keys, values = held.cache.extended(layer, key[own], value[own], None)
+    rows = KeyRows(keys.shape[2], places=past.key_places)
+    whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
+    out, log_sum = forward_by_operators(query, *whole, replace(span, past=None), rows)
+    part = torch.cat((out.to(log_sum.dtype), log_sum.permute(2, 0, 1)[..., None]), -1)
+    outs, log_sums = all_gather_sequence(part[None], axis).split((out.shape[-1], 1), -1)
+    total = log_sums.logsumexp(0)
+    mixed = ((log_sums - total).exp() * outs).sum(0)
+    if span.sinks is not None:
+        mixed, _ = add_sinks(mixed, total[..., 0].permute(1, 2, 0), span.sinks)
+    return mixed.to(query.dtype).flatten(2)
+
+
+def held_span(
+    kind: AttentionSpan,
+    rows: AttentionSpan,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionSpan:
+    """Return rows of new tokens with the mask of the keys that this rank holds.
+
+    Args:
+        kind: Attention of the layers over whole rows.
+        rows: Rows with ``past``, whose cache holds a part of the earlier tokens.
+        seq_length: New positions of each row, with padding after the tokens (tokens).
+        dtype: Dtype of queries, keys and values.
+        device: Device of the layers.
+    """
+    past = rows.past
+    assert past is not None, "the rows have a cache"
+    first = past.cache.length
+    keys = _held(past.cache.held).places_with(first, past.count)
+    # Padding after the tokens attends to what the last token does: no position is without keys.
+    queries = torch.arange(first, first + seq_length, device=device).clamp(
+        max=first + past.count - 1
+    )
+    distance = queries[:, None] - keys[:, None]
+    seen = (distance >= 0) & (keys >= 0)[:, None]
+    if kind.window is not None:
+        seen = seen & (distance < kind.window)
+    index = keys.clamp(min=0)
+    if past.visible is not None:
+        index = index.expand(len(past.visible), -1)
+        # Padding attends to itself, because no query may be without keys.
+        seen = seen & past.visible.gather(1, index)[:, None] | (distance == 0)
+    mask = torch.zeros(seen.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    mask = mask.masked_fill_(~seen, -torch.inf)[:, None]
+    if kind.slopes is None:
+        return AttentionSpan(mask=mask, past=past)
+    if not kind.slopes.skips_padding or past.visible is None:
+        places = queries[None], index
+    else:
+        counted = past.visible.cumsum(-1)
+        places = counted[:, queries], counted.gather(1, index)
+    return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
+
+
+def _held(held: HeldTokens | None) -> HeldTokens:
+    assert held is not None, "the first tokens were stored on the ranks that share their rows"
+    return held
+
+
+def _held_places(
+    order: TokenOrder | None, seq_part: int, axis: MeshAxis, device: torch.device
+) -> Int[Tensor, "#batch seq_part"]:
+    """Return the place in its row of each token of this rank."""
+    if order is not None:
+        return order.order[:, axis.rank]
+    cut = ContextCut(axis.size, axis.size * seq_part)
+    return torch.tensor(cut.positions(axis.rank), device=device)[None]

@@ -1,0 +1,176 @@
+"""Scales of earlier steps: the largest magnitudes that linear layers have seen in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.shapes import Float, Int, Shaped
+
+#: Which factor of a layer's products a tensor is.
+Use = Literal["input", "weight", "gradient"]
+_USES: Final[tuple[Use, ...]] = ("input", "weight", "gradient")
+_LARGEST: Final = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+class DelayedScales:
+    """Scales of the linear layers of a model, from the magnitudes of earlier steps.
+
+    During a step casts note the largest magnitudes. At its end these enter a history, and the
+    largest of the history sets the scales of the next step: all microbatches of a step, and their
+    recomputations, have the same scales. All tensors keep their addresses, and nothing is read by
+    the host.
+
+    Until the first step has ended, tensors have the scales of their own magnitudes. A tensor that
+    was zero in the whole history has the scale 1. A magnitude that is not finite is left out.
+
+    Shapes: history ``(layers, history, 3)``, the last step first, with the magnitudes of inputs,
+        weights and gradients of outputs.
+
+    Args:
+        settings: The user's settings.
+        names: Names of the layers of this rank in the model.
+        device: Device of the layers.
+    """
+
+    def __init__(self, settings: FP8, names: Sequence[str], device: torch.device) -> None:
+        self.settings = settings
+        self.names = tuple(names)
+        #: Whether no step has ended.
+        self.is_fresh = True
+        shape = len(self.names), settings.history, len(_USES)
+        self.history: Float[Tensor, "layers history 3"] = torch.zeros(
+            shape, dtype=torch.float32, device=device
+        )
+        # Bit patterns, as casts use them: magnitudes that set the scales, and those of this step.
+        self._bits = torch.zeros((2, shape[0], shape[2]), dtype=torch.int32, device=device)
+        forms = "e4m3", "e4m3", settings.gradient_format
+        self._largest = torch.tensor([_LARGEST[form] for form in forms], device=device)
+        # What casts of Transformer Engine multiply by.
+        self._factors = torch.ones((shape[0], shape[2]), dtype=torch.float32, device=device)
+
+    def serves(self, settings: FP8, names: Sequence[str], device: torch.device) -> bool:
+        """Return whether a run with these settings and layers may continue from these scales.
+
+        Args:
+            settings: Settings of the run.
+            names: Names of its layers.
+            device: Their device.
+        """
+        is_same = (settings, tuple(names)) == (self.settings, self.names)
+        return is_same and torch.empty(0, device=device).device == self.history.device
+
+    def layer(self, index: int) -> LayerScales:
+        """Return the scales of a layer.
+
+        Args:
+            index: Index of its name.
+        """
+        return LayerScales(self, self._bits[0, index], self._bits[1, index], self._factors[index])
+
+    @property
+    def step_tensors(self) -> list[Shaped[Tensor, "..."]]:
+        """Return the tensors that steps write."""
+        return [self.history, self._bits, self._factors]
+
+    @torch.no_grad()
+    def end_step(self, mesh: ParallelMesh) -> None:
+        """Set the scales of the next step.
+
+        A graph may contain this: it only writes tensors that keep their addresses.
+
+        Args:
+            mesh: The groups of this rank.
+
+        Communication: an all-reduce of three numbers of each layer over tp, and one over dp x cp.
+        """
+        self.is_fresh = False
+        if not self.names:
+            return
+        seen = self._bits[1]
+        for axis in (mesh.tp, mesh.data):
+            all_reduce_(seen, axis, "max")
+        magnitudes = seen.view(torch.float32)
+        kept = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
+        self.history.copy_(torch.cat([kept[:, None], self.history[:, :-1]], 1))
+        seen.zero_()
+        self._set_scales()
+
+    @torch.no_grad()
+    def start_with(
+        self, histories: Sequence[Float[Tensor, "saved 3"]], *, is_complete: bool
+    ) -> None:
+        """Continue from saved histories, of which the last steps count.
+
+        Args:
+            histories: History of each layer, of any length.
+            is_complete: Whether no layer of any stage lacks one; else the first step has the scales
+                of its own tensors.
+        """
+        self.history.zero_()
+        for own, saved in zip(self.history, histories, strict=True):
+            length = min(len(own), len(saved))
+            own[:length].copy_(saved[:length])
+        self._set_scales()
+        self.is_fresh = not is_complete
+
+    def _set_scales(self) -> None:
+        largest = self.history.amax(1)
+        most = torch.finfo(torch.float32).max
+        above = (largest * 2.0**self.settings.margin).clamp(max=most)
+        found = torch.where(largest > 0, above, self._largest)
+        self._bits[0].copy_(found.view(torch.int32))
+        self._factors.copy_(self._largest / found)
+
+
+class LayerScales:
+    """Scales of earlier steps, of one layer.
+
+    Args:
+        model: Scales of all layers.
+        magnitudes: Bit patterns of the magnitudes that set the scales, by use.
+        seen: Bit patterns of the largest magnitudes of this step, by use.
+        factors: Numbers that bring these magnitudes to the largest number of their formats, by use.
+    """
+
+    def __init__(
+        self,
+        model: DelayedScales,
+        magnitudes: Int[Tensor, "3"],
+        seen: Int[Tensor, "3"],
+        factors: Float[Tensor, "3"],
+    ) -> None:
+        self._model = model
+        self._magnitudes = dict(zip(_USES, magnitudes.split(1), strict=True))
+        self._seen = dict(zip(_USES, seen.unbind(), strict=True))
+        self._factors = dict(zip(_USES, factors.split(1), strict=True))
+
+    def magnitude(self, use: Use) -> Int[Tensor, "1"] | None:
+        """Return the bit pattern of the magnitude that sets a scale; None before the first one.
+
+        Args:
+            use: Which factor the tensor is.
+        """
+        return None if self._model.is_fresh else self._magnitudes[use]
+
+    def seen(self, use: Use) -> Int[Tensor, ""]:
+        """Return the bit pattern of the largest magnitude of this step, which casts maximize.
+
+        Args:
+            use: Which factor the tensor is.
+        """
+        return self._seen[use]
+
+    def factor(self, use: Use) -> Float[Tensor, "1"]:
+        """Return the number that a cast multiplies by: the inverse of the scale.
+
+        Args:
+            use: Which factor the tensor is.
+        """
+        return self._factors[use]

@@ -1,0 +1,201 @@
+"""Weights in 8 bits that the microbatches of a batch share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.layers.fp8.operand import Operand, Operands
+from lightning_megatron.shapes import Int
+
+#: Casts a weight: function of whether its rows and its columns are needed, and of magnitudes of
+#: another cast of it.
+_CastWeight = Callable[[bool, bool, Tensor | None], Operands]
+
+
+class _Linear(Protocol):
+    """Linear layer that can name the tensors of its weight."""
+
+    @property
+    def weight_parts(self) -> tuple[Tensor, ...]:
+        """Return the tensors of which the weight consists, from the first row to the last."""
+
+
+class WeightCasts:
+    """Casts of the weights of a model, which the products inside of :meth:`shared` share.
+
+    Equal to casts for each product. Outside of the block nothing is kept, so that no update, load
+    or swap of weights between two batches is missed. Inside of it a cast is made again if the
+    version counter of torch shows a write, or if a parameter or its memory was replaced. Writes
+    through ``parameter.data``, which torch does not count, must be named to :meth:`stop`. Weights
+    that are no parameters, such as those of a parametrization, are cast for each product.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[LayerCasts] = []
+        self._is_open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether products share casts now."""
+        return self._is_open
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the memory of the casts that are kept now (bytes)."""
+        return sum(layer.num_bytes for layer in self._layers)
+
+    def layer(self, linear: _Linear) -> LayerCasts:
+        """Return the casts of the weight of a layer.
+
+        Args:
+            linear: The layer.
+        """
+        found = LayerCasts(self, linear)
+        self._layers.append(found)
+        return found
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Keep casts until the end of the block.
+
+        A capture of a graph must contain the whole block, so that replays cast the weights of
+        their time.
+        """
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+            for layer in self._layers:
+                layer.clear()
+
+    def stop(self, parameter: nn.Parameter) -> None:
+        """Cast a parameter for each product from now on, until the end of the block.
+
+        Args:
+            parameter: Parameter that user code may write in ways that torch does not count.
+        """
+        if not self._is_open:
+            return
+        for layer in self._layers:
+            if layer.reads(parameter):
+                layer.stop()
+
+
+@dataclass(frozen=True)
+class _Version:
+    """State of the parameters of a weight, which changes if one is written or replaced."""
+
+    parts: tuple[Tensor, ...]
+    numbers: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, parts: tuple[Tensor, ...]) -> _Version | None:
+        """Return the state; None for tensors whose writes torch does not count."""
+        if not all(isinstance(part, nn.Parameter) and not part.is_inference() for part in parts):
+            return None
+        return cls(parts, tuple((part._version, part.data_ptr()) for part in parts))
+
+    def is_same(self, other: _Version | None) -> bool:
+        """Return whether nothing was written or replaced between two states."""
+        if other is None or self.numbers != other.numbers:
+            return False
+        return all(one is two for one, two in zip(self.parts, other.parts, strict=True))
+
+
+class LayerCasts:
+    """Casts of the weight of one layer.
+
+    Args:
+        model: Casts of all layers.
+        linear: The layer.
+    """
+
+    def __init__(self, model: WeightCasts, linear: _Linear) -> None:
+        self._model = model
+        self._linear = linear
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all casts."""
+        self._version: _Version | None = None
+        self._rows: Operand | None = None
+        self._columns: Operand | None = None
+        self._magnitude: Tensor | None = None
+        self._is_counted = False
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Forget all casts, and keep none until :meth:`clear`."""
+        self.clear()
+        self._is_stopped = True
+
+    def reads(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is a part of the weight.
+
+        Args:
+            parameter: The parameter.
+        """
+        return any(part is parameter for part in self._linear.weight_parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the memory of the casts that are kept now (bytes)."""
+        kept = [one for one in (self._rows, self._columns) if one is not None]
+        return sum(one.values.nbytes + one.scale.nbytes for one in kept)
+
+    def operands(
+        self,
+        cast: _CastWeight,
+        *,
+        rows: bool,
+        columns: bool,
+        counts: bool,
+        magnitude: Int[Tensor, "parts"] | None,
+    ) -> Operands:
+        """Return the operands of the weight, which are cast unless they are kept.
+
+        Args:
+            cast: Function that casts the weight.
+            rows: Whether the operand of the rows is needed.
+            columns: Whether the operand of the columns is needed.
+            counts: Whether the cast must add to the magnitudes of the step.
+            magnitude: Magnitudes that the forward pass of the product found; None finds them.
+
+        Communication: that of ``cast``, if it is called; all ranks that share the weight call it
+            alike.
+        """
+        version = self._current()
+        if version is not None and not version.is_same(self._version):
+            self.clear()
+            self._version = version
+        # Magnitudes of other values than these belong to this product alone.
+        is_foreign = magnitude is not None and self._magnitude is None
+        if version is None or is_foreign:
+            return cast(rows, columns, magnitude)
+        if counts and not self._is_counted:
+            # A kept cast of a pass without gradients has not added to the magnitudes.
+            self._rows = self._columns = None
+            self._is_counted = True
+        new_rows = rows and self._rows is None
+        new_columns = columns and self._columns is None
+        if new_rows or new_columns:
+            found = cast(new_rows, new_columns, self._magnitude)
+            self._rows = found.rows or self._rows
+            self._columns = found.columns or self._columns
+            self._magnitude = found.magnitude
+        by_rows = self._rows if rows else None
+        by_columns = self._columns if columns else None
+        return Operands(by_rows, by_columns, self._magnitude)
+
+    def _current(self) -> _Version | None:
+        """Return the state of the weight; None if its casts must not be kept."""
+        if not self._model.is_open or self._is_stopped or torch.compiler.is_compiling():
+            return None
+        return _Version.of(self._linear.weight_parts)

@@ -1,0 +1,342 @@
+"""Keys and values of earlier tokens, which later tokens attend to without computing them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.shapes import Bool, Float, Int
+
+#: Keys and values of a layer, heads first.
+KeysAndValues = tuple[
+    Float[Tensor, "batch kv_heads _ head_dim"], Float[Tensor, "batch kv_heads _ value_dim"]
+]
+
+
+class TokenCache(Protocol):
+    """Keys and values of the tokens of earlier calls."""
+
+    @property
+    def place(self) -> Int[Tensor, "1"] | None:
+        """Return the place of the one new token of each row if only the device knows it."""
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of each row that earlier calls have stored, padding too (tokens)."""
+
+    @property
+    def held(self) -> HeldTokens | None:
+        """Return the tokens that this rank holds if ranks share the rows; None if it holds all."""
+
+    def hold(
+        self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
+    ) -> HeldTokens:
+        """Let each of several ranks hold its part of the tokens, and return that of this rank.
+
+        Args:
+            places: Place in its row of each of the first tokens that this rank holds.
+            count: First tokens of a row; those at later places are padding (tokens).
+            ranks: Ranks that share the rows (ranks).
+            rank: This rank's place among them.
+        """
+
+    def extended(
+        self,
+        layer: int,
+        key: Float[Tensor, "_ batch kv_heads head_dim"],
+        value: Float[Tensor, "_ batch kv_heads value_dim"],
+        window: int | None,
+    ) -> KeysAndValues:
+        """Store a layer's keys and values of new tokens, and return them behind the earlier ones.
+
+        A second call before the length has grown stores the same tokens again.
+
+        Args:
+            layer: Number of the layer.
+            key: Keys of the new tokens.
+            value: Values of the new tokens.
+            window: Sliding window of the layer; None means none (tokens).
+        """
+
+    def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
+        """Return the place in its row of each token that ``extended`` returns for new tokens.
+
+        Args:
+            window: Sliding window of the layer; None means none (tokens).
+            count: Number of new tokens (tokens).
+            device: Device of the result.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class CachedTokens:
+    """New tokens of a call and the cache whose tokens they follow.
+
+    Args:
+        cache: Keys and values of earlier tokens, to which those of the new ones are added.
+        count: New tokens of each row. Positions of the call after these are padding, which is not
+            stored (tokens).
+        visible: False for padding among the earlier and new tokens; None means no padding.
+        key_places: Place in its row of each token that the layer attends to; None if no scores
+            depend on distances. ``layers.cached_attention`` derives it (tokens).
+        padding: Padding before each row, which counts in the place of ``visible`` where only the
+            device knows the place of the new token; None means none (tokens).
+    """
+
+    cache: TokenCache
+    count: int
+    visible: Bool[Tensor, "batch _"] | None = None
+    key_places: Int[Tensor, "#batch _"] | None = None
+    padding: Int[Tensor, " batch"] | None = None
+
+
+class KeyValueCache:
+    """Memory for the keys and values of rows of up to a number of tokens.
+
+    Each layer gets its memory at its first use, for the key/value heads of this rank. A layer with
+    a sliding window keeps the tokens of the window only, in a ring. Where ranks of cp share the
+    rows, ``held`` has the tokens of this rank.
+
+    Args:
+        max_length: Longest row (tokens).
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.length = 0
+        #: Place of the one new token of each row while only the device knows it.
+        self.place: Int[Tensor, "1"] | None = None
+        #: Tokens of this rank if ranks share the rows.
+        self.held: HeldTokens | None = None
+        self._layers: dict[int, KeysAndValues] = {}
+
+    @contextmanager
+    def at(self, place: Int[Tensor, "1"]) -> Iterator[None]:
+        """Take the place of the one new token of each row from the device.
+
+        The host reads no value meanwhile, so a CUDA graph can hold the calls. ``extended`` returns
+        all slots, of which slot ``p % slots`` holds the token at place ``p``.
+
+        Args:
+            place: Place of the new token; it must be below ``max_length`` (tokens).
+        """
+        self.place = place
+        try:
+            yield
+        finally:
+            self.place = None
+
+    def advance(self, count: int) -> None:
+        """Count new tokens that all layers have stored.
+
+        Args:
+            count: New tokens of each row (tokens).
+        """
+        if self.held is not None:
+            self.held.advance(self.length, count)
+        self.length += count
+
+    def hold(
+        self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
+    ) -> HeldTokens:
+        """Let each of several ranks hold its part of the tokens, and return that of this rank.
+
+        Args:
+            places: Place in its row of each of the first tokens that this rank holds.
+            count: First tokens of a row; those at later places are padding (tokens).
+            ranks: Ranks that share the rows (ranks).
+            rank: This rank's place among them.
+        """
+        if self.held is None:
+            self.held = HeldTokens(places, count, ranks, rank, self.max_length)
+        return self.held
+
+    def clear(self) -> None:
+        """Forget all tokens, and keep the memory of a cache that holds all of them."""
+        self.length = 0
+        self.held = None
+
+    def reorder(self, rows: Int[Tensor, " _"]) -> None:
+        """Replace each of the first rows by another one, as a beam search does.
+
+        Args:
+            rows: For each of these rows the number of the row whose tokens it gets.
+        """
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                buffer[: len(rows)] = buffer.index_select(0, rows.to(buffer.device))
+        if self.held is not None:
+            self.held.reorder(rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory of all layers on this rank (bytes)."""
+        own = 0 if self.held is None else self.held.cache.num_bytes
+        return own + sum(buffer.nbytes for buffer in self._buffers())
+
+    def extended(
+        self,
+        layer: int,
+        key: Float[Tensor, "_ batch kv_heads head_dim"],
+        value: Float[Tensor, "_ batch kv_heads value_dim"],
+        window: int | None,
+    ) -> KeysAndValues:
+        """Store a layer's keys and values of new tokens, and return them behind the earlier ones.
+
+        Args:
+            layer: Number of the layer.
+            key: Keys of the new tokens.
+            value: Values of the new tokens.
+            window: Sliding window of the layer; None means none (tokens).
+
+        Raises:
+            ParallelPlanError: If the rows would be longer than the cache.
+        """
+        last = self.length + key.shape[0]
+        if last > self.max_length:
+            raise ParallelPlanError(
+                f"rows must not have more tokens than their cache ({self.max_length}): they would "
+                f"have {last}. The memory of a cache does not grow. Use a cache with a larger "
+                "max_length."
+            )
+        new = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        if layer not in self._layers:
+            slots = self._slots(window)
+            keys, values = (one.new_empty(*one.shape[:2], slots, one.shape[3]) for one in new)
+            self._layers[layer] = keys, values
+        keys, values = self._layers[layer]
+        if self.place is not None:
+            self._store(key, value, keys, values, self.place)
+            return keys, values
+        return self._written(keys, new[0]), self._written(values, new[1])
+
+    def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
+        """Return the place in its row of each token that ``extended`` returns for new tokens.
+
+        Args:
+            window: Sliding window of the layer; None means none (tokens).
+            count: Number of new tokens (tokens).
+            device: Device of the result.
+        """
+        slots = self._slots(window)
+        first = self.length
+        if first + count <= slots:
+            return torch.arange(first + count, device=device)
+        if count == 1:
+            # In a full ring a slot holds the latest token whose place it is.
+            return first - (first - torch.arange(slots, device=device)).remainder(slots)
+        return torch.arange(max(0, first - slots), first + count, device=device)
+
+    def _slots(self, window: int | None) -> int:
+        return self.max_length if window is None else min(window, self.max_length)
+
+    @staticmethod
+    def _store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        """Write one token of each row in the slot of its place."""
+        kernels = fused_kernels(key)
+        if kernels is not None:
+            kernels.store_token(key, value, keys, values, place)
+            return
+        for buffer, new in ((keys, key), (values, value)):
+            slot = place.remainder(buffer.shape[2])
+            buffer.index_copy_(2, slot, new.permute(1, 2, 0, 3))
+
+    def _written(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write new tokens and return those that they may attend to, in the order of ``places``."""
+        slots = buffer.shape[2]
+        first = self.length
+        last = first + new.shape[2]
+        if last <= slots:
+            buffer[:, :, first:last] = new
+            return buffer[:, :, :last]
+        if new.shape[2] == 1:
+            buffer[:, :, first % slots] = new[:, :, 0]
+            return buffer
+        # New tokens overwrite earlier ones that the first of them attend to.
+        earlier = torch.arange(max(0, first - slots), first, device=new.device) % slots
+        whole = torch.cat((buffer[:, :, earlier], new), 2)
+        kept = torch.arange(last - slots, last, device=new.device) % slots
+        buffer[:, :, kept] = whole[:, :, -slots:]
+        return whole
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for buffers in self._layers.values():
+            yield from buffers
+
+
+class HeldTokens:
+    """Tokens of shared rows that one of several ranks holds: its part of the first ones, and of the
+    later ones every ``ranks``-th.
+
+    Args:
+        places: Place in its row of each of the first tokens that this rank holds.
+        count: First tokens of a row; those at later places are padding (tokens).
+        ranks: Ranks that share the rows (ranks).
+        rank: This rank's place among them.
+        max_length: Longest row (tokens).
+    """
+
+    def __init__(
+        self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int, max_length: int
+    ) -> None:
+        self._num_first = places.shape[1]
+        self._count = count
+        self._ranks = ranks
+        self._rank = rank
+        later = max(0, max_length - count)
+        #: Keys and values of these tokens.
+        self.cache = KeyValueCache(self._num_first + -(-later // ranks))
+        #: Place in its row of each token; -1 for padding, which no token attends to.
+        self._places = places.masked_fill(places >= count, -1)
+
+    def own_of(self, first: int, count: int) -> list[int]:
+        """Return which of new tokens this rank holds.
+
+        Args:
+            first: Place of the first new token, behind the first tokens of the rows (tokens).
+            count: New tokens of each row (tokens).
+        """
+        behind = first - self._count
+        return [index for index in range(count) if (behind + index) % self._ranks == self._rank]
+
+    def places_with(self, first: int, count: int) -> Int[Tensor, "#batch _"]:
+        """Return the places of the tokens that this rank holds after new ones; -1 for padding.
+
+        Args:
+            first: Place of the first new token (tokens).
+            count: New tokens of each row (tokens).
+        """
+        new = [first + index for index in self.own_of(first, count)]
+        added = torch.tensor(new, dtype=torch.long, device=self._places.device)
+        return torch.cat((self._places, added.expand(len(self._places), -1)), 1)
+
+    def advance(self, first: int, count: int) -> None:
+        """Count new tokens that all layers have stored.
+
+        Args:
+            first: Place of the first new token (tokens).
+            count: New tokens of each row (tokens).
+        """
+        if self.cache.length == 0:
+            self.cache.advance(self._num_first)
+            return
+        self._places = self.places_with(first, count)
+        self.cache.advance(len(self.own_of(first, count)))
+
+    def reorder(self, rows: Int[Tensor, " _"]) -> None:
+        """Replace each of the first rows by another one, as a beam search does.
+
+        Args:
+            rows: For each of these rows the number of the row whose tokens it gets.
+        """
+        self.cache.reorder(rows)
+        if len(self._places) > 1:
+            chosen = self._places.index_select(0, rows.to(self._places.device))
+            self._places = torch.cat((chosen, self._places[len(rows) :]))

@@ -1,0 +1,85 @@
+"""Attention of one new token of each row at a place that only the device knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.shapes import Float, Int
+
+
+def why_no_token_attention(kind: AttentionSpan) -> str | None:
+    """Return why a kind of attention does not serve places on the device; None if it does.
+
+    Args:
+        kind: Attention of a layer over whole rows.
+    """
+    if not kind.causal:
+        return "its attention is not causal"
+    parts = {"soft cap": kind.soft_cap, "slopes": kind.slopes, "sinks": kind.sinks}
+    found = next((name for name, value in parts.items() if value is not None), None)
+    return None if found is None else f"the scores of its attention have a {found}"
+
+
+def attend_one_token(
+    query: Float[Tensor, "1 batch heads head_dim"],
+    keys: Float[Tensor, "batch kv_heads slots head_dim"],
+    values: Float[Tensor, "batch kv_heads slots value_dim"],
+    place: Int[Tensor, "1"],
+    padding: Int[Tensor, " batch"] | None,
+    scale: float | None,
+) -> Float[Tensor, "1 batch heads*value_dim"]:
+    """Return the attention of one token of each row to the tokens up to it.
+
+    Equal to ``attend`` of the whole rows at the place of the token. The host reads no value, so a
+    CUDA graph can hold the call.
+
+    Args:
+        query: Queries of the new tokens.
+        keys: Keys of all slots. Slot ``p % slots`` holds the token at place ``p``.
+        values: Values of all slots.
+        place: Place of the new token in its row, on the device (tokens).
+        padding: Padding before each row; None means none (tokens).
+        scale: Factor of the scores; None means ``1 / sqrt(head_dim)``.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    kernels = fused_kernels(query)
+    attend = attend_by_mask if kernels is None else kernels.attend_one_token
+    found: Tensor = attend(query, keys, values, place, padding, scale)
+    return found
+
+
+def attend_by_mask(
+    query: Float[Tensor, "1 batch heads head_dim"],
+    keys: Float[Tensor, "batch kv_heads slots head_dim"],
+    values: Float[Tensor, "batch kv_heads slots value_dim"],
+    place: Int[Tensor, "1"],
+    padding: Int[Tensor, " batch"] | None,
+    scale: float,
+) -> Float[Tensor, "1 batch heads*value_dim"]:
+    """Return the attention of one token by torch's operator and a mask over all slots.
+
+    Args:
+        query: Queries of the new tokens.
+        keys: Keys of all slots.
+        values: Values of all slots.
+        place: Place of the new token in its row, on the device (tokens).
+        padding: Padding before each row; None means none (tokens).
+        scale: Factor of the scores.
+    """
+    slots = keys.shape[2]
+    index = torch.arange(slots, device=query.device)
+    # A slot holds the latest token whose place it is; places below 0 hold none yet.
+    places = place - (place - index).remainder(slots)
+    first = torch.zeros_like(place) if padding is None else padding
+    mask = (places >= first[:, None])[:, None, None]
+    # The query heads that share a key are rows of one product, so that it is read once.
+    grouped = query.view(query.shape[1], keys.shape[1], -1, query.shape[-1])
+    # Slots without a token may hold anything, NaN too, which no mask of scores removes.
+    keys = keys.masked_fill(~mask.transpose(-1, -2), 0.0)
+    values = values.masked_fill(~mask.transpose(-1, -2), 0.0)
+    found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return found.flatten(1)[None]

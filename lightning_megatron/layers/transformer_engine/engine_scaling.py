@@ -1,0 +1,267 @@
+"""Casts and matrix products of Transformer Engine, for the linear layers of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.fp8.delayed import LayerScales, Use
+from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.shapes import Float
+
+#: A matrix, or Transformer Engine's class for one in 8 bits.
+Factor = Any
+#: Which of the three products of a linear layer.
+Pass = Literal["forward", "input gradient", "weight gradient"]
+_LAYOUTS: Final[dict[Pass, str]] = {
+    "forward": "TN",
+    "input gradient": "NN",
+    "weight gradient": "NT",
+}
+_ACCURACIES: Final[dict[Pass, str]] = {
+    "forward": "fp8_gemm_fprop",
+    "input gradient": "fp8_gemm_dgrad",
+    "weight gradient": "fp8_gemm_wgrad",
+}
+_SETTINGS: Final[dict[Use, str]] = {
+    "input": "fp8_quant_fwd_inp",
+    "weight": "fp8_quant_fwd_weight",
+    "gradient": "fp8_quant_bwd_grad",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class EngineScaling:
+    """How a linear layer casts and multiplies with Transformer Engine.
+
+    Scales of one tensor, of blocks and of groups of 32 belong to the tensors of a rank. Scales of
+    earlier steps are those of :class:`~lightning_megatron.layers.fp8.delayed.DelayedScales`, which
+    all ranks of a stage share; the first step has the scales of its own tensors.
+
+    Args:
+        settings: The user's settings; None means products in the type of the inputs.
+        device: Device of the layer.
+        scales: Scales of earlier steps, of this layer; None if tensors have their own.
+    """
+
+    settings: FP8 | None
+    device: torch.device
+    scales: LayerScales | None = None
+
+    def cast(
+        self, matrix: Float[Tensor, "rows columns"], use: Use, *, columns: bool, counts: bool
+    ) -> Factor:
+        """Cast a factor; without settings, return it as it is.
+
+        Args:
+            matrix: The factor.
+            use: Which factor of the layer's products it is.
+            columns: Whether a product will sum up its columns, besides one that sums up its rows.
+            counts: Whether its largest magnitude counts for the scales of the next step.
+        """
+        matrix = matrix.contiguous()
+        if self.settings is None:
+            return matrix
+        quantizer = self._quantizer(use, matrix, counts)
+        quantizer.set_usage(rowwise=True, columnwise=columns)
+        quantizer.internal = True
+        return quantizer(matrix)
+
+    def padded(self, matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "padded columns"]:
+        """Return a matrix with rows of zeros, as many as the products in 8 bits need."""
+        if self.settings is None:
+            return matrix
+        missing = -len(matrix) % self.settings.multiple
+        return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+
+    def product(
+        self,
+        left: Factor,
+        right: Factor,
+        of: Pass,
+        dtype: torch.dtype,
+        *,
+        out: Float[Tensor, "rows columns"] | None = None,
+        adds: bool = False,
+        scale: float = 1.0,
+    ) -> Float[Tensor, "rows columns"]:
+        """Return one of the products of a linear layer.
+
+        Args:
+            left: The weight; for the weight gradient, the inputs.
+            right: The inputs; for the gradients, the gradient of the outputs.
+            of: Which product.
+            dtype: Type of the result.
+            out: Memory of the result, of this type.
+            adds: Whether the result is added to ``out``.
+            scale: Factor of the result.
+        """
+        found, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
+            left,
+            right,
+            out_dtype=dtype,
+            layout=_LAYOUTS[of],
+            grad=of != "forward",
+            out=out,
+            accumulate=adds,
+            alpha=scale,
+            use_split_accumulator=self._is_accurate(of),
+        )
+        result: Tensor = found
+        return result
+
+    @property
+    def can_scale(self) -> bool:
+        """Return whether a product can have a factor."""
+        return self.settings is None or self.settings.has_one_scale
+
+    def _is_accurate(self, of: Pass) -> bool:
+        """Return whether a product adds up in float32 all the time."""
+        if self.settings is None:
+            return False
+        accuracy = getattr(self._recipe, _ACCURACIES[of], None)
+        return of != "forward" if accuracy is None else accuracy.use_split_accumulator
+
+    @cached_property
+    def _recipe(self) -> Any:
+        return engine_recipe(self.settings)
+
+    def _quantizer(self, use: Use, matrix: Tensor, counts: bool) -> Any:
+        if self.scales is None:
+            return self._own_quantizers[use]
+        if self.scales.magnitude(use) is not None:
+            return self._late_quantizers[use, counts]
+        if counts:
+            seen = self.scales.seen(use).view(torch.float32)
+            seen.copy_(torch.maximum(seen, matrix.abs().amax().float()))
+        return self._own_quantizers[use]
+
+    @cached_property
+    def _own_quantizers(self) -> dict[Use, Any]:
+        """Return the quantizers with scales of the tensors themselves."""
+        quantization = import_module("transformer_engine.pytorch.quantization")
+        recipe = self._recipe
+        if self.scales is not None:
+            found = import_module("transformer_engine.common.recipe")
+            recipe = found.Float8CurrentScaling(fp8_format=recipe.fp8_format)
+        make = quantization.RecipeState.create
+        forward = make(recipe, mode="forward", num_quantizers=2, device=self.device)
+        backward = make(recipe, mode="backward", num_quantizers=1, device=self.device)
+        inputs, weight = forward.make_quantizers()
+        (gradient,) = backward.make_quantizers()
+        quantizers: dict[Use, Any] = {"input": inputs, "weight": weight, "gradient": gradient}
+        if recipe.float8_current_scaling():
+            for use, quantizer in quantizers.items():
+                settings = getattr(recipe, _SETTINGS[use])
+                has_powers = recipe.use_power_2_scales or settings.power_2_scale
+                quantizer.force_pow_2_scales = has_powers
+                quantizer.amax_epsilon = settings.amax_epsilon
+        return quantizers
+
+    @cached_property
+    def _late_quantizers(self) -> dict[tuple[Use, bool], Any]:
+        """Return the quantizers with scales of earlier steps, by whether they count."""
+        assert self.scales is not None, "only recipes with such scales ask for them"
+        make = import_module("transformer_engine.pytorch").Float8Quantizer
+        unused = torch.zeros(1, dtype=torch.float32, device=self.device)
+        found = {}
+        for use, own in self._own_quantizers.items():
+            seen = self.scales.seen(use).view(torch.float32).reshape(1)
+            for counts in (True, False):
+                amax = seen if counts else unused
+                found[use, counts] = make(self.scales.factor(use), amax, own.dtype)
+        return found
+
+
+def engine_recipe(settings: FP8 | None) -> Any:
+    """Return Transformer Engine's recipe for some settings.
+
+    Args:
+        settings: The settings; with ``te_recipe``, that recipe.
+    """
+    assert settings is not None, "products in the type of the inputs have no recipe"
+    if settings.te_recipe is not None:
+        return settings.te_recipe
+    recipes = import_module("transformer_engine.common.recipe")
+    is_hybrid = settings.gradient_format == "e5m2"
+    options = {"fp8_format": recipes.Format.HYBRID if is_hybrid else recipes.Format.E4M3}
+    if settings.recipe == "delayed":
+        options |= {"margin": settings.margin, "amax_history_len": settings.history}
+    names = {
+        "tensorwise": "Float8CurrentScaling",
+        "delayed": "DelayedScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
+    return getattr(recipes, names[settings.recipe])(**options)
+
+
+@dataclass(frozen=True)
+class EngineProduct:
+    """Weight gradient of a linear layer that Transformer Engine computes, for gradient slots.
+
+    Args:
+        scaling: How the layer multiplies.
+        inputs: Inputs of the layer.
+        gradient: Gradient of its outputs.
+        dtype: Type in which :meth:`value` returns the gradient.
+    """
+
+    scaling: EngineScaling
+    inputs: Factor
+    gradient: Factor
+    dtype: torch.dtype
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.scaling.product(self.inputs, self.gradient, "weight gradient", self.dtype)
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum in its memory, if the product can have the factor."""
+        if not sums.is_contiguous() or (scale != 1 and not self.scaling.can_scale):
+            return False
+        self.scaling.product(
+            *(self.inputs, self.gradient, "weight gradient", sums.dtype),
+            out=sums,
+            adds=not is_empty,
+            scale=scale,
+        )
+        return True
+
+    def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
+        """Return the gradients of consecutive rows of the weight."""
+        return [ComputedProduct(part) for part in self.value().split(list(rows))]
+
+
+@dataclass(frozen=True)
+class ComputedProduct:
+    """Part of a weight gradient that is already there.
+
+    Args:
+        gradient: The gradient.
+    """
+
+    gradient: Tensor
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.gradient
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Leave the addition to the caller."""
+        return False
+
+    def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
+        """Return the gradients of consecutive rows of it."""
+        return [ComputedProduct(part) for part in self.gradient.split(list(rows))]

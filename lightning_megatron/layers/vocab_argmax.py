@@ -1,0 +1,43 @@
+"""Most probable token of logits whose vocabulary is sharded over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.shapes import Float, Int
+
+
+def vocab_parallel_argmax(
+    logits_shard: Float[Tensor, "*tokens vocab_local"], mesh: ParallelMesh, vocab_size: int
+) -> Int[Tensor, "*tokens"]:
+    """Return the id of the largest logit of every token without gathering the logits.
+
+    Equal to ``torch.argmax`` of the full logits without the padded columns. Of equal logits the one
+    with the lowest id counts, on every device and layout. Logits with a NaN have no largest one:
+    their result is ``vocab_size``, which is no id.
+
+    Args:
+        logits_shard: This rank's columns of the logits.
+        mesh: Process groups of this rank.
+        vocab_size: The true vocabulary, without padding (tokens).
+
+    Communication: one max and one min all-reduce over tp, of one number per token.
+    """
+    width = logits_shard.shape[-1]
+    start = mesh.tp.rank * width
+    own = logits_shard[..., : min(max(vocab_size - start, 0), width)]
+    # A rank may have columns of padding alone.
+    has_any = own.shape[-1] > 0
+    peak = own.amax(-1) if has_any else own.new_full(own.shape[:-1], -torch.inf)
+    # The result of a maximum with a NaN depends on the order, so ranks with a NaN veto below.
+    has_nan = peak.isnan()
+    peak = all_reduce_(peak.masked_fill(has_nan, torch.inf), mesh.tp, "max")
+    ids = torch.arange(start, start + own.shape[-1], device=own.device)
+    found = ids.new_full(peak.shape, vocab_size)
+    if has_any:
+        found = torch.where(own == peak.unsqueeze(-1), ids, vocab_size).amin(-1)
+    found = all_reduce_(found.masked_fill(has_nan, -1), mesh.tp, "min")
+    return found.masked_fill(found < 0, vocab_size)

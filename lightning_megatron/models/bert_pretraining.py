@@ -1,0 +1,165 @@
+"""LightningModule that trains a BERT on masked tokens and the order of segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.evaluated_set import EvaluatedSet
+from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
+from lightning_megatron.models.token_module import IGNORED, TokenModule
+from lightning_megatron.plan.settings import coerced_arguments
+from lightning_megatron.shapes import Bool, Float, Int, Shaped
+
+
+class BERTPretraining(TokenModule):
+    """Train, validate and test a BERT on masked tokens and the order of two segments.
+
+    The loss is the sum of two means over all masked tokens
+    of a step, on all ranks and in all microbatches: of the loss of the token, and of the loss of
+    the order of its pair. A pair thus counts as often as it has masked tokens, which makes the loss
+    independent of the layout; where all pairs have the same number, it equals that of Hugging
+    Face's BertForPreTraining. With the head ``masked_lm`` the second mean is left out.
+
+    The module logs ``train_loss``, ``val_loss`` and ``test_loss``, and the two means as
+    ``..._lm_loss`` and ``..._order_loss`` (nats).
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
+        "order": (B,)}. Labels are the true tokens, and -100 where no token is masked. ``valid`` is
+        false at padding. ``order`` is 1 if the segments are swapped, else 0.
+
+    Args:
+        config: Configuration of the model, with the head ``pretraining`` or ``masked_lm``.
+        training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
+            ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``token_weighted``,
+            ``lr_schedule``, ``weight_decay_schedule``.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If the head does not predict masked tokens.
+
+    Source: Shoeybi et al. 2019, section 4.2; Devlin et al. 2018; Lan et al. 2019.
+    """
+
+    weights_of_means = (("loss", "tokens"), ("lm_loss", "tokens"), ("order_loss", "tokens"))
+
+    def __init__(self, config: EncoderConfig, **training: Any) -> None:
+        given = coerced_arguments(BERTPretraining.__init__, locals())
+        super().__init__(**training)
+        # `given` has the configuration as an EncoderConfig; checkpoints give a mapping.
+        self.config: EncoderConfig = given["config"]
+        if not self.config.tie_embeddings:
+            raise UnsupportedError(
+                "BERTPretraining needs a head that predicts masked tokens: head is "
+                f"{self.config.head!r}. Use 'pretraining', or 'masked_lm' without the order of "
+                "segments."
+            )
+        self.save_hyperparameters({"config": asdict(self.config)})
+        self.model: Encoder | None = None
+
+    @property
+    @override
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def configure_model(self) -> None:
+        """Build this rank's part of the model; called for each fit, validate, test and predict."""
+        if self.model is None:
+            self.model = Encoder(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        labels: Int[Tensor, "batch seq"] | None = None,
+        token_types: Int[Tensor, "batch seq"] | None = None,
+        valid: Bool[Tensor, "batch seq"] | None = None,
+    ) -> EncoderResult:
+        """Return the losses of tokens, or the logits without labels, and the logits of the order.
+
+        Args:
+            tokens: Token ids.
+            labels: True tokens at masked positions, else -100.
+            token_types: Segment of each token; None means 0.
+            valid: Mask that is false at padding; None means no padding.
+        """
+        assert self.model is not None, "configure_model builds the model before its first use"
+        rows = EncoderInput(tokens, valid=valid, token_types=token_types)
+        result: EncoderResult = self.model(rows, labels, IGNORED)
+        return result
+
+    @override
+    def training_step(
+        self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
+    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
+        advance_streams(self, self.model, batch_idx)
+        num_tokens = (batch["labels"] != IGNORED).sum()
+        means = self._named_means(batch, num_tokens)
+        for name, value in means.items():
+            self.log(
+                f"train_{name}",
+                value.detach(),
+                on_step=True,
+                prog_bar=name == "loss",
+                sync_dist=True,
+                batch_size=len(batch["tokens"]),
+            )
+        loss = means["loss"]
+        return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
+
+    def predict_step(
+        self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
+    ) -> EncoderResult:
+        """Return the losses of masked tokens and the logits of the order."""
+        return self(batch["tokens"], batch.get("labels"), batch["token_types"], batch["valid"])
+
+    @override
+    def mean_loss(
+        self,
+        batch: Mapping[str, Shaped[Tensor, "batch *_"]],
+        num_tokens: Int[Tensor, ""],
+        is_trained: bool,
+    ) -> Float[Tensor, ""]:
+        tokens, order = self._means(batch, num_tokens)
+        return tokens if order is None else tokens + order
+
+    @override
+    def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
+        num_tokens = (batch["labels"] != IGNORED).sum()
+        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
+        # read.
+        weight = num_tokens.to(torch.float32)
+        means = self._named_means(batch, num_tokens)
+        EvaluatedSet.of(self, part, index).log(means, weight, "tokens")
+
+    def _named_means(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Return the loss of a batch and, if there are two, its parts."""
+        tokens, order = self._means(batch, num_tokens)
+        if order is None:
+            return {"loss": tokens}
+        return {"loss": tokens + order, "lm_loss": tokens, "order_loss": order}
+
+    def _means(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the means over masked tokens of their losses and of those of the order."""
+        labels = batch["labels"]
+        result = self(batch["tokens"], labels, batch.get("token_types"), batch.get("valid"))
+        count = num_tokens.clamp(min=1)
+        tokens = result.losses.sum() / count
+        if result.order_logits is None:
+            return tokens, None
+        logits = result.order_logits.to(result.losses.dtype)
+        losses = F.cross_entropy(logits, batch["order"], ignore_index=IGNORED, reduction="none")
+        return tokens, (losses * (labels != IGNORED).sum(1)).sum() / count

@@ -1,0 +1,97 @@
+"""Values that the layers of a GPT share: rotary tables and spans of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_core import prepared
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.cached_attention import cached_span
+from lightning_megatron.layers.context_parallel.cached_parts import held_span
+from lightning_megatron.layers.rotary import RotaryTables
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt_block import attention_kind, rotary_name
+from lightning_megatron.models.layered import dtype_of_products
+from lightning_megatron.shapes import Float
+
+
+def layer_inputs(
+    config: GPTConfig,
+    layers: Sequence[int],
+    rotary: Mapping[str, RotaryTables],
+    mesh: ParallelMesh,
+    like: Float[Tensor, "..."],
+    shape: torch.Size,
+    span: AttentionSpan | None,
+    *,
+    dropout: float,
+) -> dict[str, Any]:
+    """Return the rotary tables and the spans of layers by name.
+
+    Layers with the same angles share tables, and those with the same window share a span.
+
+    Args:
+        config: Configuration of the model.
+        layers: Indices of the layers in the whole model.
+        rotary: Rotary tables by name.
+        mesh: Process groups of this rank.
+        like: Tensor with the dtype and on the device of the residual stream.
+        shape: Number of rows and their length.
+        span: Documents, padding and positions of the rows, laid out; None means plain rows.
+        dropout: Probability that an attention weight is dropped.
+    """
+    rows = span or AttentionSpan()
+    places = rows.positions, rows.order
+    found: dict[str, Any] = {}
+    for index in layers:
+        name = rotary_name(config, index)
+        if name not in found:
+            tables = rotary.get(name)
+            found[name] = None if tables is None else tables(shape[1], like, *places)
+        name = rows_name(config, index)
+        if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
+            # Ranks that see parts of rows need no mask of whole ones.
+            found[name] = None if rows.past is None else AttentionSpan(past=rows.past)
+        elif span is not None and span.cut is not None:
+            found[name] = replace(span, positions=None)
+        elif name not in found:
+            kind = attention_kind(config, index)
+            found[name] = _shared_span(kind, like, shape, span, dropout, config.head_size)
+    return found
+
+
+def _is_plain_part(span: AttentionSpan) -> bool:
+    """Return whether a span describes whole rows, of which the ranks of cp see parts."""
+    describes_rows = span.has_documents or span.mask is not None or span.prefix is not None
+    is_continued = span.past is not None and span.past.cache.length > 0
+    return not (describes_rows or is_continued)
+
+
+def rows_name(config: GPTConfig, index: int) -> str:
+    """Return the name of the span of the block with index ``index``."""
+    window = config.window_of(index)
+    return "rows" if window is None else f"rows.{window}"
+
+
+def _shared_span(
+    kind: AttentionSpan,
+    like: Tensor,
+    shape: torch.Size,
+    span: AttentionSpan | None,
+    dropout: float,
+    head_dim: int,
+) -> AttentionSpan | None:
+    """Return the rows in the form that the layers of one kind take."""
+    how: dict[str, Any] = {"dtype": dtype_of_products(like), "device": like.device}
+    past = None if span is None else span.past
+    if span is not None and past is not None and past.cache.length > 0:
+        of_new_tokens = cached_span if past.cache.held is None else held_span
+        return of_new_tokens(kind, span, shape[1], **how)
+    whole = prepared(kind.over(span), *shape, **how, dropout=dropout, head_dim=head_dim)
+    return whole if past is None else replace(whole or AttentionSpan(), past=past)

@@ -1,0 +1,48 @@
+"""Process groups and random streams of a LightningModule that builds this package's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.models.layered import LayeredModule, single_mesh
+
+
+def mesh_of_module(module: Any) -> ParallelMesh:
+    """Return the groups that MegatronStrategy gave a module, or those of a single process.
+
+    Args:
+        module: LightningModule that builds a model.
+
+    Raises:
+        UnsupportedError: If another strategy gave the module a mesh of its own.
+    """
+    found: Any = module.device_mesh
+    if isinstance(found, ParallelMesh):
+        return found
+    if found is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} cannot be cut by a {type(found).__name__}, because it is "
+            "built from this package's layers. Use MegatronStrategy, ddp or one device."
+        )
+    # Initial weights are the same on all data-parallel processes, but dropout must differ.
+    return single_mesh(derive_seed(torch.initial_seed(), module.global_rank))
+
+
+def advance_streams(module: Any, model: LayeredModule | None, batch_idx: int) -> None:
+    """Move the random streams of a model to a training batch, where no strategy does it.
+
+    Args:
+        module: LightningModule that trains the model.
+        model: The model that ``configure_model`` has built.
+        batch_idx: Index of the batch in the epoch.
+    """
+    assert model is not None, "configure_model builds the model before its first use"
+    if module.device_mesh is None:
+        # MegatronStrategy advances the random streams; under other strategies the module does.
+        model.mesh.random.device = module.device
+        model.mesh.random.begin_microbatch(module.global_step, batch_idx)

@@ -1,0 +1,98 @@
+"""Schedule of an optimizer's weight decay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.models.decay_shapes import height
+from lightning_megatron.models.lr_schedules import StepScheduler
+from lightning_megatron.plan.settings import Count, NotNegative, coerced_arguments
+from lightning_megatron.shapes import Float
+
+
+class WeightDecaySchedule(StepScheduler):
+    """Change the weight decay from a start to an end, and leave learning rates as they are.
+
+    After ``t`` optimizer steps, with the end at step ``N``,
+
+    - ``linear``: ``wd(t) = start + (end - start) * t / N``,
+    - ``cosine``: ``wd(t) = start + (end - start) * (1 - cos(pi * t / N)) / 2``,
+    - ``constant``: ``wd(t) = start``, which must be ``end``,
+
+    and ``wd(t) = end`` for ``t >= N``. A group gets the part of ``wd(t)`` that its weight decay is
+    of the largest one among the groups when the scheduler is made: groups without weight decay
+    keep none. Megatron-LM's ``--weight-decay-incr-style`` has the same formulas.
+
+    Use it beside a learning rate scheduler of the same optimizer, both stepped after each optimizer
+    step (``"interval": "step"``).
+
+    Args:
+        optimizer: Optimizer with weight decay in at least one group.
+        start: Weight decay of the first step.
+        end: Weight decay from step ``num_steps`` on.
+        num_steps: Length of the change (optimizer steps).
+        shape: Shape of the change: ``constant``, ``linear`` or ``cosine``.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range, if a constant one has an
+            end other than its start, or if no group has weight decay.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        start: NotNegative,
+        end: NotNegative,
+        num_steps: Count,
+        shape: Literal["constant", "linear", "cosine"] = "linear",
+    ) -> None:
+        given = coerced_arguments(WeightDecaySchedule.__init__, locals())
+        self.start: float = given["start"]
+        self.end: float = given["end"]
+        self.num_steps: int = given["num_steps"]
+        self.shape: Literal["constant", "linear", "cosine"] = given["shape"]
+        if self.shape == "constant" and self.start != self.end:
+            raise ParallelPlanError(
+                f"start ({self.start}) and end ({self.end}) of a constant weight decay must be "
+                "equal. Give the same value for both, or the shape linear or cosine."
+            )
+        decays = [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+        if max(decays) <= 0.0:
+            raise ParallelPlanError(
+                f"the weight decay of an optimizer's group must be above 0: it is {decays} by "
+                "group. Groups without weight decay keep none, so that nothing would be scheduled. "
+                "Give the optimizer the weight_decay of the groups that decay."
+            )
+        # The part of the scheduled value that each group gets.
+        self._parts = [decay / max(decays) for decay in decays]
+        super().__init__(optimizer)
+
+    @override
+    def get_lr(self) -> list[float | Float[Tensor, ""]]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @override
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        value = self.weight_decay(self.last_epoch)
+        for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
+            if part:
+                group["weight_decay"] = value * part
+
+    def weight_decay(self, step: int) -> float:
+        """Return the weight decay after a number of optimizer steps.
+
+        Args:
+            step: Number of completed optimizer steps (steps).
+        """
+        if step >= self.num_steps:
+            return self.end
+        if self.shape == "constant":
+            return self.start
+        done = step / self.num_steps
+        return self.start + (self.end - self.start) * (1.0 - height(self.shape, done))

@@ -1,0 +1,81 @@
+"""Recipes of Transformer Engine, as settings of products in 8 bits; and the choice of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+
+Backend = Literal["own", "te"]
+"""Library whose matrix products and norms the layers of this package use."""
+
+#: Questions that recipes answer, with the names of their settings here.
+_KINDS = {
+    "delayed": "delayed",
+    "float8_current_scaling": "tensorwise",
+    "float8_block_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+}
+_NAMES = "DelayedScaling, Float8CurrentScaling, Float8BlockScaling or MXFP8BlockScaling"
+
+
+def settings_of_recipe(recipe: Any) -> dict[str, Any]:
+    """Return the settings of a recipe of Transformer Engine, by the names of ``FP8``.
+
+    Args:
+        recipe: Object of ``transformer_engine.common.recipe``.
+
+    Raises:
+        ParallelPlanError: If it is no such recipe.
+        UnsupportedError: If it has a setting without a counterpart here.
+    """
+    shown = type(recipe).__name__
+    asks = [getattr(recipe, question, None) for question in _KINDS]
+    if not all(callable(ask) for ask in asks):
+        raise ParallelPlanError(
+            f"fp8.te_recipe must be a recipe of Transformer Engine: {_NAMES}. It is of type "
+            f"{shown}."
+        )
+    found = [name for name, ask in zip(_KINDS.values(), asks, strict=True) if ask and ask()]
+    if not found:
+        raise UnsupportedError(
+            f"fp8.te_recipe cannot be {shown}: linear layers of this package multiply in 8 bits "
+            f"with {_NAMES}. Use one of them."
+        )
+    settings = {"recipe": found[0], "format": _format(recipe)}
+    for name in ("fp8_dpa", "fp8_mha", "backward_override"):
+        if getattr(recipe, name, None):
+            raise UnsupportedError(
+                f"fp8.te_recipe ({shown}) cannot have {name}={getattr(recipe, name)!r}: linear "
+                "layers alone compute in 8 bits, forward and backward. Leave it out."
+            )
+    return settings | (_history(recipe) if found[0] == "delayed" else {})
+
+
+def _format(recipe: Any) -> str:
+    name = str(recipe.fp8_format.name).lower()
+    if name not in ("hybrid", "e4m3"):
+        raise UnsupportedError(
+            f"fp8.te_recipe ({type(recipe).__name__}) must have the format HYBRID or E4M3: it is "
+            f"{name.upper()}, whose inputs and weights would have 2 bits of fraction."
+        )
+    return name
+
+
+def _history(recipe: Any) -> dict[str, int]:
+    """Return the history of scales of earlier steps, which this package keeps itself."""
+    legal = {
+        "amax_compute_algo": ("max", "most_recent"),
+        "scaling_factor_compute_algo": (None,),
+        "reduce_amax": (True,),
+    }
+    for name, values in legal.items():
+        value = getattr(recipe, name)
+        if value not in values:
+            raise UnsupportedError(
+                f"fp8.te_recipe (DelayedScaling) cannot have {name}={value!r}: this package keeps "
+                "the history itself, so that all ranks and checkpoints share it. Legal: "
+                f"{' or '.join(map(repr, values))}."
+            )
+    is_last = recipe.amax_compute_algo == "most_recent"
+    return {"history": 1 if is_last else recipe.amax_history_len, "margin": recipe.margin}

@@ -1,0 +1,201 @@
+"""Size of global batches: the same for any number of data ranks, and growing if so wished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.settings import Count, Elements, coerce_fields
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """Growth of the global batch at the start of training.
+
+    The size grows in equal steps, each for an equal share of ``samples``. It depends on the number
+    of samples consumed alone, as with ``--rampup-batch-size`` of Megatron-LM.
+
+    Args:
+        start: Size of the first global batches (samples).
+        increment: What each step adds to the size (samples).
+        samples: Samples after which the size is full (samples).
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+    """
+
+    start: Count
+    increment: Count
+    samples: Elements
+
+    def __post_init__(self) -> None:
+        coerce_fields(self, "ramp_up.")
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Number of samples of each optimizer step over all data ranks.
+
+    Args:
+        size: Size of a full global batch (samples).
+        ramp_up: Growth of the size at the start of training; None starts with the full size.
+
+    Raises:
+        ParallelPlanError: If the ramp-up does not reach the full size in whole steps.
+    """
+
+    size: int
+    ramp_up: RampUp | None = None
+
+    def __post_init__(self) -> None:
+        ramp = self.ramp_up
+        if ramp is None:
+            return
+        growth = self.size - ramp.start
+        if growth <= 0 or growth % ramp.increment:
+            legal = [start for start in _neighbours(self.size, ramp) if start > 0]
+            raise ParallelPlanError(
+                "ramp_up must grow from start to global_batch_size in whole increments: start is "
+                f"{ramp.start}, increment {ramp.increment}, global_batch_size {self.size}. "
+                + (
+                    f"With this increment start may be {', '.join(map(str, legal))}."
+                    if legal
+                    else f"Use an increment below {self.size}."
+                )
+            )
+
+    @classmethod
+    def of(
+        cls, size: int | None, ramp_up: RampUp | None, batch_size: int | None
+    ) -> GlobalBatch | None:
+        """Return the global batch that a user asked for; None without one.
+
+        Args:
+            size: ``global_batch_size`` of the user (samples).
+            ramp_up: Growth to it.
+            batch_size: Batch of one data rank, which excludes a global size (samples).
+
+        Raises:
+            ParallelPlanError: If arguments contradict each other, and as for the class.
+        """
+        if size is None:
+            if ramp_up is not None:
+                raise ParallelPlanError(
+                    "ramp_up needs global_batch_size, to which it grows: none is given. Give one, "
+                    "or leave ramp_up out."
+                )
+            return None
+        if batch_size is not None:
+            raise ParallelPlanError(
+                f"batch_size ({batch_size}) and global_batch_size ({size}) cannot both be given: a "
+                "rank's batch is its share of the global batch. Leave one of them out."
+            )
+        return cls(size, ramp_up)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return all sizes in the order in which they come (samples)."""
+        ramp = self.ramp_up
+        if ramp is None:
+            return (self.size,)
+        return tuple(range(ramp.start, self.size + 1, ramp.increment))
+
+    def check(self, dp: int, microbatch_size: int = 1) -> None:
+        """Check that every size can be divided among data ranks and into equal microbatches.
+
+        Args:
+            dp: Data ranks (ranks).
+            microbatch_size: Samples of a microbatch (samples).
+
+        Raises:
+            ParallelPlanError: If one cannot.
+        """
+        unit = dp * microbatch_size
+        for size in self.sizes:
+            if size % unit == 0:
+                continue
+            what = "global_batch_size" if size == self.size else "each size of ramp_up"
+            below = size // unit * unit
+            legal = [str(n) for n in (below, below + unit) if n]
+            ranks = [n for n in range(1, size + 1) if size % (n * microbatch_size) == 0]
+            ways = f"Use {' or '.join(legal)}"
+            if ranks:
+                ways += f", or a number of data ranks of {', '.join(map(str, ranks))}"
+            raise ParallelPlanError(
+                f"{what} must be a multiple of data ranks x microbatch_size: {size} is not one of "
+                f"{dp} x {microbatch_size} = {unit}, and every data rank computes equally many "
+                f"microbatches. {ways}."
+            )
+
+    def check_accumulation(self, accumulates: bool) -> None:
+        """Check that each optimizer step has one batch.
+
+        Args:
+            accumulates: Whether gradients of several batches accumulate.
+
+        Raises:
+            UnsupportedError: If they do.
+        """
+        if accumulates:
+            raise UnsupportedError(
+                "global_batch_size cannot be used with accumulate_grad_batches above 1, because it "
+                "is the number of samples of an optimizer step. Use microbatch_size of the "
+                "strategy, which accumulates over microbatches, or use batch_size."
+            )
+
+    def at(self, position: int) -> int:
+        """Return the size of the global batch that begins at a position (samples).
+
+        Args:
+            position: Samples consumed before it (samples).
+        """
+        return next(size for size, stop in self._stages() if stop is None or position < stop)
+
+    def count(self, start: int, stop: int) -> int:
+        """Return the number of full global batches between two positions (batches).
+
+        Args:
+            start: Position at which the first one begins (samples).
+            stop: Position that the last one must not exceed (samples).
+        """
+        number = 0
+        for size, end in self._stages():
+            # Batches that begin before the end of the stage have its size.
+            fitting = max(stop - start, 0) // size
+            if end is not None:
+                fitting = min(fitting, max(-((start - end) // size), 0))
+            number += fitting
+            start += fitting * size
+            if end is not None and start < end:
+                break
+        return number
+
+    def after(self, start: int, count: int) -> int:
+        """Return the position after some global batches (samples).
+
+        Args:
+            start: Position at which the first one begins (samples).
+            count: Number of global batches (batches).
+        """
+        for size, end in self._stages():
+            fitting = count if end is None else min(count, max(-((start - end) // size), 0))
+            start += fitting * size
+            count -= fitting
+        return start
+
+    def _stages(self) -> Iterator[tuple[int, int | None]]:
+        """Yield each size, with the position from which the next one applies."""
+        ramp = self.ramp_up
+        sizes = self.sizes
+        for number, size in enumerate(sizes[:-1], 1):
+            assert ramp is not None, "only a ramp-up has several sizes"
+            # The first whole position at which `number` shares of the samples are consumed.
+            yield size, -(-ramp.samples * number // (len(sizes) - 1))
+        yield sizes[-1], None
+
+
+def _neighbours(size: int, ramp: RampUp) -> list[int]:
+    """Return the starts next to that of a ramp-up from which its increments reach the size."""
+    first = size - max((size - ramp.start) // ramp.increment, 0) * ramp.increment
+    return sorted({min(start, size - ramp.increment) for start in (first - ramp.increment, first)})

@@ -1,0 +1,81 @@
+"""Entries of scales of earlier steps, for products in 8 bits: a history for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.load import load_stored
+from lightning_megatron.checkpoint.metadata_checks import SCALES
+from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import whole_spec
+from lightning_megatron.layers.fp8.delayed import DelayedScales
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.stage import pipelined_modules
+
+
+def scale_tensors(module: LightningModule) -> dict[str, Entry]:
+    """Return the entries of this rank's histories; none before the first step has ended.
+
+    Args:
+        module: Module with the layers.
+    """
+    return {
+        name: Entry(history, whole_spec(history), changes_in_forward=True)
+        for scales, names in _scales(module)
+        if not scales.is_fresh
+        for name, history in zip(names, scales.history, strict=True)
+    }
+
+
+def load_scales(stored: Stored, module: LightningModule, mesh: ParallelMesh) -> None:
+    """Continue from the histories of a checkpoint, which may have none or others.
+
+    Of a longer history the last steps count. If a layer has none, all layers have the scales of
+    their own tensors in the first step.
+
+    Args:
+        stored: Checkpoint, saved under any layout and with any recipe.
+        module: Module with the layers.
+        mesh: The groups of this rank.
+
+    Communication: one gather of names over tp x pp, if there are such layers.
+    """
+    found = list(_scales(module))
+    if not found:
+        return
+    read = {
+        name: torch.zeros(_shape(stored, name, history), device=mesh.device)
+        for scales, names in found
+        for name, history in zip(names, scales.history, strict=True)
+    }
+    entries = {name: Entry(history, whole_spec(history)) for name, history in read.items()}
+    missing = load_stored(stored, entries, mesh, strict=False, prefix=SCALES).missing
+    for scales, names in found:
+        scales.start_with([read[name] for name in names], is_complete=not missing)
+    if missing:
+        rank_zero_info(
+            f"fp8: the checkpoint has no history of {len(missing)} layers: the first step has the "
+            "scales of its own tensors."
+        )
+
+
+def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]]:
+    """Yield the scales of each model, with the names of its entries."""
+    for prefix, model in pipelined_modules(module):
+        if isinstance(model, LayeredModule) and model.delayed_scales is not None:
+            scales = model.delayed_scales
+            start = f"{SCALES}{prefix}." if prefix else SCALES
+            yield scales, [f"{start}{name}" for name in scales.names]
+
+
+def _shape(stored: Stored, name: str, own: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a saved history; its own if there is none of such magnitudes."""
+    saved = stored.tensors.get(name)
+    shape = tuple(own.shape if saved is None else saved.shape)
+    return shape if shape[1:] == own.shape[1:] else tuple(own.shape)

@@ -1,0 +1,111 @@
+"""Checks of Transformer Engine against a run, before any process group exists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from lightning.pytorch.plugins.precision import Precision, TransformerEnginePrecision
+
+from lightning_megatron.errors import MissingExtraError, ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+
+#: Precisions that Transformer Engine serves here.
+_PRECISIONS = ("bf16-mixed", "bf16-true")
+#: Questions to Transformer Engine whether a device has the products of a recipe.
+_QUESTIONS = {
+    "tensorwise": "is_fp8_available",
+    "delayed": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+#: What the layers need besides the classes that users see.
+_NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
+
+
+def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
+    """Return the options with the recipe of Lightning's plugin for Transformer Engine.
+
+    The plugin would replace modules of torch and enter the recipe around every step. Here the
+    layers of this package take the recipe themselves.
+
+    Args:
+        options: Options of the strategy.
+        plugin: Precision plugin that the Trainer has chosen.
+
+    Raises:
+        UnsupportedError: If the plugin leaves all layers to the user, or if the options name
+            another recipe.
+    """
+    if not isinstance(plugin, TransformerEnginePrecision):
+        return options
+    if plugin.replace_layers is False:
+        raise UnsupportedError(
+            "TransformerEnginePrecision(replace_layers=False) cannot be used: it leaves the choice "
+            "of layers to the module, but this strategy chooses the linear layers of its models. "
+            "Leave replace_layers out, and name layers that stay out in fp8.keep with "
+            "backend='te'."
+        )
+    found = FP8(te_recipe=plugin.recipe)
+    own = options.products
+    if own is not None and own.te_recipe is not plugin.recipe:
+        raise UnsupportedError(
+            f"fp8 ({own.recipe}) cannot be used beside TransformerEnginePrecision "
+            f"({found.recipe}): both name a recipe. Leave one of them out."
+        )
+    return replace(options, backend="te", fp8=own or found)
+
+
+def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:
+    """Refuse Transformer Engine where it is not installed, or does not serve a run.
+
+    Args:
+        options: Options of the strategy, with ``backend="te"``.
+        device: Device of this process.
+        precision: Precision of the run.
+
+    Raises:
+        MissingExtraError: If it is not installed, or too old.
+        ParallelPlanError: If it does not serve the run.
+    """
+    engine = _installed()
+    if precision not in _PRECISIONS:
+        raise ParallelPlanError(
+            f"backend ('te') needs precision {' or '.join(_PRECISIONS)}: it is {precision}. "
+            "Change the precision, or use backend='own'."
+        )
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ParallelPlanError(
+            f"backend ('te') needs a GPU of NVIDIA: the device is {device}. Use backend='own'."
+        )
+    settings = options.products
+    if settings is None:
+        return
+    is_available, reason = getattr(engine, _QUESTIONS[settings.recipe])(return_reason=True)
+    if not is_available:
+        raise ParallelPlanError(
+            f"fp8 ({settings.recipe}) with backend='te' needs a GPU with its products: Transformer "
+            f"Engine says {reason!r} Use another recipe, or fp8=None."
+        )
+
+
+def _installed() -> ModuleType:
+    """Return Transformer Engine."""
+    try:
+        engine = import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise MissingExtraError(
+            "backend ('te') needs Transformer Engine, which cannot be imported "
+            f"({type(error).__name__}: {error}). Install the extra, such as with "
+            "pip install 'lightning-megatron[te]', or use backend='own'."
+        ) from error
+    missing = [name for name in _NEEDED if not hasattr(engine, name)]
+    if missing:
+        raise MissingExtraError(
+            "backend ('te') needs Transformer Engine 2.20 or newer: the installed one has no "
+            f"{', '.join(missing)}. Upgrade it, or use backend='own'."
+        )
+    return engine

@@ -1,0 +1,54 @@
+"""Classes of the model and data module that a command line and its files name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import yaml
+
+
+def named_class(arguments: Sequence[str], key: str) -> str | None:
+    """Return the class path that the last file or option names for a key; None if none does.
+
+    Args:
+        arguments: Arguments of the command line, with paths of files.
+        key: Name of the setting: ``model`` or ``data``.
+    """
+    found = None
+    for option, value in _options(arguments):
+        if option in ("-c", "--config"):
+            found = _class_in(value, key) or found
+        elif option in (f"--{key}", f"--{key}.class_path"):
+            found = value
+    return found if found is not None and _exists(found) else None
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for number, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if equals:
+            yield option, value
+        elif number + 1 < len(arguments):
+            yield argument, arguments[number + 1]
+
+
+def _class_in(path: str, key: str) -> str | None:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        # The parser reads the file again, and says what is wrong with it.
+        return None
+    given = content.get(key) if isinstance(content, dict) else None
+    chosen = given.get("class_path") if isinstance(given, dict) else given
+    return chosen if isinstance(chosen, str) else None
+
+
+def _exists(path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    try:
+        return hasattr(import_module(module), name)
+    except (ImportError, ValueError):
+        # The parser reports a class that does not exist.
+        return False

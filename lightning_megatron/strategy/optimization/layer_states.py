@@ -1,0 +1,91 @@
+"""What layers collect during a step, and update at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from lightning_megatron.experts.routing.statistics import StepStatistics
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+
+
+class LayerStates:
+    """Routers, and scales of earlier steps for products in 8 bits.
+
+    Args:
+        mixtures: Mixture-of-experts layers of this rank.
+        models: Models that are trained.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(
+        self, mixtures: MixtureRuntime, models: Sequence[LayeredModule], mesh: ParallelMesh
+    ) -> None:
+        self._mixtures = mixtures
+        self._mesh = mesh
+        found = [model.delayed_scales for model in models]
+        self._scales = [scales for scales in found if scales is not None]
+        self._was_fresh = self._is_fresh
+        self._has_ended = False
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether any layer of any stage collects something."""
+        return self._mixtures.is_used or bool(self._scales)
+
+    @property
+    def _is_fresh(self) -> bool:
+        return any(scales.is_fresh for scales in self._scales)
+
+    def finish_step(self) -> bool:
+        """End the step, unless a graph has done so (:meth:`adopt`).
+
+        Returns:
+            Whether graphs from before this step compute something else than the next one needs; the
+            same on all ranks.
+
+        Communication: that of :meth:`end_step`.
+        """
+        if self.is_used and not self._has_ended:
+            self._mixtures.statistics = self.end_step()
+        self._has_ended = False
+        was_fresh = self._was_fresh
+        self._was_fresh = self._is_fresh
+        return was_fresh and not self._was_fresh
+
+    def end_step(self) -> Mapping[int, StepStatistics]:
+        """Update routers and scales with this step, and start to collect the next one.
+
+        A graph may contain this: it only writes tensors that keep their addresses.
+
+        Returns:
+            The token counts of the routers, by layer index.
+
+        Communication: that of :meth:`MixtureRuntime.end_step` and of
+            :meth:`DelayedScales.end_step`.
+        """
+        for scales in self._scales:
+            scales.end_step(self._mesh)
+        return self._mixtures.end_step()
+
+    def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
+        """Take the result of :meth:`end_step` from a graph, whose next replay overwrites it.
+
+        Args:
+            statistics: What :meth:`end_step` returned in the capture.
+        """
+        self._mixtures.adopt(statistics)
+        self._has_ended = True
+
+    def resume_step(self) -> None:
+        """Go on with a step that a graph has ended (:meth:`adopt`), because it must run again."""
+        self._has_ended = False
+
+    @property
+    def step_tensors(self) -> list[Tensor]:
+        """Return the tensors of this stage's layers that steps write."""
+        own = [tensor for scales in self._scales for tensor in scales.step_tensors]
+        return self._mixtures.step_tensors + own

@@ -1,0 +1,96 @@
+"""Cache with which Hugging Face's generation runs the layers of a GPT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.shapes import Int, Shaped
+from lightning_megatron.swap.hugging_face.replaced_model import pad_batch
+
+
+class GenerationCache(KeyValueCache):
+    """Keys and values of rows that ``generate`` continues, with the methods that it calls.
+
+    Args:
+        max_length: Longest row (tokens).
+    """
+
+    #: Hugging Face's generation compiles no model whose cache says so.
+    is_compileable = False
+    #: Of each layer, whether it is a linear attention. All layers here answer alike.
+    is_linear = (False,)
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        #: Whether the rows have ended while those of other ranks have not. Their layers run on,
+        #: because experts need tokens of every rank, and nothing more is stored.
+        self.has_ended = False
+        self._has_padding = False
+
+    def get_seq_length(self) -> int:
+        """Return the tokens of each row that the cache has (tokens)."""
+        return self.length
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
+        """Replace each row by another one.
+
+        Args:
+            beam_idx: For each row the number of the row whose tokens it gets.
+        """
+        self.reorder(beam_idx)
+
+    @override
+    def advance(self, count: int) -> None:
+        if not self.has_ended:
+            super().advance(count)
+
+    def length_after(self, count: int) -> int:
+        """Return the tokens of each row after new ones (tokens).
+
+        Args:
+            count: New tokens of each row (tokens).
+        """
+        return self.length + (0 if self.has_ended else count)
+
+    def span_of(
+        self,
+        rows: AttentionSpan | None,
+        given: Shaped[Tensor, "batch seq ..."],
+        attention_mask: Int[Tensor, "batch _"] | None,
+        position_ids: Int[Tensor, "#batch seq"] | None,
+        *,
+        extra: int,
+        num_rows: int,
+    ) -> AttentionSpan:
+        """Return the span of new tokens, which the cache stores and whose past it holds.
+
+        Args:
+            rows: Span of the padded rows without a cache, which counts for the first tokens; None
+                means plain rows.
+            given: Tokens or vectors before they were padded.
+            attention_mask: 1 for tokens, 0 for padding, of the earlier tokens too; None means no
+                padding.
+            position_ids: Position of each new token; None counts along the row.
+            extra: Positions that were appended to each row, which hold no tokens.
+            num_rows: Rows that were appended.
+        """
+        shape = given.shape[:2]
+        past = CachedTokens(self, shape[1])
+        if self.length == 0:
+            self._has_padding = attention_mask is not None and not bool(attention_mask.all())
+            return replace(rows or AttentionSpan(), past=past)
+        last = self.length + shape[1]
+        if position_ids is None or self.has_ended:
+            # Positions of rows that have ended run on, past those that a model may have.
+            position_ids = torch.arange(self.length, last, device=given.device)[None]
+        if self._has_padding and attention_mask is not None:
+            seen = pad_batch(attention_mask[:, :last], 0, 1, num_rows)
+            past = replace(past, visible=None if seen is None else seen.to(torch.bool))
+        positions = pad_batch(position_ids.expand(shape), extra, 0, num_rows)
+        return AttentionSpan(positions=positions, past=past)

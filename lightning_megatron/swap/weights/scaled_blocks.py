@@ -1,0 +1,180 @@
+"""Weights that files store in 4 or 8 bits with a scale for each block of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.swap.tensors.mapping import Slices
+from lightning_megatron.swap.weights.safetensors_header import StoredTensor
+
+#: Numbers of 4 bits (1 for the sign, 2 for the exponent, 1 for the mantissa), by their bits.
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: Elements of one scale in the MXFP4 format.
+_RUN = 32
+#: Bits of the exponent zero in a scale of the MXFP4 format.
+_BIAS = 127
+#: Rows and columns of one scale in DeepSeek's format of 8 bits.
+_SIDE = 128
+#: Ends of the names of packed numbers, of their scales, and of the scales of squares.
+_PACKED = "_blocks"
+_SCALES = "_scales"
+_INVERSE = "_scale_inv"
+
+Descriptors = Callable[[Path], int]
+
+
+class ReadableTensor(Protocol):
+    """Tensor of a folder, of which parts can be read."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the elements that are read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape (elements)."""
+
+    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
+        """Return a part of the tensor."""
+
+
+@dataclass(frozen=True)
+class FourBitExperts:
+    """Stacked weights of experts in the MXFP4 format, as bfloat16.
+
+    Two numbers of 4 bits share a byte, and every 32 numbers along the input features share a power
+    of two. Equal to transformers' conversion of ``..._blocks`` and ``..._scales``: files store the
+    output features first, and the class the input features.
+
+    Args:
+        packed: Numbers (expert, output feature, run, 16 bytes).
+        scales: Exponents plus 127 (expert, output feature, run).
+    """
+
+    packed: StoredTensor
+    scales: StoredTensor
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape: experts, input features and output features (elements)."""
+        experts, outputs, runs = self.scales.shape
+        return experts, runs * _RUN, outputs
+
+    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
+        """Return a part of the weights.
+
+        Args:
+            slices: One slice for each dimension, with start and stop.
+            descriptor_of: Function that opens a file.
+        """
+        experts, inputs, outputs = slices
+        runs = slice(inputs.start // _RUN, -(-inputs.stop // _RUN))
+        exponents = self.scales.read((experts, outputs, runs), descriptor_of)
+        packed = self.packed.read((experts, outputs, runs, slice(0, _RUN // 2)), descriptor_of)
+        pair = torch.stack((packed & 0xF, packed >> 4), -1)
+        positive = torch.tensor(_FOUR_BITS)
+        numbers = torch.cat((positive, -positive))[pair.int()].flatten(-2)
+        scaled = torch.ldexp(numbers, exponents.int().unsqueeze(-1) - _BIAS).flatten(-2)
+        first = runs.start * _RUN
+        wanted = slice(inputs.start - first, inputs.stop - first, inputs.step)
+        return scaled[..., wanted].to(self.dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class ScaledSquares:
+    """Weight in 8 bits with a scale for every 128 rows and columns, as bfloat16.
+
+    Equal to the product of each element with the scale of its square, in float32.
+
+    Args:
+        numbers: Elements (row, column).
+        scales: Scales (row of squares, column of squares).
+    """
+
+    numbers: StoredTensor
+    scales: StoredTensor
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape (elements)."""
+        return self.numbers.shape
+
+    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
+        """Return a part of the weight.
+
+        Args:
+            slices: One slice for each dimension, with start and stop.
+            descriptor_of: Function that opens a file.
+        """
+        whole = tuple(slice(0, size) for size in self.scales.shape)
+        scales = self.scales.read(whole, descriptor_of).float()
+        rows, columns = (
+            torch.arange(size)[part] // _SIDE for part, size in zip(slices, self.shape, strict=True)
+        )
+        numbers = self.numbers.read(slices, descriptor_of).float()
+        return (numbers * scales[rows][:, columns]).to(self.dtype)
+
+
+def with_scales_joined(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
+    """Replace the parts of weights in 4 or 8 bits by one tensor each, and keep all others.
+
+    Args:
+        tensors: Tensors of the files, by name.
+    """
+    found: dict[str, ReadableTensor] = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(_PACKED):
+            stem = name.removesuffix(_PACKED)
+            scales = tensors.get(f"{stem}{_SCALES}")
+            if scales is not None and _is_packed(tensor, scales):
+                del found[name], found[f"{stem}{_SCALES}"]
+                found[stem] = FourBitExperts(tensor, scales)
+        elif name.endswith(_INVERSE):
+            stem = name.removesuffix(_INVERSE)
+            numbers = tensors.get(stem)
+            if numbers is not None and _is_in_squares(numbers, tensor):
+                del found[name]
+                found[stem] = ScaledSquares(numbers, tensor)
+    return found
+
+
+def is_read_as_numbers(quantization: Any) -> bool:
+    """Return whether weights of a ``quantization_config`` are read as floating-point numbers.
+
+    Args:
+        quantization: Mapping, or object of transformers.
+    """
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+    if not isinstance(quantization, Mapping):
+        return False
+    method = quantization.get("quant_method")
+    sides = quantization.get("weight_block_size")
+    return method == "mxfp4" or (
+        method == "fp8" and isinstance(sides, (list, tuple)) and [*sides] == [_SIDE, _SIDE]
+    )
+
+
+def _is_packed(packed: StoredTensor, scales: StoredTensor) -> bool:
+    return (
+        packed.dtype == scales.dtype == torch.uint8
+        and len(scales.shape) == 3
+        and packed.shape == (*scales.shape, _RUN // 2)
+    )
+
+
+def _is_in_squares(numbers: StoredTensor, scales: StoredTensor) -> bool:
+    return (
+        numbers.dtype == torch.float8_e4m3fn
+        and scales.dtype.is_floating_point
+        and len(numbers.shape) == 2
+        and scales.shape == tuple(-(-size // _SIDE) for size in numbers.shape)
+    )

@@ -1,0 +1,40 @@
+"""The comparison of losses in 8 bits trains, and its table compares recipes with the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fp8_losses import Losses, draw, table, train
+from lightning_megatron import TokenDataModule
+from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.data.tokenizer import ByteTokenizer
+
+TINY = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 16}
+
+
+def test_a_table_compares_parts_with_those_of_the_first() -> None:
+    first = Losses("bf16", [4.0, 2.0, 2.0, 2.0], [(2, 2.5), (4, 2.0)])
+    other = Losses("rowwise", [4.0, 4.0, 1.0, 2.0], [(2, 2.5), (4, 2.1)])
+    assert table([first, other])[2:] == [
+        "| bf16 | 2 | 2.5000 | +0.00% | 3.0000 | +0.00% |",
+        "| bf16 | 4 | 2.0000 | +0.00% | 2.0000 | +0.00% |",
+        "| rowwise | 2 | 2.5000 | +0.00% | 4.0000 | +33.33% |",
+        "| rowwise | 4 | 2.1000 | +5.00% | 1.5000 | -25.00% |",
+    ]
+
+
+def test_a_training_records_every_loss(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    prefix = str(tmp_path / "text")
+    with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
+        writer.add_document(ByteTokenizer().encode("We the people of the United States. " * 40))
+    data = TokenDataModule(train=prefix, val=prefix, seq_length=16, batch_size=8)
+    options = {"accelerator": "cpu", "default_root_dir": str(tmp_path)}
+    found = train("bf16", 8, data, TINY, options)
+    assert len(found.train) == 8
+    assert [steps for steps, _ in found.held_out] == [*range(1, 9)]
+    assert found.train[0] > found.train[-1] > 0
+    draw([found], tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 1000

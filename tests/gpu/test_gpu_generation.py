@@ -1,0 +1,76 @@
+"""Recorded passes of single tokens on a GPU: logits and words of passes that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
+from lightning_megatron.generation.prompts import PromptRows
+from lightning_megatron.generation.token_pass import TokenPass, why_not_recorded
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.key_value_cache import KeyValueCache
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 8}
+MODELS = {
+    "llama": GPTConfig.llama(vocab_size=997, max_seq_length=512, num_kv_heads=2, **SIZES),
+    "window": GPTConfig.llama(vocab_size=997, max_seq_length=512, sliding_window=24, **SIZES),
+    "gpt2": GPTConfig.gpt2(vocab_size=997, max_seq_length=512, **SIZES),
+}
+PROMPTS = [[*range(5, 45)], [7, 3, 5], [*range(100, 117)]]
+
+
+def model_of(case: str, dtype: torch.dtype) -> GPT:
+    gpt = GPT(MODELS[case], mesh=ParallelMesh.single("cuda"), seed=3).to("cuda", dtype)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            # Logits that differ enough that no rounding changes the likeliest.
+            parameter.mul_(3.0)
+    assert why_not_recorded(gpt, 64) is None
+    return gpt
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_words_are_those_of_passes_that_are_not_recorded(case: str) -> None:
+    gpt = model_of(case, torch.float32)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        for drawn in ({}, {"sample": True, "top_k": 20, "seed": 5}):
+            settings = {"max_new_tokens": 80, **drawn}
+            found = generate(gpt, prompts, GenerationSettings(**settings))
+            expected = generate(gpt, prompts, GenerationSettings(**settings, record=False))
+            assert found == expected
+            assert len(set(found[0])) > 3
+
+
+@pytest.mark.parametrize("case", MODELS)
+@torch.no_grad()
+def test_logits_of_half_types(case: str) -> None:
+    gpt = model_of(case, torch.bfloat16).eval()
+    device = torch.device("cuda")
+    length = max(map(len, PROMPTS))
+    how = {"num_rows": len(PROMPTS), "length": length}
+    new = torch.randint(1, 997, (60, len(PROMPTS)), device=device)
+    found = []
+    for is_recorded in (True, False):
+        cache = KeyValueCache(length + len(new))
+        rows = PromptRows.of(PROMPTS, device, **how)
+        tokens, span = rows.first(cache)
+        gpt.logits_at(tokens, length - 1, span)
+        cache.advance(length)
+        one = TokenPass(gpt, cache, rows.before, len(PROMPTS))
+        logits = []
+        for tokens in new:
+            rows = rows.followed_by(tokens)
+            if is_recorded:
+                logits.append(one(tokens).clone())
+            else:
+                last, span = rows.last(cache)
+                logits.append(gpt.logits_at(last, 0, span))
+            cache.advance(1)
+        found.append(torch.stack(logits).double())
+    distance = (found[0] - found[1]).norm() / found[1].norm()
+    assert distance < 2e-2

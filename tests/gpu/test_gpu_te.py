@@ -1,0 +1,375 @@
+"""With Transformer Engine's products and norms, models train as with those of this package."""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
+from lightning_megatron.layers.fp8.delayed import DelayedScales
+from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear
+from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.regions import column_linear, row_linear
+from lightning_megatron.layers.transformer_engine.engine_regions import (
+    engine_column_linear,
+    engine_row_linear,
+)
+from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.layered import single_mesh
+from tests.gpu.shared_gpu import require_gpus
+from tests.layers.test_fp8_products import draw
+from tests.proof import training
+from tests.proof.training import Job, Report, train
+from tests.strategy.tiny import TinyLM, loader
+from tests.world import run_world
+
+te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is not installed")
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+#: Recipes of this chip with scales of the tensors themselves, and the type of the inputs.
+RECIPES = (None, "tensorwise", "blockwise")
+LAYERS = {
+    "column": (column_linear, engine_column_linear),
+    "row": (row_linear, engine_row_linear),
+}
+_SIZES = {"vocab_size": 300, "max_seq_length": 16, "num_layers": 4, "num_heads": 4}
+#: Sizes of all ranks are multiples of 16 with tp 2, or of 128 for blocks.
+CONFIGS = {
+    "te": GPTConfig.llama(**_SIZES, hidden_size=64, num_kv_heads=2, ffn_hidden_size=64),
+    "te, gpt2": GPTConfig.gpt2(**_SIZES, hidden_size=64),
+    "te, offset": GPTConfig.llama(
+        **_SIZES, hidden_size=64, num_kv_heads=2, ffn_hidden_size=64, qk_norm=True, norm_offset=1.0
+    ),
+    "te, blocks": GPTConfig.llama(**_SIZES, hidden_size=256, num_kv_heads=4, ffn_hidden_size=256),
+}
+STEPS = 5
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2+sp": ("te", {"tp": 2}),
+    "tp2": ("te, gpt2", {"tp": 2, "sequence_parallel": False}),
+    "pp2": ("te, gpt2", {"pp": 2}),
+    "zb-h1": ("te", {"pp": 2, "schedule": "zb-h1"}),
+    "dp2": ("te", {}),
+    "tensorwise, tp2+sp": ("te", {"tp": 2, "fp8": "tensorwise"}),
+    "tensorwise, zb-h1": ("te", {"pp": 2, "schedule": "zb-h1", "fp8": "tensorwise"}),
+    "delayed, tp2+sp": ("te", {"tp": 2, "fp8": "delayed"}),
+    "delayed, pp2, recomputed": ("te, gpt2", {"pp": 2, "fp8": "delayed", "recompute": "full"}),
+    "blockwise, tp2+sp": ("te, blocks", {"tp": 2, "fp8": "blockwise"}),
+}
+# The losses are near 5.7.
+TOLERANCE = {None: 3e-2, "tensorwise": 8e-2, "delayed": 8e-2, "blockwise": 8e-2}
+
+
+def bf16(*sizes: int, seed: int = 0) -> Tensor:
+    return draw(*sizes, seed=seed, dtype=torch.bfloat16).cuda()
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    """Return the relative size of a difference."""
+    wide = found.detach().double(), expected.detach().double()
+    return float((wide[0] - wide[1]).norm() / wide[1].norm())
+
+
+def leaves() -> tuple[Tensor, Tensor, Tensor]:
+    """Return an input of 94 tokens, a weight and a bias."""
+    hidden = bf16(94, 1024).view(47, 2, 1024).requires_grad_()
+    return (
+        hidden,
+        bf16(512, 1024, seed=1).requires_grad_(),
+        bf16(1, 512, seed=2)[0].requires_grad_(),
+    )
+
+
+def run(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> list[Tensor]:
+    """Return the output and all gradients of a layer."""
+    output = layer(hidden, weight, bias, single_mesh(0), *more)
+    output.backward(bf16(94, 512, seed=3).view(47, 2, 512))
+    grads = hidden.grad, weight.grad, bias.grad
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def settings(recipe: str | None) -> FP8 | None:
+    return None if recipe is None else FP8(recipe)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_have_results_of_those_of_this_package(kind, recipe):
+    own, engine = LAYERS[kind]
+    found = run(engine, *leaves(), EngineScaling(settings(recipe), CUDA))
+    expected = run(own, *leaves())
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        assert gap(one, other) < (4e-3 if recipe is None else 0.08)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_have_results_of_the_module_of_transformer_engine(recipe):
+    # Its module takes blocks of tokens without padding only.
+    hidden = bf16(128, 1024).requires_grad_()
+    weight, bias = leaves()[1:]
+    module = te.Linear(1024, 512, params_dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        module.bias.copy_(bias)
+    twin = hidden.detach().clone().requires_grad_()
+    options = (
+        {"enabled": False}
+        if recipe is None
+        else {"enabled": True, "recipe": engine_recipe(settings(recipe))}
+    )
+    with te.autocast(**options):
+        expected = module(twin)
+    expected.backward(bf16(128, 512, seed=3))
+    found = engine_column_linear(
+        hidden, weight, bias, single_mesh(0), EngineScaling(settings(recipe), CUDA)
+    )
+    found.backward(bf16(128, 512, seed=3))
+    # The bias is added before the output is rounded there, and after it here.
+    assert gap(found, expected) < 4e-3
+    assert gap(hidden.grad, twin.grad) < 1e-6
+    assert gap(weight.grad, module.weight.grad) < 1e-6
+    assert gap(bias.grad, module.bias.grad) < 4e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, scale, is_split):
+    scaling = EngineScaling(settings(recipe), CUDA)
+    sums = torch.full((512, 1024), 7.0, device="cuda")
+    parts = [GradientSlot(part, lambda: None, scale=scale) for part in sums.split([128, 384])]
+    whole = GradientSlot(sums, lambda: None, scale=scale)
+    expected = torch.zeros(512, 1024, device="cuda", dtype=torch.float64)
+    for _ in range(2):
+        plain = run(engine_column_linear, *leaves(), scaling)
+        expected += scale * plain[2].double()
+        hidden, weight, bias = leaves()
+        set_slot(weight, StackedSlot(parts, [128, 384]) if is_split else whole)
+        run(engine_column_linear, hidden, weight, bias, scaling)
+        assert weight.grad is None
+    # Sums keep what a gradient in bfloat16 has lost.
+    assert gap(sums, expected) < 3e-3
+
+
+def test_scales_of_earlier_steps_are_those_of_this_package():
+    results = []
+    for is_engine in (True, False):
+        own = FP8("delayed", history=2, margin=1)
+        scales = DelayedScales(own, ["one"], CUDA)
+        ours = Scaling(own, False, scales.layer(0))
+        engine = EngineScaling(own, CUDA, scales.layer(0))
+        weight = bf16(512, 1024, seed=1).requires_grad_()
+        found = []
+        for step in range(4):
+            hidden = (bf16(94, 1024, seed=step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
+            layer = engine_column_linear if is_engine else fp8_column_linear
+            output = layer(hidden, weight, None, single_mesh(0), engine if is_engine else ours)
+            with torch.no_grad():
+                # Evaluations do not count.
+                layer(hidden * 100.0, weight, None, single_mesh(0), engine if is_engine else ours)
+            output.backward(bf16(94, 512, seed=step + 9).view(47, 2, 512))
+            scales.end_step(single_mesh(0))
+            found += [output.detach(), hidden.grad, weight.grad.clone()]
+        results.append((found, scales.history))
+    assert torch.equal(results[0][1], results[1][1])
+    for one, expected in zip(results[0][0], results[1][0], strict=True):
+        assert gap(one, expected) < 1e-2
+
+
+def test_a_recipe_object_is_followed():
+    recipes = import_module("transformer_engine.common.recipe")
+    powers = recipes.Float8CurrentScaling(use_power_2_scales=True)
+    scaling = EngineScaling(FP8(te_recipe=powers), CUDA)
+    scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
+    found = scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
+    assert float(found._scale_inv.log2()) == round(float(found._scale_inv.log2()))
+    other = EngineScaling(FP8("tensorwise"), CUDA)
+    plain = other.cast(bf16(16, 64), "input", columns=True, counts=True)
+    assert float(plain._scale_inv.log2()) != round(float(plain._scale_inv.log2()))
+    last = recipes.DelayedScaling(margin=2, amax_history_len=7)
+    assert (FP8(te_recipe=last).history, FP8(te_recipe=last).margin) == (7, 2)
+
+
+@pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms", "rms with offset"])
+@pytest.mark.parametrize("is_added", [False, True])
+def test_norms_equal_those_of_torch(kind, is_added):
+    mesh = single_mesh(0)
+    norm: Any = {
+        "layer": lambda: LayerNorm(256, mesh),
+        "layer without bias": lambda: LayerNorm(256, mesh, bias=False),
+        "rms": lambda: RMSNorm(256, mesh),
+        "rms with offset": lambda: RMSNorm(256, mesh, offset=1.0),
+    }[kind]()
+    norm.uses_engine = True
+    norm = norm.to("cuda", torch.bfloat16)
+    with torch.no_grad():
+        for seed, parameter in enumerate(norm.parameters()):
+            parameter.copy_(bf16(1, 256, seed=seed + 5)[0])
+    hidden = bf16(12, 256).view(3, 4, 256).requires_grad_()
+    update = bf16(12, 256, seed=1).view(3, 4, 256).requires_grad_() if is_added else None
+    stream, output = norm(hidden, update, with_stream=True)
+    output.backward(bf16(12, 256, seed=2).view(3, 4, 256))
+    twin = stream.detach().double().requires_grad_()
+    weight, *biases = (one.detach().double().requires_grad_() for one in norm.parameters())
+    if kind.startswith("layer"):
+        expected = F.layer_norm(twin, (256,), weight, biases[0] if biases else None, norm.eps)
+    else:
+        expected = F.rms_norm(twin, (256,), weight + norm.offset, norm.eps)
+    expected.backward(bf16(12, 256, seed=2).view(3, 4, 256).double())
+    assert gap(output, expected) < 5e-3
+    assert gap(hidden.grad, twin.grad) < 1e-2
+    for one, other in zip(norm.parameters(), (weight, *biases), strict=True):
+        assert gap(one.grad, other.grad) < 1e-2
+
+
+def job(kind: str, layout: dict[str, Any], backend: str = "te", **more: Any) -> Job:
+    training.KINDS.update(CONFIGS)
+    options = {**layout, "backend": backend, "microbatch_size": 2}
+    return Job(kind, "bf16-mixed", options, compares=False, **more)
+
+
+def near(found: Report, expected: Report, tolerance: float, where: str) -> None:
+    assert len(found.losses) == len(expected.losses) == STEPS
+    gaps = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
+    assert max(gaps) < tolerance, f"{where}: {gaps}"
+    norms = [abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)]
+    assert max(norms) < 10 * tolerance, f"{where}: {norms}"
+    assert found.losses[-1] < found.losses[0] - 0.3, where
+
+
+@pytest.mark.parametrize("kind", ["te", "te, gpt2", "te, offset"])
+def test_training_equals_that_of_this_package(kind, capsys):
+    found = train(job(kind, {}), 1, "gpu", steps=STEPS)
+    expected = train(job(kind, {}, "own"), 1, "gpu", steps=STEPS)
+    near(found, expected, TOLERANCE[None], kind)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in found.weights.items():
+        assert gap(weight, expected.weights[name]) < 3e-2, name
+    with capsys.disabled():
+        print("\nlosses", kind, found.losses, expected.losses)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_training_in_8_bits_is_near_that_in_16(recipe, capsys):
+    kind = "te, blocks" if recipe == "blockwise" else "te"
+    found = train(job(kind, {"fp8": recipe}), 1, "gpu", steps=STEPS)
+    expected = train(job(kind, {}, "own"), 1, "gpu", steps=STEPS)
+    near(found, expected, TOLERANCE[recipe], recipe)
+    assert found.losses != expected.losses
+    with capsys.disabled():
+        print("\nlosses", recipe, found.losses, expected.losses)
+
+
+def _train_all(rank: int, size: int, jobs: dict[str, Job]) -> dict[str, Report]:
+    training.KINDS.update(CONFIGS)
+    return {name: train(one, size, "gpu", steps=STEPS) for name, one in jobs.items()}
+
+
+@pytest.mark.gpu2
+def test_layouts_of_two_ranks_train_as_one(capsys):
+    require_gpus(2)
+    jobs = {name: job(kind, layout) for name, (kind, layout) in LAYOUTS.items()}
+    twins = {
+        (kind, layout.get("fp8")): job(kind, {"fp8": layout.get("fp8")})
+        for kind, layout in LAYOUTS.values()
+    }
+    expected = {key: train(one, 1, "gpu", steps=STEPS) for key, one in twins.items()}
+    for rank, reports in enumerate(run_world(_train_all, 2, jobs, backend="nccl")):
+        for name, report in reports.items():
+            kind, layout = LAYOUTS[name]
+            recipe = layout.get("fp8")
+            with capsys.disabled():
+                print("\nlosses", name, rank, report.losses, expected[kind, recipe].losses)
+            near(report, expected[kind, recipe], TOLERANCE[recipe], f"{name}, rank {rank}")
+
+
+def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: Any) -> list[float]:
+    """Train TinyLM; return the losses of its steps."""
+    seed_everything(3, verbose=False)
+    module = TinyLM(hidden_size=64, num_heads=4)
+    ckpt = options.pop("ckpt_path", None)
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=options.pop("max_steps", 6),
+        callbacks=[losses := Losses()],
+        **options,
+    )
+    # One batch, again and again: where an epoch goes on does not matter.
+    trainer.fit(module, loader(4), ckpt_path=ckpt, weights_only=False)
+    if folder is not None:
+        trainer.save_checkpoint(folder)
+    return losses.values
+
+
+class Losses(import_module("lightning.pytorch").Callback):  # type: ignore[misc]
+    """Note the losses of all steps."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def test_the_plugin_of_lightning_is_followed():
+    plugins = import_module("lightning.pytorch.plugins.precision")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = MegatronStrategy()
+        named = tiny_fit(strategy, precision="transformer-engine")
+    assert strategy.options.backend == "te"
+    assert strategy.options.products is not None
+    assert strategy.options.products.recipe == "delayed"
+    assert str(strategy.precision_plugin.precision) == "bf16-true"
+    same = tiny_fit(MegatronStrategy(backend="te", fp8="delayed"), precision="bf16-true")
+    assert named == same
+    assert named[-1] < named[0]
+    recipe = import_module("transformer_engine.common.recipe").Float8CurrentScaling()
+    plugin = plugins.TransformerEnginePrecision(
+        weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16, recipe=recipe
+    )
+    mixed = tiny_fit(MegatronStrategy(), plugins=plugin)
+    plain = tiny_fit(MegatronStrategy(), precision="bf16-mixed")
+    assert mixed == tiny_fit(
+        MegatronStrategy(backend="te", fp8="tensorwise"), precision="bf16-mixed"
+    )
+    assert mixed[:3] == pytest.approx(plain[:3], rel=2e-2)
+    assert mixed != plain
+
+
+def test_checkpoints_continue_with_the_other_library(tmp_path):
+    kinds = {"own": MegatronStrategy, "te": lambda **more: MegatronStrategy(backend="te", **more)}
+    for first, second in (("own", "te"), ("te", "own")):
+        folder = tmp_path / first
+        whole = tiny_fit(kinds[first](fp8="delayed"), precision="bf16-mixed", max_steps=6)
+        tiny_fit(kinds[first](fp8="delayed"), folder, precision="bf16-mixed", max_steps=3)
+        later = tiny_fit(
+            kinds[second](fp8="delayed"), precision="bf16-mixed", max_steps=6, ckpt_path=folder
+        )
+        assert later == pytest.approx(whole[3:], rel=2e-2)
+
+
+def test_a_format_that_the_chip_lacks_is_refused():
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("the chip has the format")
+    with pytest.raises(ParallelPlanError, match="capability 10.0"):
+        tiny_fit(MegatronStrategy(backend="te", fp8="mxfp8"), precision="bf16-mixed")

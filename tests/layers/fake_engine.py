@@ -1,0 +1,130 @@
+"""A stand-in for the parts of Transformer Engine that this package calls, written with torch.
+
+Its products and norms are those of torch in any type, without casts to 8 bits: tests on CPUs prove
+what the layers ask for and what they do with the answers. Tests on GPUs prove the numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def general_gemm(
+    left: Tensor,
+    right: Tensor,
+    out_dtype: torch.dtype,
+    layout: str,
+    grad: bool,
+    out: Tensor | None,
+    accumulate: bool,
+    alpha: float,
+    use_split_accumulator: bool,
+) -> tuple[Tensor, None, None, None]:
+    """Multiply as cuBLAS does, whose matrices have their columns one after the other."""
+    assert grad == (layout != "TN")
+    factors = {"TN": (right, left.t()), "NN": (right, left), "NT": (right.t(), left)}[layout]
+    found = (alpha * (factors[0] @ factors[1])).to(out_dtype)
+    if out is None:
+        return found, None, None, None
+    assert out.dtype == out_dtype
+    out.copy_(out + found if accumulate else found)
+    return out, None, None, None
+
+
+def rmsnorm_fwd(
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: None,
+    quantizer: None,
+    dtype: Any,
+    margin: int,
+    adds_one: bool,
+) -> tuple[Tensor, None, Tensor]:
+    """Return the norm and what the backward pass needs."""
+    assert dtype == f"type of {rows.dtype}"
+    spread = (rows.square().mean(-1) + eps).rsqrt()
+    return rows * spread[:, None] * (weight + adds_one), None, spread
+
+
+def rmsnorm_bwd(
+    grad: Tensor, rows: Tensor, spread: Tensor, weight: Tensor, margin: int, adds_one: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight."""
+    normal = rows * spread[:, None]
+    scaled = grad * (weight + adds_one)
+    return spread[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True)), (
+        grad * normal
+    ).sum(0)
+
+
+def layernorm_fwd(
+    rows: Tensor, weight: Tensor, bias: Tensor, eps: float, out: None, quantizer: None, dtype: Any, margin: int,
+    adds_one: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the norm and what the backward pass needs."""
+    assert dtype == f"type of {rows.dtype}"
+    spread = (rows.var(-1, correction=0) + eps).rsqrt()
+    return F.layer_norm(rows, weight.shape, weight + adds_one, bias, eps), rows.mean(-1), spread
+
+
+def layernorm_bwd(
+    grad: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    spread: Tensor,
+    weight: Tensor,
+    margin: int,
+    adds_one: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the rows, the weight and the bias."""
+    normal = (rows - mean[:, None]) * spread[:, None]
+    scaled = grad * (weight + adds_one)
+    centred = (
+        scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
+    )
+    return spread[:, None] * centred, (grad * normal).sum(0), grad.sum(0)
+
+
+class _Types(dict):
+    """Name the types of torch as the library would."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        return f"type of {dtype}"
+
+
+@contextmanager
+def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
+    """Put the stand-in in the place of Transformer Engine.
+
+    Args:
+        available: What it answers to the question whether a chip has the products of a recipe.
+    """
+    names = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.constants")
+    fakes = {f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names}
+    fakes["transformer_engine_torch"] = library = ModuleType("transformer_engine_torch")
+    engine = fakes["transformer_engine.pytorch"]
+    for question in ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"):
+        setattr(engine, question, lambda return_reason: available)
+    engine.prepare_for_saving = lambda *tensors: ([*tensors], [None] * len(tensors))
+    engine.restore_from_saved = lambda forms, tensors: tensors
+    engine.Float8Quantizer = object
+    fakes["transformer_engine.pytorch.cpp_extensions"].general_gemm = general_gemm
+    fakes["transformer_engine.pytorch.constants"].TE_DType = _Types()
+    for function in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd):
+        setattr(library, function.__name__, function)
+    before = {name: sys.modules.get(name) for name in fakes}
+    sys.modules.update(fakes)
+    try:
+        yield engine
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name) if module is None else sys.modules.update({name: module})

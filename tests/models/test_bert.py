@@ -1,0 +1,183 @@
+"""BERT with its pre-training head equals transformers' BertForPreTraining in the original order and
+MegatronBertForPreTraining in the rearranged one, and has the sizes of the paper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder_config import EncoderConfig
+from tests.oracles import assert_equal
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 61
+LENGTH = 12
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "num_positions": 16,
+    "num_layers": 3,
+    "hidden_size": 24,
+    "num_heads": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "init_std": 0.2,
+}
+#: Names of ours (with gaps for a layer) and of theirs, for each order.
+ENDS = {
+    "embedding.word": "bert.embeddings.word_embeddings",
+    "embedding.position": "bert.embeddings.position_embeddings",
+    "embedding.token_type": "bert.embeddings.token_type_embeddings",
+    "head.dense": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+    "head.pooler.dense": "bert.pooler.dense",
+    "head.order": "cls.seq_relationship",
+}
+LAYER = {
+    "attention.output": "attention.output.dense",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+NORMS = {
+    "post": {
+        "embedding.norm": "bert.embeddings.LayerNorm",
+        "attention_norm": "attention.output.LayerNorm",
+        "mlp_norm": "output.LayerNorm",
+    },
+    "pre": {
+        "final_norm": "bert.encoder.ln",
+        "attention_norm": "attention.ln",
+        "mlp_norm": "ln",
+    },
+}
+
+
+def theirs(order: str) -> nn.Module:
+    kind = {"post": "Bert", "pre": "MegatronBert"}[order]
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=24, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=96, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = getattr(transformers, f"{kind}ForPreTraining")(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    return model
+
+
+def renamed(values: dict[str, Tensor], order: str) -> dict[str, Tensor]:
+    """Return the tensors of a transformers model by the names of ours."""
+    names = dict(ENDS)
+    for name, other in (LAYER | NORMS[order]).items():
+        if name.startswith(("embedding", "final")):
+            names[name] = other
+            continue
+        for layer in range(3):
+            names[f"layers.{layer}.{name}"] = f"bert.encoder.layer.{layer}.{other}"
+    found = {
+        f"{name}.{kind}": values[f"{other}.{kind}"]
+        for name, other in names.items()
+        for kind in ("weight", "bias")
+        if f"{other}.{kind}" in values
+    }
+    for layer in range(3):
+        start = f"bert.encoder.layer.{layer}.attention.self"
+        for kind in ("weight", "bias"):
+            found[f"layers.{layer}.attention.qkv.{kind}"] = torch.cat(
+                [values[f"{start}.{part}.{kind}"] for part in ("query", "key", "value")]
+            )
+    found["head.bias"] = values["cls.predictions.bias"]
+    return found
+
+
+def ours(order: str) -> Encoder:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = EncoderConfig.bert(
+            **SIZES, ffn_hidden_size=96, norm_position=order, vocab_multiple=1
+        )
+        return Encoder(config, seed=3)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("order", ["post", "pre"])
+def test_losses_and_gradients_are_those_of_transformers(order: str) -> None:
+    model = ours(order)
+    other = theirs(order)
+    weights = {name: one.detach() for name, one in other.named_parameters()}
+    model.load_state_dict(renamed(weights, order), strict=True)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=draw)
+    valid = torch.arange(LENGTH) < torch.tensor([[12], [9], [7]])
+    types = (torch.arange(LENGTH) >= torch.tensor([[5], [4], [3]])).long()
+    labels = torch.where(torch.rand(3, LENGTH, generator=draw) < 0.4, tokens.flip(0), -100)
+    labels[~valid] = -100
+    order_labels = torch.tensor([0, 1, 1])
+
+    expected = other(
+        input_ids=tokens, attention_mask=valid.long(), token_type_ids=types, labels=labels,
+        next_sentence_label=order_labels,
+    )  # fmt: skip
+    expected.loss.backward()
+    result = model(EncoderInput(tokens, valid=valid, token_types=types), labels)
+    plain = model(EncoderInput(tokens, valid=valid, token_types=types)).logits
+    assert_equal(plain.transpose(0, 1)[valid], expected.prediction_logits[valid], "token logits")
+    assert_equal(result.order_logits, expected.seq_relationship_logits, "order logits")
+    loss = result.losses.sum() / (labels != -100).sum()
+    loss = loss + nn.functional.cross_entropy(result.order_logits, order_labels)
+    assert_equal(loss, expected.loss, "loss")
+    loss.backward()
+    gradients = {name: one.grad for name, one in other.named_parameters()}
+    found = {name: one.grad for name, one in model.named_parameters()}
+    for name, gradient in renamed(gradients, order).items():
+        assert_equal(found[name], gradient, name)
+    assert found.keys() == renamed(gradients, order).keys()
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("336m", 336_226_108), ("1.3b", 1_280_595_772), ("3.9b", 3_869_081_404)]
+)
+def test_the_sizes_of_the_paper_have_their_parameters(size: Any, count: int) -> None:
+    config = EncoderConfig.bert(size)
+    with torch.device("meta"):
+        model = Encoder(config)
+        kind = transformers.MegatronBertConfig(
+            vocab_size=30522, hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
+            num_hidden_layers=config.num_layers, intermediate_size=config.ffn_hidden_size,
+        )  # fmt: skip
+        other = transformers.MegatronBertForPreTraining(kind)
+    # The table of tokens is padded to a multiple of 128 rows.
+    padding = -30522 % 128 * (config.hidden_size + 1)
+    assert sum(one.numel() for one in model.parameters()) == count + padding
+    assert sum(one.numel() for one in other.parameters()) == count
+    assert config.hidden_size // config.num_heads == 64
+
+
+def test_changes_of_a_size_of_the_paper() -> None:
+    config = EncoderConfig.bert("1.3b", hidden_size=128, num_heads=2)
+    assert (config.num_layers, config.ffn_hidden_size, config.norm_position) == (24, 512, "pre")
+    with pytest.raises(ParallelPlanError, match=r"size .* must be one of 336m, 1.3b, 3.9b"):
+        EncoderConfig.bert("2b")  # type: ignore[arg-type]
+
+
+def test_weights_before_residual_sums_start_smaller() -> None:
+    config = EncoderConfig.bert(**(SIZES | {"hidden_size": 96}), ffn_hidden_size=192)
+    model = Encoder(config, seed=1)
+    for layer in model.layers.values():
+        for part, std in (
+            (layer.attention.qkv, 0.2),
+            (layer.attention.output, 0.2 / 6**0.5),
+            (layer.mlp.up, 0.2),
+            (layer.mlp.down, 0.2 / 6**0.5),
+        ):
+            assert float(part.weight.detach().std()) == pytest.approx(std, rel=0.05)

@@ -1,0 +1,152 @@
+"""Sizes that products in 8 bits cannot have are refused before any process is started."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.fp8_layers import _linears, _local_sizes, check_fp8_config, set_fp8
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.linear_sizes import linear_sizes
+from lightning_megatron.strategy.options.sizes import check_sizes
+from tests.layers.test_init import mesh_of
+from tests.models.test_kept_activations import CONFIGS
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "num_layers": 2, "num_heads": 4}
+SHARED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 48}
+EXPERTS = GPTConfig.llama(**SIZES, hidden_size=32, ffn_hidden_size=64, experts=SHARED)
+ENCODER = EncoderConfig(
+    vocab_size=64,
+    num_positions=16,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    ffn_hidden_size=72,
+)
+#: 40 features on each of two ranks are no multiple of 16.
+ODD = GPTConfig.gpt2(**SIZES, hidden_size=32, ffn_hidden_size=80)
+MESSAGE = "multiples of 16: layers.0.mlp.up has 40 output and 32 input features"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("kind", [*CONFIGS, "experts"])
+def test_sizes_are_those_of_the_built_layers(kind: str, tp: int) -> None:
+    config = EXPERTS if kind == "experts" else CONFIGS[kind]
+    model = GPT(config, mesh_of(tp - 1, tp=tp), seed=1)
+    expected = {name: _local_sizes(part) for _, name, part in _linears(model)}
+    shape = config.memory_shape()
+    found = {
+        f"layers.{layer}.{name}": sizes
+        for layer in range(config.num_layers)
+        for name, sizes in linear_sizes(shape, layer, tp).items()
+    }
+    assert found == expected
+
+
+def test_an_encoder_is_refused_for_the_sizes_that_it_builds() -> None:
+    built = dict.fromkeys(
+        name
+        for _, name, part in _linears(Encoder(ENCODER, seed=1))
+        if any(size % 16 for size in _local_sizes(part))
+    )
+    assert list(built) == [
+        f"layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "down")
+    ]
+    with pytest.raises(ParallelPlanError, match="layers.0.mlp.up has 72 output"):
+        check_fp8_config(ENCODER, FP8(), 1)
+    check_fp8_config(ENCODER, FP8(keep=tuple(built)), 1)
+
+
+class WithConfig(LightningModule):
+    """Module that says what it will build."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+class WithModel(LightningModule):
+    """Module that has built its model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Later(WithModel):
+    """Module that builds its model when groups exist."""
+
+    def configure_model(self) -> None:
+        """Build the model."""
+
+
+def hugging_face() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_head=4, n_layer=2, n_inner=80
+    )
+
+
+def check(module: LightningModule, tp: int, **settings: Any) -> None:
+    options = MegatronStrategy(tp=tp, fp8=FP8(emulate=True, **settings)).options
+    check_sizes(module, options, ParallelLayout(2, tp=tp), {})
+
+
+@pytest.mark.parametrize("kind", ["config", "model", "Hugging Face model", "folder"])
+def test_sizes_that_do_not_divide_are_refused_before_processes_start(
+    kind: str, tmp_path: Any
+) -> None:
+    module: LightningModule
+    if kind == "config":
+        module = WithConfig(ODD)
+    elif kind == "model":
+        module = WithModel(GPT(ODD, seed=1))
+    elif kind == "folder":
+        hugging_face().save_pretrained(tmp_path)
+        module = HuggingFaceCausalLM(str(tmp_path), from_scratch=True)
+    else:
+        transformers = pytest.importorskip("transformers")
+        module = WithModel(transformers.GPT2LMHeadModel(hugging_face()))
+    with pytest.raises(ParallelPlanError, match=re.escape(MESSAGE)):
+        check(module, tp=2)
+    check(module, tp=2, keep=("*.mlp.*",))
+    check(module, tp=1)
+
+
+def test_a_model_of_configure_model_is_not_known() -> None:
+    check(Later(GPT(ODD, seed=1)), tp=2)
+
+
+def test_low_ranks_are_no_layers_of_their_own() -> None:
+    model = GPT(CONFIGS["llama"], seed=1)
+    before = [name for _, name, _ in _linears(model)]
+    base = model.layers["0"].attention.qkv
+    # A rank of 4 is no multiple of 16.
+    update = LowRank(base, range(16), 4, model.mesh)
+    base.low_rank = LowRankUpdates({"query": update})
+    assert [name for _, name, _ in _linears(model)] == before
+    names = set_fp8(model, FP8(emulate=True), True, torch.device("cpu"))
+    assert names == before
+    assert base.scaling is not None
+    assert isinstance(update.b, ColumnParallelLinear)
+    assert update.b.scaling is None
+
+
+def test_patterns_of_other_names_are_refused_before_processes_start() -> None:
+    with pytest.raises(ParallelPlanError, match=r"'\*.mlp.gate' matches none of .*layers.N.mlp.up"):
+        check(WithConfig(ODD), tp=1, keep=("*.mlp.gate",))
+    check(WithConfig(EXPERTS), tp=1, keep=("*.mlp.shared.*",))
+    with pytest.raises(ParallelPlanError, match="fp8.keep must name linear layers"):
+        check(WithConfig(EXPERTS), tp=1, keep=("layers.2.*",))

@@ -1,0 +1,255 @@
+"""Schedules of learning rates and weight decays equal those of transformers and Megatron-LM at
+every step, and continue exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lightning_megatron import (
+    ConstantSchedule,
+    CosineSchedule,
+    InverseSqrtSchedule,
+    LinearSchedule,
+    ParallelPlanError,
+    WeightDecaySchedule,
+    WSDSchedule,
+)
+
+PEAKS = (0.02, 0.005)
+W, N, D = 7, 40, 12
+
+
+def adamw(*decays: float) -> torch.optim.AdamW:
+    """Return an optimizer with groups of unequal rates and given weight decays."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(2))], "lr": peak, "weight_decay": decay}
+        for peak, decay in zip(PEAKS, decays or (0.1, 0.0), strict=True)
+    ]
+    return torch.optim.AdamW(groups)
+
+
+def walk(scheduler: LRScheduler, num_steps: int = N + 10, key: str = "lr") -> list[list[float]]:
+    """Return a number of each group before every step."""
+    found = []
+    for _ in range(num_steps):
+        found.append([group[key] for group in scheduler.optimizer.param_groups])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return found
+
+
+TRANSFORMERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "constant": (
+        lambda o: ConstantSchedule(o, warmup_steps=W),
+        "constant_with_warmup",
+        {},
+    ),
+    "linear": (lambda o: LinearSchedule(o, N, W), "linear", {}),
+    "cosine": (lambda o: CosineSchedule(o, N, W), "cosine", {}),
+    "cosine with a floor": (
+        lambda o: CosineSchedule(o, N, W, min_ratio=0.1),
+        "cosine_with_min_lr",
+        {"min_lr_rate": 0.1},
+    ),
+    "inverse square root": (lambda o: InverseSqrtSchedule(o, W), "inverse_sqrt", {}),
+    "inverse square root with a time scale": (
+        lambda o: InverseSqrtSchedule(o, W, timescale=30),
+        "inverse_sqrt",
+        {"timescale": 30},
+    ),
+    "cosine without a warm-up": (lambda o: CosineSchedule(o, N), "cosine", {"warmup": 0}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_every_rate_is_that_of_transformers(name: str) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    make, kind, options = TRANSFORMERS[name]
+    warmup = options.get("warmup", W)
+    expected = optimization.get_scheduler(
+        kind,
+        adamw(),
+        num_warmup_steps=warmup,
+        num_training_steps=N,
+        scheduler_specific_kwargs={k: v for k, v in options.items() if k != "warmup"},
+    )
+    # A cosine of transformers rises again after its end; ours holds the floor.
+    until = N + 1 if kind.startswith("cosine") else N + 10
+    found = walk(make(adamw()))
+    for step, rates in enumerate(walk(expected, until)):
+        assert found[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
+    if "inverse" not in name:
+        assert found[N:] == [found[N]] * len(found[N:])
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
+def test_a_stable_phase_and_its_decay_are_those_of_transformers(decay: Any) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = adamw()
+    expected = optimization.get_wsd_schedule(
+        optimizer, W, D, num_training_steps=N, decay_type=decay, min_lr_ratio=0.0
+    )
+    found = walk(WSDSchedule(adamw(), N, D, decay, W))
+    for step, rates in enumerate(walk(expected)):
+        assert found[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
+    assert found[W] == found[N - D] == list(PEAKS)
+    assert found[N] == found[N + 9] == [0.0, 0.0]
+
+
+def megatron(step: int, peak: float, floor: float, initial: float, style: str) -> float:
+    """Return the rate that Megatron-LM documents for its options, after so many steps."""
+    cosine = {"linear": lambda u: 1 - u, "cosine": lambda u: (math.cos(math.pi * u) + 1) / 2}
+    if step <= W:
+        return initial + (peak - initial) * step / W
+    if step > N:
+        return floor
+    if style == "inverse-square-root":
+        return max(floor, peak * W**0.5 / step**0.5)
+    if style.startswith("WSD "):
+        part = max(0.0, (step - (N - D)) / D)
+        fall = 1 - math.sqrt(part) if style == "WSD minus_sqrt" else cosine[style[4:]](part)
+    else:
+        fall = cosine[style]((step - W) / (N - W))
+    return floor + (peak - floor) * fall
+
+
+STYLES: dict[str, Callable[..., LRScheduler]] = {
+    "linear": lambda o, **rates: LinearSchedule(o, N, W, **rates),
+    "cosine": lambda o, **rates: CosineSchedule(o, N, W, **rates),
+    "inverse-square-root": lambda o, **rates: InverseSqrtSchedule(o, W, **rates),
+    "WSD linear": lambda o, **rates: WSDSchedule(o, N, D, "linear", W, **rates),
+    "WSD cosine": lambda o, **rates: WSDSchedule(o, N, D, "cosine", W, **rates),
+    "WSD minus_sqrt": lambda o, **rates: WSDSchedule(o, N, D, warmup_steps=W, **rates),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_rate_is_that_of_megatron(style: str) -> None:
+    # The floor is reached by the inverse square root before step N, where Megatron-LM jumps to it.
+    floor, initial = 0.0045, 0.001
+    found = walk(STYLES[style](adamw(), initial_lr=initial, min_lr=floor))
+    for step, rates in enumerate(found):
+        if style == "inverse-square-root" and step > N:
+            expected = [max(floor, peak * math.sqrt(W / step)) for peak in PEAKS]
+        else:
+            expected = [megatron(step, peak, floor, initial, style) for peak in PEAKS]
+        assert rates == pytest.approx(expected, rel=1e-13), step
+    assert found[0] == [initial, initial]
+    assert found[W] == list(PEAKS)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.02, 0.1), (0.3, 0.0)])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_every_weight_decay_is_that_of_megatron(shape: Any, start: float, end: float) -> None:
+    optimizer = adamw(0.1, 0.0)
+    before = [group["lr"] for group in optimizer.param_groups]
+    found = walk(WeightDecaySchedule(optimizer, start, end, N, shape), key="weight_decay")
+    assert [group["lr"] for group in optimizer.param_groups] == before
+    for step, (decay, none) in enumerate(found):
+        part = min(1.0, step / N)
+        rise = part if shape == "linear" else (math.cos(math.pi * (1 - part)) + 1) / 2
+        assert decay == pytest.approx(start + rise * (end - start), rel=1e-13, abs=1e-17), step
+        assert none == 0.0
+    assert found[0][0] == start
+    assert found[N:] == [[end, 0.0]] * 10
+
+
+def test_groups_keep_the_proportions_of_their_weight_decays() -> None:
+    found = walk(WeightDecaySchedule(adamw(0.1, 0.05), 0.2, 0.4, 2), 4, "weight_decay")
+    assert found == [[0.2, 0.1], [pytest.approx(0.3), pytest.approx(0.15)], *[[0.4, 0.2]] * 2]
+    constant = WeightDecaySchedule(adamw(0.1, 0.0), 0.2, 0.2, 2, "constant")
+    assert walk(constant, 4, "weight_decay") == [[0.2, 0.0]] * 4
+
+
+def both(optimizer: torch.optim.Optimizer, num_steps: int = N) -> list[LRScheduler]:
+    rates = WSDSchedule(optimizer, num_steps, D, warmup_steps=W, min_ratio=0.1)
+    return [rates, WeightDecaySchedule(optimizer, 0.0, 0.2, num_steps)]
+
+
+def numbers(optimizer: torch.optim.Optimizer, schedulers: list[LRScheduler]) -> list[Any]:
+    found = []
+    for _ in range(15):
+        found.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+        optimizer.step()
+        for one in schedulers:
+            one.step()
+    return found
+
+
+@pytest.mark.parametrize("cut", [0, 3, 30])
+def test_schedules_continue_exactly(cut: int) -> None:
+    optimizer = adamw(0.1, 0.0)
+    schedulers = both(optimizer)
+    for _ in range(cut):
+        optimizer.step()
+        for one in schedulers:
+            one.step()
+    states = [one.state_dict() for one in schedulers]
+    assert all(type(value) in (int, float, list) for state in states for value in state.values()), (
+        "states are plain values"
+    )
+    later = adamw(0.1, 0.0)
+    resumed = both(later)
+    later.load_state_dict(optimizer.state_dict())
+    for one, state in zip(resumed, states, strict=True):
+        one.load_state_dict(state)
+        assert one.get_last_lr() == [group["lr"] for group in later.param_groups]
+    assert numbers(later, resumed) == numbers(optimizer, schedulers)
+
+
+def test_a_stable_phase_resumes_with_another_end_and_after_another_scheduler() -> None:
+    optimizer = adamw()
+    first = LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(20):
+        optimizer.step()
+        first.step()
+    later = adamw()
+    second = WSDSchedule(later, 30, 10, "linear")
+    second.load_state_dict(first.state_dict())
+    found = walk(second, 12)
+    assert found[0] == list(PEAKS)
+    assert found[5] == pytest.approx([peak / 2 for peak in PEAKS])
+    assert found[10] == found[11] == [0.0, 0.0]
+
+
+def test_rates_that_are_tensors_are_filled() -> None:
+    optimizer = adamw()
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+    scheduler = LinearSchedule(optimizer, 4)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.015)
+
+
+WRONG: list[tuple[Callable[[Any], LRScheduler], str]] = [
+    (lambda o: CosineSchedule(o, 10, 10), r"warmup_steps \(10\) must be below num_steps \(10\)"),
+    (lambda o: LinearSchedule(o, 10, 12), "Use warmup_steps from 0 to 9"),
+    (lambda o: WSDSchedule(o, 10, 6, warmup_steps=5), "num_steps of at least 11"),
+    (lambda o: WSDSchedule(o, 10, 6, "square"), "decay must be linear, cosine or 1-sqrt"),  # type: ignore[arg-type]
+    (lambda o: CosineSchedule(o, 10, min_lr=0.01), r"min_lr \(0.01\) must be at most .* group 1"),
+    (lambda o: ConstantSchedule(o, 3, initial_lr=1), "initial_lr .* Use a value from 0 to 0.02"),
+    (lambda o: CosineSchedule(o, 10, min_ratio=1.5), "min_ratio must be a finite number of at"),
+    (lambda o: CosineSchedule(o, 10, min_lr=0.0, min_ratio=0.1), "must not both be given"),
+    (lambda o: CosineSchedule(o, 0), "num_steps must be a whole number of at least 1: it is 0"),
+    (lambda o: InverseSqrtSchedule(o), "timescale must be given if warmup_steps is 0"),
+    (lambda o: WeightDecaySchedule(o, 0.1, 0.2, 5, "constant"), "must be equal"),
+    (lambda o: WeightDecaySchedule(o, 0.1, 0.2, 5, "cubic"), "shape must be constant, linear"),  # type: ignore[arg-type]
+    (lambda o: WeightDecaySchedule(adamw(0.0, 0.0), 0.1, 0.2, 5), "must be above 0"),
+    (lambda o: WeightDecaySchedule(o, -0.1, 0.2, 5), "start must be a finite number of at least 0"),
+    (lambda o: CosineSchedule(None, 5), "optimizer must be"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_wrong_settings_are_refused(number: int) -> None:
+    make, words = WRONG[number]
+    with pytest.raises(ParallelPlanError, match=words):
+        make(adamw())

@@ -1,0 +1,263 @@
+"""Trainings whose microbatches share casts of weights: how many casts, and the same bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_megatron import FP8, CudaGraphs, MegatronStrategy, MemoryReport
+from lightning_megatron.models.layered import layered_modules
+from lightning_megatron.strategy.logs.run_table import _cast_choices
+from tests.layers.test_weight_casts import counting_casts
+from tests.strategy.graph_fits import Fit, fit
+from tests.strategy.tiny import TinyLM
+from tests.world import run_world
+
+FULL = CudaGraphs("full", warmup_steps=1)
+SEGMENTS = CudaGraphs("segments", warmup_steps=1)
+#: Linear layers of a block: fused queries, keys and values; output; up; down.
+LINEARS = 4
+#: A batch of four samples is cut into four microbatches.
+SPLIT = {"microbatch_size": 1}
+
+
+class CountCasts(Callback):
+    """Note the casts of each step, and what is kept after it."""
+
+    def __init__(self, found: list[str]) -> None:
+        self.found = found
+        self.counts: list[int] = []
+        self.kept = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.found.clear()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.counts.append(len(self.found))
+        for model in layered_modules(module):
+            self.kept += 0 if model.weight_casts is None else model.weight_casts.num_bytes
+
+
+def counted(
+    fp8: FP8, size: int = 1, layout: dict[str, Any] | None = None, **options: Any
+) -> tuple[Fit, list[int]]:
+    """Train; return what was computed, and the casts of this rank in each step."""
+    layout = {**SPLIT, "fp8": fp8, **(layout or {})}
+    graphs = options.pop("graphs", None)
+    others = options.pop("callbacks", ())
+    with counting_casts() as found:
+        counting = CountCasts(found)
+        options = {"max_steps": 3, "limit_val_batches": 0, **options}
+        ran = fit(graphs, size, layout, callbacks=(counting, *others), **options)
+    assert counting.kept == 0
+    return ran, counting.counts
+
+
+def is_same(one: Fit, other: Fit) -> bool:
+    """Return whether losses and weights have the same bits; fewer collectives are the purpose."""
+    return one.losses == other.losses and all(
+        torch.equal(weight, other.weights[name]) for name, weight in one.weights.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute", "accumulated"),
+    [("tensorwise", None, 1), ("delayed", "full", 1), ("rowwise", "full", 2)],
+)
+def test_a_batch_casts_each_weight_once(recipe: Any, recompute: Any, accumulated: int) -> None:
+    settings = FP8(recipe, emulate=True)
+    layout = {"recompute": recompute}
+    options = {"accumulate_grad_batches": accumulated}
+    shared, counts = counted(settings, layout=layout, **options)
+    apart, others = counted(replace(settings, cast_weights="microbatch"), layout=layout, **options)
+    # Two layers; rows and columns.
+    assert counts == [2 * LINEARS * 2] * len(counts)
+    each = 3 if recompute else 2
+    assert others == [2 * LINEARS * each * 4] * len(others)
+    assert is_same(shared, apart)
+    assert shared.losses[-1] < shared.losses[0]
+
+
+def test_a_batch_of_one_microbatch_shares_only_if_asked() -> None:
+    layout = {"microbatch_size": "batch", "recompute": "full"}
+    shared, counts = counted(FP8(emulate=True, cast_weights="batch"), layout=layout)
+    apart, others = counted(FP8(emulate=True), layout=layout)
+    assert set(counts) == {2 * LINEARS * 2}
+    assert set(others) == {2 * LINEARS * 3}
+    assert is_same(shared, apart)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_every_precision_sees_its_updates(precision: Any) -> None:
+    # In some the optimizer writes the model's parameters themselves, in others it writes others.
+    options = {"precision": precision}
+    shared, _ = counted(FP8(emulate=True), **options)
+    apart, _ = counted(FP8(emulate=True, cast_weights="microbatch"), **options)
+    assert is_same(shared, apart)
+    assert len(set(shared.losses)) == len(shared.losses)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_graphs_of_whole_steps_hold_the_casts(recipe: Any) -> None:
+    settings = FP8(recipe, emulate=True)
+    # A first step without scales of earlier ones makes "delayed" capture a second time.
+    eager, _ = counted(settings, max_steps=6)
+    graphs, counts = counted(settings, graphs=FULL, max_steps=6)
+    assert graphs.num_graphs[-1] > 0
+    # Replays run no Python: the casts of the capture are in the graph.
+    assert counts[0] == 2 * LINEARS * 2
+    assert counts[-1] == 0
+    assert is_same(graphs, eager)
+
+
+def test_graphs_of_segments_cast_in_each_microbatch() -> None:
+    settings = FP8(emulate=True)
+    eager, _ = counted(settings)
+    graphs, counts = counted(settings, graphs=SEGMENTS)
+    assert graphs.num_graphs[-1] > 0
+    assert counts[0] == 2 * LINEARS * 2 * 4
+    assert is_same(graphs, eager)
+
+
+class Writes(TinyLM):
+    """Module whose step writes weights between microbatches, in the given way."""
+
+    write: Callable[[Tensor], None]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for model in layered_modules(self):
+            for name, weight in model.named_parameters():
+                if name.endswith("mlp.down.weight"):
+                    self.write(weight)
+        return super().training_step(batch, batch_idx)
+
+
+def _by_data(weight: Tensor) -> None:
+    weight.data.mul_(0.9)
+
+
+def _in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("write", [_by_data, _in_place])
+def test_writes_of_a_step_are_cast_again(write: Callable[[Tensor], None]) -> None:
+    runs = []
+    for cast_weights in (None, "microbatch"):
+        module = Writes()
+        module.write = write  # type: ignore[method-assign]
+        settings = FP8(emulate=True, cast_weights=cast_weights)  # type: ignore[arg-type]
+        runs.append(counted(settings, module=module))
+    (shared, counts), (apart, others) = runs
+    assert is_same(shared, apart)
+    assert counts[0] < others[0]
+
+
+class Swaps(Callback):
+    """Replace weights between batches as averages do, without torch's counters noticing."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, MegatronStrategy)
+        for buffer in strategy.run.state.main.buffers:
+            buffer.parameters.mul_(0.99)
+
+
+def test_swaps_of_weights_between_batches_are_seen() -> None:
+    shared, _ = counted(FP8(emulate=True), callbacks=(Swaps(),))
+    apart, _ = counted(FP8(emulate=True, cast_weights="microbatch"), callbacks=(Swaps(),))
+    assert is_same(shared, apart)
+    without, _ = counted(FP8(emulate=True))
+    assert not is_same(shared, without)
+
+
+def test_the_table_says_how_often_weights_are_cast() -> None:
+    module = TinyLM()
+
+    def row(cast_weights: Any = None, **options: Any) -> tuple[str, str]:
+        fp8 = FP8(emulate="backend" not in options, cast_weights=cast_weights)
+        strategy = MegatronStrategy(fp8=fp8, **options)
+        (choice,) = _cast_choices(module, strategy.options)
+        return choice.value, choice.reason
+
+    kept = "kept until its end, in 2 bytes for each weight in 8 bits"
+    assert row() == ("once for a batch of several microbatches", kept)
+    assert row("batch") == ("once for a batch", kept)
+    assert row("microbatch") == ("for each product", "asked for (cast_weights)")
+    assert row(cuda_graphs=SEGMENTS) == (
+        "for each product",
+        "cuda_graphs captures microbatches one by one",
+    )
+    module.automatic_optimization = False
+    assert row()[0] == "for each product"
+    assert _cast_choices(module, MegatronStrategy().options) == []
+    assert _cast_choices(module, MegatronStrategy(fp8="tensorwise", backend="te").options) == []
+
+
+#: Layouts of four processes, with the blocks of a rank and the recipe.
+LAYOUTS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "tp2 dp2": ({"tp": 2}, 2, "tensorwise"),
+    "tp2 dp2, recomputed": ({"tp": 2, "recompute": "full"}, 2, "rowwise"),
+    "pp2 dp2": ({"pp": 2}, 1, "delayed"),
+    "tp2 pp2": ({"tp": 2, "pp": 2, "sequence_parallel": False}, 1, "rowwise"),
+    "pp2, halves": ({"pp": 2, "schedule": "zb-h1"}, 1, "tensorwise"),
+    "dp4, late gathers": ({"overlap_parameters": True}, 2, "tensorwise"),
+    "dp4, zero 0": ({"zero": 0}, 2, "delayed"),
+}
+MODEL = {"hidden_size": 64, "num_heads": 4}
+
+
+def run_layouts(rank: int, size: int) -> dict[str, tuple[bool, list[int], list[int], int, int]]:
+    """Train every layout with shared casts and without."""
+    found = {}
+    for name, (layout, _, recipe) in LAYOUTS.items():
+        settings = FP8(recipe, emulate=True)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"model": MODEL, "num_samples": 48, "num_evaluated": 16}
+        options["precision"] = "bf16-mixed" if "gathers" in name else "64-true"
+        shared, counts = counted(settings, size, layout, **options)
+        apart = replace(settings, cast_weights="microbatch")
+        alone, others = counted(apart, size, layout, **options)
+        sums = [one.counts.get("tp", 0) for one in (shared, alone)]
+        found[name] = is_same(shared, alone), counts, others, sums[0], sums[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def layouts() -> list[dict[str, tuple[bool, list[int], list[int], int, int]]]:
+    """Run everything once."""
+    return run_world(run_layouts, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_layouts_share_casts_and_compute_the_same(name: str, layouts: Any) -> None:
+    layout, blocks, _ = LAYOUTS[name]
+    for rank in layouts:
+        same, counts, others, sums, other_sums = rank[name]
+        assert same
+        assert counts == [blocks * LINEARS * 2] * 3
+        each = 3 if layout.get("recompute") else 2
+        assert set(others) == {blocks * LINEARS * each * 4}
+        if "tp" in layout:
+            assert sums < other_sums, "ranks agree less often"
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4])
+def test_the_memory_report_counts_shared_casts(microbatch_size: int) -> None:
+    report = MemoryReport(after_steps=1)
+    layout = {"microbatch_size": microbatch_size, "sequence_parallel": False}
+    counted(FP8(emulate=True), layout=layout, callbacks=(report,))
+    (found,) = report.reports
+    # Two blocks of features 16: three times, once and twice four times as many weights; one byte
+    # for each in both operands, and a scale.
+    weights = 2 * (2 * 16 * 16 * (3 + 1 + 4 + 4) + LINEARS * 2 * 4)
+    assert found.estimate.casts == (weights if microbatch_size == 1 else 0)
+    assert re.search(r"^casts +\d", found.table(), re.MULTILINE)

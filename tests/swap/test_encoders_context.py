@@ -1,0 +1,61 @@
+"""Hugging Face encoders whose sequences are cut over cp: their own outputs, losses and gradients, with
+padding on either side, by every transport.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.context_transport import ContextLinks
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.swap.encoders import CASES
+from tests.swap.test_encoders import check_dropout, compare, exact, swapped
+from tests.world import run_world
+
+#: Sizes and transport by the number of processes. Attention weights are dropped in whole rows only.
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"cp": 2, "transport": "all_to_all"},
+        {"cp": 2, "transport": "ring"},
+        {"cp": 2, "transport": "all_gather"},
+    ],
+    4: [
+        {"cp": 4, "transport": "ring"},
+        {"cp": 4, "transport": "hierarchical"},
+        {"cp": 2, "tp": 2, "transport": "ring", "sequence_parallel": False},
+        {"cp": 2, "tp": 2, "transport": "all_to_all", "sequence_parallel": True},
+        {"cp": 2, "tp": 2, "transport": "all_gather", "sequence_parallel": True},
+    ],
+}
+#: Hidden states and a pooler, logits of tokens, and a class.
+SOME = ("bert", "roberta masked", "bert classes")
+
+
+def mesh_of(size: int, cp: int, transport: Any, tp: int = 1, **options: Any) -> ParallelMesh:
+    layout = ParallelLayout(size, cp=cp, tp=tp)
+    links = ContextLinks.of(transport, layout, size)
+    return ParallelMesh.create(layout, context=links, **options)
+
+
+def check_context(rank: int, size: int) -> None:
+    for settings in LAYOUTS[size]:
+        mesh = mesh_of(size, **settings)
+        kept = {"attention_probs_dropout_prob": 0.0}
+        assert (
+            swapped(exact("bert", **kept), mesh).layers.context.transport == settings["transport"]
+        )
+        for case in CASES if settings["transport"] == "ring" else SOME:
+            compare(case, mesh, **kept)
+        mesh.destroy()
+    mesh = mesh_of(size, size, "auto")
+    assert swapped(exact("bert"), mesh).layers.context.transport == "all_to_all"
+    check_dropout(mesh)
+    mesh.destroy()
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_ranks_that_share_sequences_compute_what_hugging_face_does(size: int) -> None:
+    run_world(check_context, size)

@@ -1,0 +1,193 @@
+"""Folders with weights in 4 or 8 bits are read as transformers and plain arithmetic decode them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.hugging_face import export_model, import_model
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+from tests.swap.expert_models import twin_of
+
+transformers = pytest.importorskip("transformers")
+save_file = pytest.importorskip("safetensors.torch").save_file
+
+SQUARES = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def published(folder: Path) -> dict[str, Tensor]:
+    """Save a gpt-oss folder as it is published, and return its tensors by the class's names."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    twin = twin_of("gpt_oss", hidden_size=64, intermediate_size=32).to(torch.bfloat16)
+    twin.save_pretrained(folder)
+    stored: dict[str, Tensor] = {}
+    expected = twin.state_dict()
+    generator = torch.Generator().manual_seed(2)
+    for name, tensor in expected.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        runs = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*runs, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(117, 126, runs, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    note_format(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return expected
+
+
+def note_format(folder: Path, quantization: dict[str, Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def test_packed_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None:
+    expected = published(tmp_path)
+    folder = SafetensorsFolder(tmp_path)
+    assert set(folder.names()) == expected.keys()
+    assert "quantization_config" not in folder.config
+    assert folder.has_scales
+    folder.check_types(folder.names())
+    for name, tensor in expected.items():
+        assert folder.shape(name) == tuple(tensor.shape)
+        assert folder.dtype_of(name) == torch.bfloat16
+        whole = tuple(slice(0, size) for size in tensor.shape)
+        assert torch.equal(folder.read(name, whole), tensor), name
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    parts = (
+        (slice(1, 3), slice(0, 64), slice(0, 64, 2)),
+        (slice(0, 1), slice(31, 33), slice(1, 64, 2)),
+        (slice(2, 4), slice(40, 64), slice(5, 6)),
+    )
+    for part in parts:
+        assert torch.equal(folder.read(name, part), expected[name][part])
+
+
+def test_extreme_scales_are_exact(tmp_path: Path) -> None:
+    blocks = torch.arange(16, dtype=torch.uint8).mul(16).add(torch.arange(16)).to(torch.uint8)
+    scales = torch.tensor([0, 1, 126, 127, 128, 252], dtype=torch.uint8)
+    tensors = {
+        "x_blocks": blocks.expand(1, 1, 6, 16).contiguous(),
+        "x_scales": scales.view(1, 1, 6),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (found,) = SafetensorsFolder(tmp_path).read("x").flatten(1).double()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    pairs = torch.cat((numbers, -numbers)).repeat_interleave(2)
+    assert torch.equal(found, torch.cat([pairs * 2.0 ** (int(one) - 127) for one in scales]))
+
+
+def test_squares_of_eight_bits_are_scaled(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator)
+    save_file({"w": numbers, "w_scale_inv": scales}, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    assert [*folder.names()] == ["w"]
+    spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    expected = (numbers.double() * spread.double()).to(torch.bfloat16)
+    assert torch.equal(folder.read("w"), expected)
+    part = (slice(100, 150), slice(250, 300))
+    assert torch.equal(folder.read("w", part), expected[part])
+    assert torch.equal(
+        folder.read("w", (slice(127, 129), slice(1, 7, 2))), expected[127:129, 1:7:2]
+    )
+
+
+@torch.no_grad()
+def test_a_published_folder_trains_with_the_decoded_weights(tmp_path: Path) -> None:
+    expected = published(tmp_path / "published")
+    plain = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path / "published"), dtype=torch.bfloat16
+    ).float()
+    plain.load_state_dict({name: tensor.float() for name, tensor in expected.items()})
+    tokens = torch.arange(24).view(2, 12) % 50
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "published", dtype=torch.float32
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, ParallelMesh.single())
+    found: Any = root["model"]
+    torch.testing.assert_close(found(tokens).logits, plain(tokens).logits, rtol=2e-4, atol=2e-4)
+    found.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(one, expected[name]) for name, one in again.state_dict().items())
+
+
+def test_a_published_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
+    expected = published(tmp_path / "published")
+    import_model(tmp_path / "published", tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
+    assert back.dtype == torch.bfloat16
+    assert all(torch.equal(one, expected[name]) for name, one in back.state_dict().items())
+
+
+def test_scales_without_their_numbers_are_refused(tmp_path: Path) -> None:
+    published(tmp_path)
+    stored = SafetensorsFolder(tmp_path)
+    kept = {name: stored.read(name).contiguous() for name in stored.names()}
+    name = "model.layers.1.mlp.experts.down_proj"
+    del kept[name]
+    kept[f"{name}_scales"] = torch.zeros(4, 64, 1, dtype=torch.uint8)
+    save_file(kept, tmp_path / "model.safetensors")
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="down_proj.* missing"):
+        parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+
+
+def test_a_model_that_stays_as_it_is_has_no_weights_in_few_bits(tmp_path: Path) -> None:
+    published(tmp_path)
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    root = nn.ModuleDict({"model": model})
+    with pytest.raises(UnsupportedError, match="4 or 8 bits are read for models that are replaced"):
+        parallelize(root, ParallelMesh.single(), {"*": "replicate"})
+
+
+@pytest.mark.parametrize("sides", [None, [64, 64]])
+def test_other_formats_of_few_bits_are_refused(sides: Any, tmp_path: Path) -> None:
+    published(tmp_path)
+    note_format(tmp_path, {**SQUARES, "weight_block_size": sides})
+    with pytest.raises(UnsupportedError, match="quantization_config of a gpt-oss"):
+        import_model(tmp_path, tmp_path / "ours")
+
+
+def test_a_folder_of_deepseek_in_eight_bits_becomes_a_checkpoint(tmp_path: Path) -> None:
+    twin = twin_of("deepseek_v3").to(torch.bfloat16)
+    twin.save_pretrained(tmp_path / "published")
+    plain = SafetensorsFolder(tmp_path / "published")
+    stored, expected = {}, {}
+    for name in plain.names():
+        tensor = plain.read(name).clone()
+        if "proj" in name and name.endswith("weight"):
+            scale = tensor.abs().max().float().view(1, 1) / 448
+            numbers = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            stored |= {name: numbers, f"{name}_scale_inv": scale}
+            tensor = (numbers.float() * scale).to(torch.bfloat16)
+        else:
+            stored[name] = tensor
+        expected[name] = tensor
+    assert len(stored) > len(expected)
+    save_file(stored, tmp_path / "published" / "model.safetensors", metadata={"format": "pt"})
+    note_format(tmp_path / "published", SQUARES)
+    import_model(tmp_path / "published", tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "back")
+    back = SafetensorsFolder(tmp_path / "back")
+    assert set(back.names()) == expected.keys()
+    assert all(torch.equal(back.read(name), tensor) for name, tensor in expected.items())
