@@ -28,7 +28,7 @@ from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
 from lightning_megatron.graphs.step_graph import StepGraphs
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.logs.log_replay import LogReplay
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
 
@@ -51,7 +51,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "passes": ((PipelineExecutor, "run"), (StepGraphs, "run")),
     "step": ((TrainingSteps, "train"),),
     "logs": ((LogReplay, "replay"),),
-    "finish": ((StepGradients, "end_batch"), (MixtureRuntime, "finish_step")),
+    "finish": ((StepGradients, "end_batch"), (LayerStates, "finish_step")),
     "update": ((MegatronStrategy, "optimizer_step"),),
 }
 

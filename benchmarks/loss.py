@@ -5,9 +5,10 @@
 
 A call is the head of Llama 3 8B (4,096 features, 128,256 tokens), the mean loss of random labels of
 which every eighth is ignored, and the gradients of hidden states and head, in bfloat16. TFLOP/s
-count the three products once, also where logits are computed twice. Peaks are those of the
-allocator beyond operands and gradients. ``liger-kernel`` and ``cut-cross-entropy`` take part if
-they can be imported; the second one drops small gradients by default, and ``exact`` keeps them.
+count the three products once, also where logits are computed twice; ``forward`` computes gradients
+in the forward pass, and logits once. Peaks are those of the allocator beyond operands and
+gradients. ``liger-kernel`` and ``cut-cross-entropy`` take part if they can be imported; the second
+one drops small gradients by default, and ``exact`` keeps them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.embedding import vocab_logits
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.summed_loss import summed_cross_entropy
 
 IGNORED = -100
 #: Mean loss of hidden states (tokens, features), a head (vocabulary, features) and labels.
@@ -74,6 +76,17 @@ def chunked(
         hidden[:, None], head, labels[:, None], mesh, len(head), chunk, smoothing
     )
     return losses.sum() / (labels != IGNORED).sum()
+
+
+def summed(
+    hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float, *, chunk: int = 2048
+) -> Tensor:
+    """Compute the mean loss in chunks of tokens, and its gradients in the forward pass."""
+    mesh = ParallelMesh.single(hidden.device)
+    total = summed_cross_entropy(
+        hidden[:, None], head, labels[:, None], mesh, len(head), chunk, smoothing
+    )
+    return total / (labels != IGNORED).sum()
 
 
 def liger(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -126,6 +139,7 @@ def variants(chunk: int, smoothing: float) -> tuple[dict[str, MeanLoss], list[st
         "torch": torch_operators,
         "stored": stored,
         f"chunks of {chunk}": partial(chunked, chunk=chunk),
+        f"chunks of {chunk}, forward": partial(summed, chunk=chunk),
     }
     left: list[str] = []
     others: dict[str, Callable[[], MeanLoss]] = {"liger-kernel": liger_loss}

@@ -1,0 +1,171 @@
+"""Losses of GPT-2 small on the speeches in bfloat16 and with products in 8 bits.
+
+    python -m benchmarks.fp8_losses --out FOLDER
+    python -m benchmarks.fp8_losses --out FOLDER --train PREFIX --val PREFIX --recipes bf16 rowwise
+
+Every recipe trains the same model on the same samples, one after the other on one GPU, without
+dropout. FOLDER gets a JSON file for each recipe and a picture of the held-out losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataModule
+
+PLAIN = "bf16"
+RECIPES = (PLAIN, "tensorwise", "delayed", "rowwise", "blockwise")
+SMALL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_seq_length": 1024}
+#: Parts of a training whose mean losses are printed.
+NUM_PARTS = 8
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of one training.
+
+    Args:
+        recipe: Recipe of the products in 8 bits, or ``"bf16"``.
+        train: Loss of every step (nats per token).
+        held_out: Number of steps and held-out loss (nats per token).
+    """
+
+    recipe: str
+    train: list[float]
+    held_out: list[tuple[int, float]]
+
+
+class Recorder(L.Callback):
+    """Record the losses of a training."""
+
+    def __init__(self) -> None:
+        self.train: list[Tensor] = []
+        self.held_out: list[tuple[int, float]] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *others: Any
+    ) -> None:
+        """Record the loss of a step, on the device."""
+        self.train.append(trainer.callback_metrics["train_loss"].detach().clone())
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Record the held-out loss."""
+        if not trainer.sanity_checking:
+            loss = float(trainer.callback_metrics["val_loss"])
+            self.held_out.append((trainer.global_step, loss))
+
+
+def train(
+    recipe: str,
+    steps: int,
+    data: TokenDataModule,
+    sizes: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Losses:
+    """Train with one recipe.
+
+    Args:
+        recipe: Recipe, or ``"bf16"``.
+        steps: Number of steps.
+        data: Samples, in batches of eight.
+        sizes: Fields of the model's configuration.
+        options: Further arguments of the Trainer.
+    """
+    L.seed_everything(1234)
+    recorder = Recorder()
+    fp8 = {} if recipe == PLAIN else {"fp8": recipe}
+    config = GPTConfig(vocab_size=50257, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+    trainer = L.Trainer(
+        devices=1,
+        precision="bf16-mixed",
+        strategy=MegatronStrategy(microbatch_size=8, **fp8),
+        max_steps=steps,
+        val_check_interval=max(steps // NUM_PARTS, 1),
+        check_val_every_n_epoch=None,
+        limit_val_batches=24,
+        gradient_clip_val=1.0,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    model = CausalLM(config, learning_rate=6e-4, warmup_steps=100, max_steps=steps)
+    trainer.fit(model, data)
+    return Losses(recipe, torch.stack(recorder.train).float().tolist(), recorder.held_out)
+
+
+def table(found: Sequence[Losses]) -> list[str]:
+    """Return the lines of a table: held-out and mean training losses, beside those of the first."""
+    lines = ["| recipe | steps | held-out loss | of the first | training loss | of the first |"]
+    lines.append("|---|---|---|---|---|---|")
+    first = _parts(found[0])
+    for one in found:
+        for (steps, held_out, loss), (_, other_held_out, other) in zip(
+            _parts(one), first, strict=True
+        ):
+            lines.append(
+                f"| {one.recipe} | {steps} | {held_out:.4f} | {held_out / other_held_out - 1:+.2%} "
+                f"| {loss:.4f} | {loss / other - 1:+.2%} |"
+            )
+    return lines
+
+
+def _parts(losses: Losses) -> list[tuple[int, float, float]]:
+    """Return the number of steps, the held-out loss and the mean training loss of each part."""
+    ends = [0, *(steps for steps, _ in losses.held_out)]
+    return [
+        (steps, held_out, mean(losses.train[begin:steps]))
+        for begin, (steps, held_out) in zip(ends, losses.held_out, strict=False)
+    ]
+
+
+def draw(found: Sequence[Losses], path: Path) -> None:
+    """Draw the held-out losses over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for one in found:
+        axes.plot(*zip(*one.held_out, strict=True), marker="o", markersize=3, label=one.recipe)
+    axes.set(xlabel="step", ylabel="held-out loss (nats per token)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train with each recipe, and print and draw the losses."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--train", help="prefix of a token file (default: the bundled corpus)")
+    parser.add_argument("--val", help="prefix of a token file of held-out text")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for recipe in given.recipes:
+        length = SMALL["max_seq_length"]
+        bundled = {"corpus": "speeches", "tokenizer": "gpt2", "data_dir": str(given.out / "data")}
+        files = {"train": given.train, "val": given.val, "cache_dir": str(given.out / "cache")}
+        sources: dict[str, Any] = files if given.train else bundled
+        data = TokenDataModule(seq_length=length, batch_size=8, **sources)
+        found.append(train(recipe, given.steps, data, SMALL, {"accelerator": "gpu"}))
+        (given.out / f"{recipe}.json").write_text(json.dumps(asdict(found[-1])))
+    print("\n".join(table(found)))
+    draw(found, given.out / "fp8_losses.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Speed of text generation on one GPU: recorded passes, passes that are not, and transformers'.
+
+    python -m benchmarks.generation --shape llama3_8b --batch 1 8 32 --table runs/generation.md
+
+Random weights of a shape of benchmarks/finetune.py in bfloat16, prompts of ``--prompt`` tokens and
+``--new`` likeliest tokens after each. The time of a token is that between the first new token and
+the last one, divided by their number; the pass over the prompt is told apart. The bound is the time
+in which the GPU's memory gives the weights of all layers and of the head once, and the keys and
+values of the average length, at the speed at which this GPU copies memory here, measured first.
+Words are compared in tests/gpu/test_gpu_generation.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.finetune import SHAPES
+from lightning_megatron import GPT, GenerationSettings
+from lightning_megatron.generation.decoding import generated_tokens, gpt_of
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap import parallelize
+
+HEAD = (
+    "| batch | passes | prompt, ms | ms a token | tokens/s | bound, ms | of the bound |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def copy_speed() -> float:
+    """Return the bytes that the GPU reads and writes in a second in copies of 4 GiB."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * 2**32 / min(times)
+
+
+def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
+    """Return what a pass of one token of each row must read (bytes).
+
+    Args:
+        gpt: The model.
+        batch: Number of rows.
+        length: Average length of the rows (tokens).
+    """
+    config = gpt.config
+    weights = sum(one.nbytes for one in gpt.parameters())
+    if gpt.head is not None and gpt.embedding is not None:
+        # Of the embedding a pass reads a line a row.
+        weights -= gpt.embedding.word.weight.nbytes
+    width = config.kv_heads * (config.head_size + config.value_size)
+    return weights + batch * length * config.num_layers * width * gpt.dtype.itemsize
+
+
+def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
+    """Return the time to the first token of each row and that of each later one (seconds)."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    next(tokens)
+    first = time.perf_counter()
+    # Recording counts to no token.
+    next(tokens)
+    next(tokens)
+    begun = time.perf_counter()
+    count = sum(1 for _ in tokens)
+    end = time.perf_counter()
+    return first - start, (end - begun) / count
+
+
+def ours(model: Any, prompts: list[list[int]], new: int, record: bool) -> Callable[[], Any]:
+    settings = GenerationSettings(new, record=record)
+    return lambda: timed(generated_tokens(model, prompts, settings))
+
+
+class Clock:
+    """Streamer of transformers' ``generate`` that notes when each token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def theirs(model: Any, prompts: list[list[int]], new: int, how: dict[str, Any]) -> tuple[Any, ...]:
+    """Return no words, and the times of transformers' ``generate`` (seconds)."""
+    rows = torch.tensor(prompts, device="cuda")
+    call = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
+    clock = Clock()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = model.generate(
+        rows, attention_mask=torch.ones_like(rows), streamer=clock if len(rows) == 1 else None,
+        **call,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    if len(rows) > 1:
+        # No streamer serves several rows: the whole time counts, with the prompt.
+        return found, 0.0, (end - start) / new
+    # The first call hands over the prompt.
+    times = clock.times[1:]
+    return found, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama3_8b", choices=sorted(SHAPES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true", help="and transformers' compiled passes")
+    parser.add_argument("--table", type=Path)
+    args = parser.parse_args()
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    speed = copy_speed()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(1234)
+    with torch.device("cuda"):
+        config = LlamaConfig(**SHAPES[args.shape])
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    results: dict[tuple[int, str], tuple[float, float]] = {}
+    prompts = {batch: torch.randint(1, 1000, (batch, args.prompt)).tolist() for batch in args.batch}
+    kinds: dict[str, dict[str, Any]] = {"transformers": {}}
+    if args.compiled:
+        kinds["transformers, static cache, compiled"] = {"cache_implementation": "static"}
+    with torch.no_grad():
+        for batch in args.batch:
+            for name, how in kinds.items():
+                for _ in range(args.rounds):
+                    _, first, each = theirs(model, prompts[batch], args.new, how)
+                    keep(results, (batch, name), first, each)
+    root = torch.nn.ModuleDict({"model": model})
+    parallelize(root, ParallelMesh.single("cuda"))
+    gpt = gpt_of(root)
+    for batch in args.batch:
+        for name, record in (("recorded", True), ("not recorded", False)):
+            for _ in range(args.rounds):
+                first, each = ours(root, prompts[batch], args.new, record)()
+                keep(results, (batch, name), first, each)
+    lines = [*HEAD]
+    for batch in args.batch:
+        bound = bytes_of_token(gpt, batch, args.prompt + args.new / 2) / speed
+        for (size, name), (first, each) in results.items():
+            if size == batch:
+                lines.append(
+                    f"| {batch} | {name} | {1e3 * first:.1f} | {1e3 * each:.2f} | "
+                    f"{batch / each:,.0f} | {1e3 * bound:.2f} | {bound / each:.0%} |"
+                )
+    device = torch.cuda.get_device_name()
+    lines.insert(0, f"{device}, copies at {speed / 1e12:.2f} TB/s, {args.shape}\n")
+    print("\n".join(lines))
+    if args.table is not None:
+        args.table.parent.mkdir(parents=True, exist_ok=True)
+        args.table.write_text("\n".join(lines) + "\n")
+
+
+def keep(
+    results: dict[tuple[int, str], tuple[float, float]],
+    key: tuple[int, str],
+    first: float,
+    each: float,
+) -> None:
+    """Keep the fastest times of a kind."""
+    best = results.get(key, (first, each))
+    results[key] = min(best[0], first), min(best[1], each)
+
+
+if __name__ == "__main__":
+    main()
