@@ -2,12 +2,14 @@
 
     python -m benchmarks.context_parallel --cases 1 4 4:ring --lengths 4096 32768 131072
     python -m benchmarks.context_parallel --cases 1 --rows whole packed mask transformers
-    python -m benchmarks.context_parallel --cases 1 4:ring --peer PROGRAM
+    python -m benchmarks.context_parallel --cases 1 4:ring --row-steps 6 --peer PROGRAM
 
 ``cp:transport`` names a case, which runs on cp GPUs. The peer is a program as in
 ``benchmarks/data_parallel.py`` that also takes ``--cp``, and ``--seq`` for lengths other than that
-of its shape. FLOPs count attention by half, the causal rule: a token sees half of its document on
-average. Packed rows therefore count fewer FLOPs than whole ones; compare their tokens a second.
+of its shape. ``ms in a row`` is the time of a step among ``--row-steps`` steps between which the
+host does not wait for the device. FLOPs count attention by half, the causal rule: a token sees half
+of its document on average. Packed rows therefore count fewer FLOPs than whole ones; compare their
+tokens a second.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from benchmarks.train_shapes import SHAPES
 from lightning_megatron.plan.context_transport import ContextTransport
 
 TABLE = [
-    "| program | cp | length | rows | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU "
-    "| GiB of the fullest GPU | exposed communication, ms | last loss |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
+    "| program | cp | length | rows | ms a step | fastest | ms in a row | tokens/s/GPU "
+    "| TFLOP/s/GPU | GiB of the fullest GPU | exposed communication, ms | last loss |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 
 
@@ -75,17 +77,19 @@ def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str
     line += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
     line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
     line += ["--accelerator", args.accelerator, "--options", args.options]
-    line += ["--profile"] if case.cp > 1 else []
+    line += ["--row-steps", str(args.row_steps)]
+    line += ["--profile"] if case.cp > 1 and not args.no_profile else []
     launch(line, case.cp, {}, args.timeout)
     program = "transformers" if rows == "transformers" else "ours"
     start = f"| {program} | {case} | {length} | {rows}"
     if not out.exists():
-        return f"{start} | failed | | | | | | |"
+        return f"{start} | failed | | | | | | | |"
     figures = json.loads(out.read_text())
     profile = figures.get("profile") or {}
     exposed = f"{profile['exposed_ms']:.1f}" if "exposed_ms" in profile else ""
     return (
         f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
+        f"{figures.get('row_ms', '')} | "
         f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | "
         f"{figures['peak_gib']} | {exposed} | "
         f"{figures['losses'][args.warmup + args.steps - 1]:.4f} |"
@@ -98,15 +102,17 @@ def run_peer(args: argparse.Namespace, case: ContextCase, length: int) -> str:
     line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     line += ["--layers", str(args.layers)] if args.layers else []
     line += ["--seq", str(length)] if length != SHAPES[args.model].max_seq_length else []
+    line += args.peer_options.split()
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path}
     output = launch(line, case.cp, variables, args.timeout)
     start = f"| peer | {case.cp} | {length} | whole"
     results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
     if not results:
-        return f"{start} | failed | | | | | | |"
+        return f"{start} | failed | | | | | | | |"
     found = json.loads(results[-1])
     return (
-        f"{start} | {found['ms']} | {found.get('min_ms', '')} | {found['tok_s_gpu']:,} | "
+        f"{start} | {found['ms']} | {found.get('min_ms', '')} | "
+        f"{found.get('row_ms', '')} | {found['tok_s_gpu']:,} | "
         f"{found['tflops_gpu']} | {found['mem_gib']} | | {found.get('loss', '')} |"
     )
 
@@ -140,8 +146,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
     result.add_argument("--steps", type=int, default=6, help="measured steps")
     result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
+    result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
+    result.add_argument("--no-profile", action="store_true", help="do not profile steps")
     result.add_argument("--peer", default="", help="program to compare with")
     result.add_argument("--peer-path", default="", help="folders for its imports alone")
+    result.add_argument("--peer-options", default="", help="more arguments of the peer")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")

@@ -113,9 +113,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         args.warmup,
         args.steps,
         seq_length=seen_length(lengths),
+        row_steps=args.row_steps,
     )
     callbacks: list[Any] = [measure, OptimizerTime(args.warmup, args.steps)]
-    steps = args.warmup + args.steps
+    steps = measure.last_step if args.row_steps else args.warmup + args.steps
     profile = Profile(out.with_suffix(".trace.json.gz"), steps, device_only=True)
     if args.profile:
         callbacks.append(profile)
@@ -223,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rows", default="whole", choices=ROWS)
     result.add_argument("--steps", type=int, default=6, help="measured steps")
     result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
+    result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
     result.add_argument("--profile", action="store_true", help="measure exposed communication")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])

@@ -31,7 +31,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import Core, choose_part
 from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import KeyRows
-from lightning_megatron.layers.flash_kernels import FlashCall
+from lightning_megatron.layers.flash_kernels import FlashCall, FlashKernel
 from lightning_megatron.shapes import Float
 
 #: Out, and the log-sum-exp of the scores of every query.
@@ -210,13 +210,18 @@ def _flash_call(query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows |
     )
 
 
+def _kernel_of(query: Tensor, key: Tensor, call: FlashCall) -> FlashKernel:
+    plain = call.is_plain(query.shape[0], key.shape[0])
+    return choose_flash(query.device, query.shape[-1], plain).kernel
+
+
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan, keys: KeyRows | None
 ) -> Part:
     length, num_sequences = query.shape[:2]
     call = _flash_call(query, key, span, keys)
     packed = span.borders is not None
-    kernel = choose_flash(query.device, query.shape[-1]).kernel
+    kernel = _kernel_of(query, key, call)
     queries, keys_of, values = (_rows(tensor, packed) for tensor in (query, key, value))
     out, lse = kernel.forward(queries, keys_of, values, call)
     if packed:
@@ -239,18 +244,19 @@ def _flash_backward(
     keys: KeyRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed = span.borders is not None
-    kernel = choose_flash(query.device, query.shape[-1]).kernel
+    call = _flash_call(query, key, span, keys)
+    kernel = _kernel_of(query, key, call)
     grad_rows, queries, keys_of, values, out_rows = (
         _rows(tensor, packed) for tensor in (grad_out, query, key, value, out)
     )
     gradients = kernel.backward(
         *(grad_rows, queries, keys_of, values, out_rows),
         (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
-        _flash_call(query, key, span, keys),
+        call,
     )
     both = zip(gradients, (query, key, value), strict=True)
     found = [
-        one.view(like.shape[1], like.shape[0], *like.shape[2:]).transpose(0, 1)
+        (one.unflatten(0, (like.shape[1], -1)) if packed else one).transpose(0, 1)
         for one, like in both
     ]
     return found[0], found[1], found[2]

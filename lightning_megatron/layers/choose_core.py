@@ -118,7 +118,8 @@ def choose_part(
         # The kernel takes a negative distance as none.
         obstacle = "flash attention lets the last query see a key"
     if obstacle is None:
-        found = choose_flash(device, head_dim)
+        plain = is_plain(span, 2**62) and span.soft_cap is None and behind == 0
+        found = choose_flash(device, head_dim, plain)
         why = f"parts of the keys need the log-sum-exps that it returns; {found.reason}"
         return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
     obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, head_dim=head_dim)

@@ -16,6 +16,7 @@ from lightning_megatron.layers.flash_kernels import (
     FlashAttention3,
     FlashAttention4,
     FlashKernel,
+    TorchCudnn,
     TorchFlash,
 )
 
@@ -24,6 +25,8 @@ from lightning_megatron.layers.flash_kernels import (
 _HOPPER = 9
 _BLACKWELL = (10, 11)
 _BLACKWELL_HEAD_DIM = 128
+#: Largest heads whose gradients cuDNN computes on Hopper (elements).
+_CUDNN_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -101,23 +104,27 @@ PACKAGES = (
 _TRACED = FlashChoice(TorchFlash(), "torch's, which torch.compile knows", bounds_scores=False)
 
 
-def choose_flash(device: torch.device, head_dim: int) -> FlashChoice:
+def choose_flash(device: torch.device, head_dim: int, plain: bool = False) -> FlashChoice:
     """Choose the package of flash attention for a GPU: the fastest one that is installed.
 
     Flash attention 3 is compiled for Hopper. Flash attention 4 compiles its kernels at the first
-    call, for Hopper and newer GPUs. Torch contains flash attention 2.
+    call, for Hopper and newer GPUs. Torch contains flash attention 2, and cuDNN, which is faster on
+    Hopper and newer GPUs but computes only plain rows, and no gradients whose bits repeat.
 
     Args:
         device: GPU.
         head_dim: Size of a head (elements).
+        plain: Whether rows have no documents, windows or soft caps, and causal queries as many
+            keys.
     """
     if torch.compiler.is_compiling():
         return _TRACED
-    return _choose(torch.cuda.get_device_capability(device), head_dim)
+    plain = plain and not torch.are_deterministic_algorithms_enabled()
+    return _choose(torch.cuda.get_device_capability(device), head_dim, plain)
 
 
 @cache
-def _choose(capability: tuple[int, int], head_dim: int) -> FlashChoice:
+def _choose(capability: tuple[int, int], head_dim: int, plain: bool) -> FlashChoice:
     obstacles = []
     for package in PACKAGES:
         obstacle = package.obstacle(capability[0], head_dim)
@@ -127,7 +134,10 @@ def _choose(capability: tuple[int, int], head_dim: int) -> FlashChoice:
                 why = f"{package.name} is installed"
                 return FlashChoice(package.make(module), why, bounds_scores=True)
         obstacles.append(f"{package.name} {obstacle}")
-    return FlashChoice(TorchFlash(), f"torch's, because {', '.join(obstacles)}", False)
+    missing = ", ".join(obstacles)
+    if plain and capability[0] >= _HOPPER and head_dim <= _CUDNN_HEAD_DIM:
+        return FlashChoice(TorchCudnn(), f"cuDNN's for plain rows, because {missing}", False)
+    return FlashChoice(TorchFlash(), f"torch's, because {missing}", False)
 
 
 @cache

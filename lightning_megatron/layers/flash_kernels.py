@@ -1,4 +1,4 @@
-"""Flash attention of torch and of installed packages, forward and backward with log-sum-exps."""
+"""Flash attention of torch, cuDNN and installed packages, in parts with log-sum-exps."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ class FlashCall:
     right: int
     scale: float
     soft_cap: float = 0.0
+
+    def is_plain(self, queries: int, keys: int) -> bool:
+        """Return whether whole rows attend to all keys, or to those up to their own place.
+
+        Args:
+            queries: Queries of a row (tokens).
+            keys: Keys of a row (tokens).
+        """
+        if self.query_borders is not None or self.key_borders is not None or self.soft_cap:
+            return False
+        if self.causal:
+            return self.left < 0 and queries == keys
+        return self.left < 0 and self.right < 0
 
     def of_package(self) -> dict[str, Any]:
         """Return what the packages flash attention 3 and 4 name alike.
@@ -123,6 +136,44 @@ class TorchFlash:
             window_size_right=call.right,
         )
         return found
+
+
+class TorchCudnn:
+    """Flash attention of cuDNN, which torch contains; it computes plain rows (no documents)."""
+
+    name = "cuDNN"
+
+    def forward(
+        self, query: Rows, key: Rows, value: Rows, call: FlashCall
+    ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+        """Return the output and the log-sum-exps."""
+        heads_first = (one.transpose(1, 2) for one in (query, key, value))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads_first, None, True, 0.0, call.causal, False, scale=call.scale
+        )
+        return out.transpose(1, 2), lse.view(out.shape[:3])
+
+    def backward(
+        self,
+        grad_out: Rows,
+        query: Rows,
+        key: Rows,
+        value: Rows,
+        out: Rows,
+        lse: Float[Tensor, "... heads _"],
+        call: FlashCall,
+    ) -> Gradients:
+        """Return the gradients of queries, keys and values."""
+        without_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+        heads_first = (one.transpose(1, 2) for one in (grad_out, query, key, value, out))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads_first,
+            lse.unsqueeze(-1),
+            *(without_dropout, without_dropout, None, None, None),
+            *(query.shape[1], key.shape[1], 0.0, call.causal),
+            scale=call.scale,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @dataclass(frozen=True)

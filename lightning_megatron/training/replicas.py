@@ -17,6 +17,8 @@ from lightning_megatron.training.main_parameters import MainParameters
 #: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a
 #: multiple of.
 _NUM_SUMS = 7
+#: Elements that are added at a time: a multiple of the sums, which bounds the memory (elements).
+_PIECE = _NUM_SUMS * 2**20
 #: Relative distance of two gradients, or of parameters trained with them, that rounding does not
 #: explain. Parts of a sum are as far apart as they are large.
 _TOLERANCE = 0.05
@@ -231,10 +233,13 @@ def _numbers_of(tensor: Tensor) -> Tensor:
 
 def _sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """Add the elements that are ``_NUM_SUMS`` apart."""
-    num_rows = flat.numel() // _NUM_SUMS
-    rest = flat[num_rows * _NUM_SUMS :]
-    sums = flat[: num_rows * _NUM_SUMS].view(num_rows, _NUM_SUMS).sum(0, dtype=dtype)
-    sums[: rest.numel()] += rest
+    sums = flat.new_zeros(_NUM_SUMS, dtype=dtype)
+    # A sum in a wider type may convert all its elements first.
+    for piece in flat.split(_PIECE):
+        num_rows = piece.numel() // _NUM_SUMS
+        rest = piece[num_rows * _NUM_SUMS :]
+        sums += piece[: num_rows * _NUM_SUMS].view(num_rows, _NUM_SUMS).sum(0, dtype=dtype)
+        sums[: rest.numel()] += rest
     return sums
 
 

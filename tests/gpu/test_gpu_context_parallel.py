@@ -97,9 +97,8 @@ def test_blocks_in_half_precision_add_up(kv_heads: int, name: str, is_gathered: 
             keys, values = (taken(one, at.t()) for one in full[1:])
             for one in blocks:
                 rows = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
-                assert core_of_part(rows[0], one.span, one.key_rows) in cores, (
-                    "no scores are stored"
-                )
+                core = core_of_part(rows[0], one.span, one.key_rows)
+                assert core in cores, "no scores are stored"
                 total.add(one.queries, *forward_part(*rows, one.span, one.key_rows))
         out, lse = total.out.bfloat16(), total.log_sum
         whole = taken(expected, own.t())

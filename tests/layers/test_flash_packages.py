@@ -15,10 +15,10 @@ from lightning_megatron.layers import attention_parts
 from lightning_megatron.layers import choose_flash as choosing
 from lightning_megatron.layers.attention_parts import attend_by_parts, backward_part, forward_part
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.choose_flash import FlashChoice, choose_flash
 from lightning_megatron.layers.dense_mask import KeyRows
-from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashAttention4
+from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashAttention4, FlashCall
 from tests.layers import flash_packages
 
 S, B, H, K, D = 12, 2, 4, 2, 8
@@ -129,8 +129,50 @@ def test_the_fastest_installed_package_is_chosen(
     packages((9, 0))
     assert choose_flash(CUDA, 128).reason.startswith("torch's, because flash attention 3 ")
     packages((9, 0), **both)
+    assert choose_flash(CUDA, 128, True).kernel.name == "flash attention 3"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose_flash(CUDA, 128).kernel.name == "flash"
+    assert choose_flash(CUDA, 128, True).kernel.name == "flash"
+
+
+def test_plain_rows_take_the_kernel_of_cudnn(
+    packages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages((9, 0))
+    choice = choose_flash(CUDA, 128, True)
+    assert choice.kernel.name == "cuDNN"
+    assert choice.reason.startswith("cuDNN's for plain rows, because flash attention 3 ")
+    assert choose_flash(CUDA, 192, True).kernel.name == "flash", "no gradients of such heads"
+    half = torch.bfloat16
+    assert choose_part(CUDA, half, AttentionSpan()).package == "cuDNN"
+    assert choose_part(CUDA, half, AttentionSpan(), behind=3).package == "flash"
+    assert choose_part(CUDA, half, AttentionSpan(window=8)).package == "flash"
+    assert choose_part(CUDA, half, PACKED).package == "flash"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_flash(CUDA, 128, True).kernel.name == "flash", "whose bits repeat"
+    packages((8, 0))
+    monkeypatch.undo()
+    packages((8, 0))
+    assert choose_flash(CUDA, 128, True).kernel.name == "flash"
+
+
+@pytest.mark.parametrize(
+    ("call", "keys", "expected"),
+    [
+        ({"causal": True, "right": 0}, 8, True),
+        ({"causal": True, "right": 0}, 12, False),
+        ({}, 12, True),
+        ({"left": 3}, 8, False),
+        ({"right": 3}, 8, False),
+        ({"soft_cap": 2.0}, 8, False),
+        ({"query_borders": torch.tensor([0, 8])}, 8, False),
+        ({"key_borders": torch.tensor([0, 8])}, 8, False),
+    ],
+)
+def test_calls_are_plain_without_documents_windows_and_caps(
+    call: dict[str, Any], keys: int, expected: bool
+) -> None:
+    plain = FlashCall(None, None, 8, keys, False, -1, -1, 1.0)
+    assert replace(plain, **call).is_plain(8, keys) == expected
 
 
 def test_a_package_with_another_interface_is_not_called(packages: Any) -> None:
