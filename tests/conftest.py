@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from tests.gpu.shared_gpu import num_ranks_at_most
 from tests.startup import shape_checks
+from tests.sweeps import VARIABLE
 
 # Worlds of several processes share few cores: one thread each, in this process and in those that it
 # starts.
@@ -43,12 +44,20 @@ settings.load_profile("tests")
 ENVIRONMENT = dict(os.environ)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Let warnings of slow paths pass: tests compare these paths with the fast ones.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs all cases of sweeps."""
+    parser.addoption("--sweeps", action="store_true", help="run all cases of sweeps, not a few")
 
-    The settings in pyproject.toml cannot say this: pytest would import the package to find the
-    category, before the checks of shapes are installed.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell all processes whether sweeps run whole, and let warnings of slow paths pass.
+
+    Tests compare slow paths with the fast ones. The settings in pyproject.toml cannot say this:
+    pytest would import the package to find the category, before the checks of shapes are installed.
     """
+    if config.getoption("--sweeps"):
+        for variables in (os.environ, ENVIRONMENT):
+            variables[VARIABLE] = "1"
     config.addinivalue_line("filterwarnings", "default::lightning_megatron.errors.SpeedWarning")
 
 
