@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ def attend(
     """
     length, num_sequences, _, head_dim = query.shape
     span = span.laid_out(num_sequences, length, query.device)
+    if span.results is not None:
+        return with_wide_values(partial(_attend_once, span), query, key, value)
     choice = choose_core(
         query.device,
         query.dtype,
@@ -69,6 +72,10 @@ def attend(
     if choice.pads_values:
         return with_wide_values(core, query, key, value)
     return core(query, key, value)
+
+
+def _attend_once(span: AttentionSpan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attend_by_parts(query, key, value, span).flatten(2)
 
 
 def with_wide_values(

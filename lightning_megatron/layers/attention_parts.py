@@ -270,9 +270,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, span: Any
     ) -> Tensor:
         """Return the output ``(S, B, H, D)``."""
-        out, lse = forward_part(query, key, value, span)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
+
+        def compute() -> Part:
+            out, lse = forward_part(query, key, value, span)
+            return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
+
+        out, lse = compute() if span.results is None else span.results.of(compute)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.span = span
         return out

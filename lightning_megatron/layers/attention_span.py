@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.alibi import AlibiSlopes
+from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.layers.document_cut import DocumentCut, TokenOrder
 from lightning_megatron.layers.key_value_cache import CachedTokens
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -58,6 +59,8 @@ class AttentionSpan:
             share the rows, or a group of them whose window of the rows ``borders`` then describe.
             None means that rows are cut, or nothing.
         order: Positions that each rank that shares the rows holds; None means that rows are cut.
+        results: Results of this attention that a second forward pass takes from the first one; None
+            means that it computes them again.
         past: Cache of the tokens before these, which attend to them, too; None means that rows are
             whole.
 
@@ -81,6 +84,7 @@ class AttentionSpan:
     borders: Int[Tensor, " borders"] | None = None
     cut: DocumentCut | None = None
     order: TokenOrder | None = None
+    results: CoreResults | None = None
     past: CachedTokens | None = None
 
     def __post_init__(self) -> None:
@@ -199,6 +203,7 @@ class AttentionSpan:
             borders=rows.borders,
             cut=rows.cut,
             order=rows.order,
+            results=rows.results,
             past=rows.past,
         )
 

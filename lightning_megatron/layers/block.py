@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.offload import HostOffload
@@ -88,6 +89,9 @@ class TransformerBlock(nn.Module):
         self.is_parallel = is_parallel
         #: Whether the backward pass computes the outputs of norms before sublayers again.
         self.recomputes_norms = False
+        #: Whether a block that is computed again takes the results of its attention core from the
+        #: first forward pass.
+        self.keeps_core = False
         #: Where the input of the block waits if everything is computed again.
         self.offload: HostOffload | None = None
         self._lists = {mode: self.segments(mode) for mode in get_args(BlockMode)}
@@ -102,7 +106,8 @@ class TransformerBlock(nn.Module):
 
         Raises:
             UnsupportedError: If the block does not have norms before its sublayers, or only one of
-                its sublayers has.
+                its sublayers has; if it is compiled or its attention drops weights, and a part
+                needs that it does not.
         """
         is_before = self.norm_position == "pre" and self.attention_norm is not None
         if "norms" in parts and (not is_before or self.is_parallel):
@@ -116,6 +121,9 @@ class TransformerBlock(nn.Module):
                 "recompute.offload cannot be used with torch.compile, whose code keeps tensors "
                 f"where they are: layer {self.layer} is compiled. Leave one of them out."
             )
+        self.keeps_core = "full_except_core" in parts
+        if self.keeps_core:
+            self._check_kept_core()
         self.offload = offload
         self.recomputes_norms = "norms" in parts
         network: Any = self.mlp
@@ -124,9 +132,20 @@ class TransformerBlock(nn.Module):
             network.sends_inputs_again = "expert_inputs" in parts
         if isinstance(network, MLP):
             network.recomputes_activation = "activations" in parts
-        if "full" in parts:
+        if "full" in parts or self.keeps_core:
             return "full"
         return "selective" if "selective" in parts else "none"
+
+    def _check_kept_core(self) -> None:
+        """Refuse attention whose results are not enough for its gradients."""
+        dropout = getattr(self.attention, "dropout", 0.0)
+        if dropout > 0.0 or is_compiled(self):
+            found = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
+            raise UnsupportedError(
+                "recompute of full_except_core needs attention that keeps its output and the "
+                "log-sum-exps of its scores, without dropout and outside of torch.compile: layer "
+                f"{self.layer} {found}. Use full."
+            )
 
     def segments(self, recompute: BlockMode = "none") -> SegmentList:
         """Return the list that a forward pass runs.
@@ -260,13 +279,24 @@ class TransformerBlock(nn.Module):
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, rows: AttentionSpan | None
     ) -> Tensor:
         elsewhere: AbstractContextManager[Any] = nullcontext()
+        run: Callable[..., Any] = self._run_plain
+        if self.keeps_core and torch.is_grad_enabled():
+            run = partial(self._run_with_core, CoreResults())
         if self.offload is not None and torch.is_grad_enabled():
             elsewhere = self.offload.keeping(hidden, self.layer)
         with elsewhere:
-            found: Tensor = replayed(
-                self._run_plain, self.mesh.random, self.layer, hidden, rotary, rows
-            )
+            found: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
         return found
+
+    def _run_with_core(
+        self,
+        results: CoreResults,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        rows: AttentionSpan | None,
+    ) -> Any:
+        results.start()
+        return self._run_plain(hidden, rotary, replace(rows or AttentionSpan(), results=results))
 
     def _run_plain(self, *values: Any) -> Any:
         return self._lists["none"](values)[0]

@@ -15,7 +15,7 @@ from lightning_megatron.plan.network_activations import (
     dense_costs,
     mixture_costs,
 )
-from lightning_megatron.plan.recomputation import Parts
+from lightning_megatron.plan.recomputation import WHOLE, Parts
 
 #: Size of an int64, the type of a label's column (bytes).
 _INDEX = 8
@@ -54,7 +54,8 @@ class ActivationCosts:
         returned: Outputs of experts before their weighted sum, as an eager transport gives them.
         has_experts: Whether the block has experts instead of an MLP.
         static_transport: Whether the sizes of the tokens' transport are known in advance.
-        is_whole: Whether the whole block is computed again, and keeps its input only.
+        is_whole: Whether the whole block is computed again, and keeps its input only, or also the
+            results of its attention core.
         on_host: Input of the block that waits in host memory; 0 if it stays on the device.
     """
 
@@ -122,11 +123,12 @@ def activation_costs(
     norms = table.hidden_copies * boundary + 2 * statistics + change.norms
     layer = norms + heads.kept + heads.core + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
-    is_full = "full" in recompute
+    is_full = not set(WHOLE).isdisjoint(recompute)
+    results = heads.results if "full_except_core" in recompute else 0
     inside = _recomputed_inside(model, table, batch, network, recompute, change.frees_activation)
     num_norms = ("norms" in recompute) * change.num_norms_in_16_bits(has_experts)
-    again = layer - boundary if is_full else inside + num_norms * boundary
-    alone = heads.backward + is_core_again * heads.core
+    again = layer - boundary - results if is_full else inside + num_norms * boundary
+    alone = heads.backward + (is_core_again or results > 0) * heads.core
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
     attention = alone - network.kept - norms // 2
     widest = max(gathered, change.forward) + whole
@@ -201,7 +203,7 @@ def _network_costs(
 ) -> NetworkCosts:
     if not has_experts:
         return dense_costs(model, model.ffn_hidden_size, table, batch)
-    replays = not {"experts", "full"}.isdisjoint(recompute)
+    replays = not {"experts", *WHOLE}.isdisjoint(recompute)
     return mixture_costs(model, table, batch, replays, sends_again="expert_inputs" in recompute)
 
 

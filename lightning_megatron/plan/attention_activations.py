@@ -18,6 +18,7 @@ class AttentionCosts:
         kept: Activations kept for backward, without the input and the sums of the scores' rows.
         core: What the core keeps beside its inputs and its output: sums of the rows of the scores
             in a fused kernel, weights and bounded scores in operators.
+        results: Output of the core and log-sum-exps, from which its backward pass can start.
         forward: Temporary buffers of the core's forward pass.
         backward: Temporary buffers of the backward pass of queries, keys and values.
         waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
@@ -26,6 +27,7 @@ class AttentionCosts:
 
     kept: int
     core: int
+    results: int
     forward: int
     backward: int
     waiting: int
@@ -54,6 +56,7 @@ def attention_costs(
     return AttentionCosts(
         kept,
         core=scores.kept,
+        results=_result_bytes(model, batch),
         forward=scores.forward,
         # Gradients of Q, K and V, in half precision and fused.
         backward=element * (3 * query + 4 * key) + scores.backward,
@@ -75,6 +78,17 @@ def _fused_scores(model: ModelShape, batch: MicrobatchShape) -> _Scores:
     # Sums of the rows of the scores; float32 sums of the gradient of Q.
     sums = 4 * batch.num_tokens
     return _Scores(sums * (query // model.head_dim), forward=0, backward=sums * query)
+
+
+def _result_bytes(model: ModelShape, batch: MicrobatchShape) -> int:
+    query, _ = model.widths(batch.tp)
+    heads = query // model.head_dim
+    size = model.head_dim
+    if model.latent is not None:
+        # Values are padded to the size of keys.
+        heads = model.num_heads // batch.tp
+        size = model.latent.head_dim
+    return batch.num_tokens * heads * (size * batch.activation_bytes + batch.wide_bytes)
 
 
 def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -> _Scores:

@@ -165,6 +165,7 @@ class GraphConditions:
         overlap_tensor_parallel: Whether matrix products overlap with the communication over tp.
         is_automatic: Whether the module uses automatic optimization.
         offloads: Whether inputs of layers wait in host memory.
+        keeps_core: Whether blocks that are computed again keep the results of their attention core.
         compile_modes: Modes of the modules that torch.compile compiles.
         environment: Environment variables.
         precision: Precision of the run; None before it is known.
@@ -179,6 +180,7 @@ class GraphConditions:
     overlap_tensor_parallel: bool
     is_automatic: bool
     offloads: bool
+    keeps_core: bool
     compile_modes: tuple[str, ...]
     environment: Mapping[str, str]
     precision: str | None = None
@@ -241,6 +243,12 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             f"cuda_graphs ({graphs.mode}) cannot be used with recompute.offload, whose copies to "
             "the host run on streams of their own and in memory that torch gives to each of them "
             "anew. Leave one of them out."
+        )
+    if conditions.keeps_core:
+        yield (
+            f"cuda_graphs ({graphs.mode}) cannot be used with recompute of full_except_core, whose "
+            "results of the attention core lie between the graphs of two passes over a block. Use "
+            "recompute of full or selective, or leave cuda_graphs out."
         )
     modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
     if modes:

@@ -8,8 +8,20 @@ from typing import Any, Literal
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import Count, coerce_fields, coerced
 
-Recompute = Literal["none", "selective", "norms", "activations", "experts", "expert_inputs", "full"]
+Recompute = Literal[
+    "none",
+    "selective",
+    "norms",
+    "activations",
+    "experts",
+    "expert_inputs",
+    "full_except_core",
+    "full",
+]
 """Part of a block that the backward pass computes again, as :class:`Recomputation` describes it."""
+
+#: Parts that are whole blocks.
+WHOLE: tuple[Recompute, ...] = ("full", "full_except_core")
 
 #: Parts of a block, each once, in the order of their names; empty if all activations are kept.
 Parts = tuple[Recompute, ...]
@@ -23,13 +35,14 @@ class Recomputation:
         parts: Parts of a block: ``selective`` (the attention core), ``norms`` (outputs of the norms
             before attention and MLP), ``activations`` (outputs of the MLP's activation),
             ``experts`` (activations inside of experts), ``expert_inputs`` (inputs of experts, which
-            are sent and sorted again), or ``full`` alone (everything but the input of the block).
-            ``none`` alone keeps all.
+            are sent and sorted again), or one of these alone: ``full`` (everything but the input of
+            the block), ``full_except_core`` (the same without the attention core, whose output and
+            log-sum-exps are kept), or ``none``, which keeps all.
         layers: Layers of each chunk of a stage that do so; the others keep all. None means all
             layers.
         at: Whether these are the first or the last layers of the chunk.
         offload: Whether the inputs of layers that compute everything again wait in the memory of
-            the host. It needs ``full``.
+            the host. It needs ``full`` or ``full_except_core``.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range, or if values
@@ -49,21 +62,23 @@ class Recomputation:
                 "recompute.parts must name at least one part, and each once: it is "
                 f"{given or 'empty'}. Use none to keep all activations."
             )
-        alone = [part for part in ("none", "full") if part in self.parts]
+        alone = [part for part in ("none", *WHOLE) if part in self.parts]
         if alone and len(self.parts) > 1:
             raise ParallelPlanError(
                 f"recompute.parts must be {alone[0]} alone, or parts without it: it is {given}. "
-                "full includes the others, and none excludes them. Name one of them alone."
+                "Those of whole blocks include the others, and none excludes them. Name one of "
+                "them alone."
             )
         if {"experts", "expert_inputs"} <= set(self.parts):
             raise ParallelPlanError(
                 f"recompute.parts must name experts or expert_inputs: it is {given}. What is "
                 "recomputed inside of experts starts from their inputs. Leave one of them out."
             )
-        if self.offload and self.parts != ("full",):
+        if self.offload and self.parts[0] not in WHOLE:
             raise ParallelPlanError(
-                f"recompute.offload needs parts of full: it is {given}. Only layers that keep "
-                "nothing but their input leave it to the host. Use full, or leave offload out."
+                f"recompute.offload needs parts of {' or '.join(WHOLE)}: it is {given}. Only "
+                "layers that are computed again from their input leave it to the host. Use one of "
+                "these, or leave offload out."
             )
 
     @classmethod

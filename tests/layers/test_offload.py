@@ -128,7 +128,10 @@ def test_a_pass_never_fetches_the_input_of_another_one() -> None:
 
 
 def test_what_cannot_wait_on_the_host_is_refused() -> None:
-    with pytest.raises(ParallelPlanError, match="recompute.offload needs parts of full: it is nor"):
+    with pytest.raises(
+        ParallelPlanError,
+        match="recompute.offload needs parts of full or full_except_core: it is nor",
+    ):
         Recomputation(("norms",), offload=True)
     model = GPT(CONFIG, seed=1)
     model.layers["0"].compile()

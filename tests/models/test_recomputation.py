@@ -128,7 +128,10 @@ def test_layers_are_counted_in_each_chunk_from_its_start_or_its_end() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("some", "must be none, selective, norms, activations, experts, expert_inputs, full"),
+        (
+            "some",
+            "must be none, selective, norms, activations, experts, expert_inputs, full_except_core, full",
+        ),
         ({"parts": []}, "at least one part, and each once: it is empty"),
         ({"parts": ["norms", "norms"]}, "it is norms, norms"),
         ({"parts": ["full", "norms"]}, "must be full alone, or parts without it"),

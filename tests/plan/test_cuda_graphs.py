@@ -18,6 +18,7 @@ FINE = GraphConditions(
     overlap_tensor_parallel=False,
     is_automatic=True,
     offloads=False,
+    keeps_core=False,
     compile_modes=(),
     environment={},
 )
@@ -205,6 +206,13 @@ EXPANDABLE = "expandable_segments:True"
             "cuda_graphs (segments) cannot be used with recompute.offload, whose copies to the "
             "host run on streams of their own and in memory that torch gives to each of them anew. "
             "Leave one of them out.",
+        ),
+        (
+            SEGMENTS,
+            {"keeps_core": True},
+            "cuda_graphs (segments) cannot be used with recompute of full_except_core, whose "
+            "results of the attention core lie between the graphs of two passes over a block. Use "
+            "recompute of full or selective, or leave cuda_graphs out.",
         ),
         (
             SEGMENTS,

@@ -123,7 +123,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"recompute": "some"},
             ParallelPlanError,
-            "must be none, selective, norms, activations, experts, expert_inputs, full",
+            "must be none, selective, norms, activations, experts, expert_inputs, full_except_core, full",
         ),
         ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
         ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_megatron.layers.context_parallel.blocks import (
 )
 from lightning_megatron.layers.context_parallel.partial_sum import PartialSum, dtype_of_sums
 from lightning_megatron.layers.context_parallel.sequence_order import in_sequence_order
+from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float
 
@@ -64,7 +66,7 @@ def ring_attention(
     if span.cut is not None and span.window is not None:
         return gathered_attention(query, key, value, axis, span)
     blocks = ring_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
-    return _attend(query, torch.stack((key, value)), span.sinks, axis, blocks)
+    return _attend(query, torch.stack((key, value)), span, axis, blocks)
 
 
 def gathered_attention(
@@ -94,17 +96,17 @@ def gathered_attention(
     both = in_sequence_order(joined, cut).movedim(2, 0)
     blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
     # A ring of one rank, which holds all keys.
-    return _attend(query, both, span.sinks, MeshAxis(axis.name), [blocks])
+    return _attend(query, both, span, MeshAxis(axis.name), [blocks])
 
 
 def _attend(
     query: Tensor,
     both: Tensor,
-    sinks: Tensor | None,
+    span: AttentionSpan,
     axis: MeshAxis,
     blocks: list[list[Block]],
 ) -> Tensor:
-    mixed: Tensor = _Ring.apply(query, both, sinks, axis, blocks)
+    mixed: Tensor = _Ring.apply(query, both, span.sinks, axis, blocks, span.results)
     return mixed.flatten(2)
 
 
@@ -128,17 +130,10 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
         axis: MeshAxis,
         blocks: list[list[Block]],
+        results: CoreResults | None,
     ) -> Tensor:
-        total = PartialSum(query)
-        for source, keys, values in _visits(both, axis):
-            for one in blocks[source]:
-                parts = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
-                total.add(one.queries, *forward_part(*parts, one.span, one.key_rows))
-        out = total.out
-        log_sum = total.log_sum
-        if sinks is not None:
-            out, log_sum = add_sinks(out, log_sum, sinks)
-        out = out.to(query.dtype)
+        compute = partial(_mixed, query, both, sinks, axis, blocks)
+        out, log_sum = compute() if results is None else results.of(compute)
         ctx.save_for_backward(query, both, sinks, out, log_sum)
         ctx.axis = axis
         ctx.blocks = blocks
@@ -177,7 +172,27 @@ class _Ring(torch.autograd.Function):
         pending.wait()
         assert arriving is not None, "a ring has at least one rank"
         of_sinks = None if sinks is None else gradient_of_sinks(grad, out, log_sum, sinks)
-        return of_query.to(query.dtype), arriving.to(both.dtype), of_sinks, None, None
+        return of_query.to(query.dtype), arriving.to(both.dtype), of_sinks, None, None, None
+
+
+def _mixed(
+    query: Tensor,
+    both: Tensor,
+    sinks: Tensor | None,
+    axis: MeshAxis,
+    blocks: list[list[Block]],
+) -> tuple[Tensor, Tensor]:
+    """Return the output, in the dtype of the queries, and the log-sum-exps of the whole sum."""
+    total = PartialSum(query)
+    for source, keys, values in _visits(both, axis):
+        for one in blocks[source]:
+            parts = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
+            total.add(one.queries, *forward_part(*parts, one.span, one.key_rows))
+    out = total.out
+    log_sum = total.log_sum
+    if sinks is not None:
+        out, log_sum = add_sinks(out, log_sum, sinks)
+    return out.to(query.dtype), log_sum
 
 
 def _visits(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:

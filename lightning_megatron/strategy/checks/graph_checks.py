@@ -51,6 +51,7 @@ def check_graphs(
     if settings is None:
         return
     reader = _reader_before_update(trainer) if settings.optimizer else None
+    recomputations = _recomputations(options, module)
     check_cuda_graphs(
         settings,
         GraphConditions(
@@ -59,7 +60,8 @@ def check_graphs(
             transport=options.expert_transport,
             overlap_tensor_parallel=options.overlap_tensor_parallel,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
-            offloads=_offloads(options, module),
+            offloads=any(one.offload for one in recomputations),
+            keeps_core=any("full_except_core" in one.parts for one in recomputations),
             compile_modes=() if module is None else own_graph_modes(module),
             environment=os.environ,
             precision=precision,
@@ -69,10 +71,9 @@ def check_graphs(
     )
 
 
-def _offloads(options: StrategyOptions, module: nn.Module | None) -> bool:
+def _recomputations(options: StrategyOptions, module: nn.Module | None) -> list[Recomputation]:
     models = [] if module is None else layered_modules(module)
-    asked = Recomputation.of(options.recompute).offload
-    return asked or any(model.recompute.offload for model in models)
+    return [Recomputation.of(options.recompute), *(model.recompute for model in models)]
 
 
 def check_update(state: TrainingState, trainer: Trainer) -> None:

@@ -121,8 +121,9 @@ class StrategyOptions:
         recompute: Activations that the backward pass recomputes: none, selective (attention core),
             norms (outputs of the norms before sublayers), activations (outputs of MLPs'
             activations), experts (outputs of experts), expert_inputs (inputs of experts, sent and
-            sorted again) or full (whole blocks). A mapping, or a Recomputation, names several
-            parts, or a number of layers of each chunk. None keeps the models' own setting.
+            sorted again), full_except_core (whole blocks without the attention core) or full (whole
+            blocks). A mapping, or a Recomputation, names several parts, or a number of layers of
+            each chunk. None keeps the models' own setting.
         loss_chunk: Tokens whose logits exist at once where a decoder computes losses. The backward
             pass computes logits again, a third more work for the head. auto stores logits of up to
             2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. forward takes chunks

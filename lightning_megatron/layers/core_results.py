@@ -1,0 +1,44 @@
+"""Results of attention cores that a second forward pass takes instead of computing them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_megatron.shapes import Float
+
+#: Output of an attention core, and the log-sum-exp of the scores of every query.
+Results = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]
+
+
+class CoreResults:
+    """Outputs and log-sum-exps of the attention cores of a block that is computed again.
+
+    The gradients of an attention core need its inputs, its output and the log-sum-exps of its
+    scores. The inputs are cheap to compute again, but the core is not, in long rows: the first
+    forward pass keeps its results here, and later ones take them, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Results] = []
+        self._num_taken: int | None = None
+
+    def start(self) -> None:
+        """Begin a forward pass: the first one keeps results, later ones take them."""
+        self._num_taken = 0 if self._kept else None
+
+    def of(self, compute: Callable[[], Results]) -> Results:
+        """Return what a function computes, in the first pass, or what it computed there.
+
+        Args:
+            compute: Function that returns the output and the log-sum-exps of the next core.
+        """
+        if self._num_taken is None:
+            out, lse = compute()
+            self._kept.append((out.detach(), lse.detach()))
+            return out, lse
+        out, lse = self._kept[self._num_taken]
+        self._num_taken += 1
+        # Autograd makes what a function returns part of its graph.
+        return out.detach(), lse.detach()
