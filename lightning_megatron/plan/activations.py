@@ -114,8 +114,7 @@ def activation_costs(
     heads = attention_costs(model, table, batch, seq_length)
     network, heads = _in_eight_bits(network, heads, change, batch, model.hidden_size, has_experts)
     num_tokens = batch.num_tokens
-    element = num_tokens * batch.activation_bytes
-    whole = element * model.hidden_size
+    whole = num_tokens * batch.activation_bytes * model.hidden_size
     shards = batch.tp if batch.sequence_parallel else 1
     boundary = whole // shards
     statistics = num_tokens * table.norm_bytes // shards
