@@ -14,6 +14,7 @@ import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
 from tests import clone_picture, kept_table, performance_picture, schedule_picture
+from tests.forked_script import run_script
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import (
     DOCS,
@@ -69,18 +70,17 @@ def test_block_runs(block: Block, folder: Path) -> None:
     if block.language == "python":
         script = folder / f"{block.name.replace(' ', '_')}.py"
         script.write_text(block.program)
-        command = [sys.executable, str(script)]
+        run = run_script(script, folder, environment, timeout=280)
     else:
-        command = ["bash", "-euo", "pipefail", "-c", block.program]
-    run = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+        run = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.program],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
     assert run.returncode == 0, f"{block.program}\n{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
     if block.name in PRINTED:
         assert run.stdout == PRINTED[block.name]
