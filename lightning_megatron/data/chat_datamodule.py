@@ -11,6 +11,7 @@ from lightning_megatron.data.conversation_datamodule import ConversationDataModu
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
@@ -53,6 +54,8 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             if the Trainer stops by steps alone, and one pass otherwise.
         balance_attention: Whether to balance the attention work of packed rows over data ranks, as
             in ``TokenDataModule``.
+        context_windows: Windows of a packed row, which groups of context-parallel ranks share, as
+            in ``TokenDataModule``.
         cache_dir: Folder of the encoded conversations; None uses ``index_cache`` next to the first
             file.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
@@ -65,7 +68,9 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             not installed.
     """
 
-    order_settings = "files, tokenizer, template, seq_length, too_long, packing or seed"
+    order_settings = (
+        "files, tokenizer, template, seq_length, too_long, packing, context_windows or seed"
+    )
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
         train_samples: Elements | None = None,
         balance_attention: bool = False,
+        context_windows: Count = 1,
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
     ) -> None:
@@ -94,6 +100,14 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
                 "balance_attention cannot be used with packing=False, because attention over whole "
                 "rows has equal work in each of them. Use packing=True, or leave it out."
             )
+        if context_windows > 1 and not packing:
+            raise UnsupportedError(
+                f"context_windows ({context_windows}) cannot be used with packing=False, because "
+                "rows of one conversation have nothing to put into windows. Use packing=True, or "
+                "leave it out."
+            )
+        check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
+        self.context_windows: int = given["context_windows"]
         #: Whether rows have several documents, by the names of ``TokenDataModule``.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
@@ -122,4 +136,5 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         )
 
     def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
-        return ChatSamples(self.encoded(part), self.seq_length, seed, self._is_packed, num_samples)
+        windows = self.context_windows if self._is_packed else 0
+        return ChatSamples(self.encoded(part), self.seq_length, seed, windows, num_samples)

@@ -16,6 +16,7 @@ from lightning_megatron.data.encoded_rows import EncodedRows, EncodedText
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import IGNORE_INDEX, WindowBatches
 from lightning_megatron.data.packing import index_packed
+from lightning_megatron.data.samples import NO_TOKEN
 
 
 class EncodedConversations(EncodedRows):
@@ -49,7 +50,8 @@ class ChatSamples:
         encoded: Tokens of the conversations.
         seq_length: Tokens that a row predicts (tokens).
         seed: Seed of the order; None keeps that of the files.
-        is_packed: Whether a row has as many conversations as fit; otherwise one.
+        num_windows: Windows of a row that has as many conversations as fit, see
+            ``data.packing.index_packed``; 0 puts one conversation into a row.
         num_samples: Rows over as many passes as needed; None makes one pass (samples).
     """
 
@@ -58,19 +60,23 @@ class ChatSamples:
         encoded: EncodedConversations,
         seq_length: int,
         seed: int | None,
-        is_packed: bool,
+        num_windows: int,
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
         self._encoded = encoded
         lengths = np.diff(encoded.bounds)
-        self._index = index_packed(lengths, seq_length, num_samples, seed, is_packed)
+        is_packed = num_windows > 0
+        self._index = index_packed(
+            lengths, seq_length, num_samples, seed, is_packed, max(1, num_windows)
+        )
         self.order_key = cache_key(
             {
                 "conversations": encoded.key,
                 "seed": seed,
                 "is_packed": is_packed,
                 "is_pass": num_samples is None,
+                **({"context_windows": num_windows} if num_windows > 1 else {}),
             }
         )
 
@@ -78,15 +84,15 @@ class ChatSamples:
         return self._index.num_windows
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self._joined(self._encoded.tokens, index).astype(np.int64)
+        return self._joined(self._encoded.tokens, index, NO_TOKEN).astype(np.int64)
 
     @property
     def most_documents(self) -> int:
-        """Largest number of conversations that a row has."""
+        """Largest number of conversations, and gaps between them, that a row has."""
         return self._index.most_pieces
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each conversation in a row, in their order."""
+        """Return the number of tokens of each conversation and gap in a row, in their order."""
         return [stop - start for start, stop in self._index.pieces(index, self._encoded.bounds)]
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
@@ -95,11 +101,15 @@ class ChatSamples:
         Args:
             index: Number of the row.
         """
-        return self._joined(self._encoded.is_answer, index).astype(np.bool_)
+        return self._joined(self._encoded.is_answer, index, 0).astype(np.bool_)
 
-    def _joined(self, values: npt.NDArray, index: int) -> npt.NDArray:
+    def _joined(self, values: npt.NDArray, index: int, of_gap: int) -> npt.NDArray:
         places = self._index.pieces(index, self._encoded.bounds)
-        return np.concatenate([values[start:stop] for start, stop in places])
+        parts = [
+            values[start:stop] if start >= 0 else np.full(-start, of_gap, np.int64)
+            for start, stop in places
+        ]
+        return np.concatenate(parts)
 
 
 class ChatBatches(WindowBatches):

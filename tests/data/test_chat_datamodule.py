@@ -14,7 +14,12 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron import ChatDataModule
-from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
+from lightning_megatron.errors import (
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from tests.chat_folder import MARKED, PLAIN, conversations, save_chat_llama, turn, write_lines
 from tests.data.recorder import make_trainer, run
 from tests.data.test_datamodule_resume import StopAfter
@@ -91,6 +96,42 @@ def test_labels_are_those_of_the_mask_of_transformers(
         chat_template=None if is_marked else template,
     )  # fmt: skip
     assert documents_of(again) == found
+
+
+def test_windows_hold_whole_conversations_with_their_answers(tmp_path: Path, folder: str) -> None:
+    rows = conversations(20)
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    windows = 4
+    data = ChatDataModule(path, folder, seq_length=248, seed=3, context_windows=windows)
+    data.setup("fit")
+    samples = data.training_samples(None)
+    batches = data.loader_of(samples, [[]]).batches  # type: ignore[arg-type]
+    part = 248 // windows
+    found = []
+    for row in range(len(samples)):
+        batch = batches[[row]]
+        tokens, labels = samples[row].tolist(), [-100, *batch["labels"][0].tolist()]
+        places = batch["position_ids"][0].tolist()
+        start = 0
+        longest = max(samples.lengths(row))
+        group = part * next(n for n in (1, 2, 4) if longest <= n * part + (n == windows))
+        for size in samples.lengths(row):
+            own, wanted = tokens[start : start + size], labels[start : start + size]
+            shown = min(size, 248 - start)
+            if own[0] == -1:
+                assert set(own) == {-1}
+                assert set(labels[start + 1 : start + size]) <= {-100}
+                assert not any(batch["tokens"][0, start : start + size])
+            else:
+                found.append((own, wanted))
+                assert places[start : start + shown] == list(range(shown))
+                # It lies in the windows of the group that the longest one of the row needs.
+                assert start // group == (start + shown - 1) // group
+            start += size
+    assert sorted(found) == sorted(expected(folder, row["messages"]) for row in rows)
+    plain = ChatDataModule(path, folder, seq_length=248, seed=3)
+    plain.setup("fit")
+    assert plain.training_samples(None).order_key != samples.order_key
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -171,6 +212,10 @@ def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: st
         ChatDataModule(path, str(tmp_path)).setup("fit")
     with pytest.raises(UnsupportedError, match="packing=False"):
         ChatDataModule(path, folder, packing=False, balance_attention=True)
+    with pytest.raises(UnsupportedError, match=r"context_windows \(4\) .* packing=False"):
+        ChatDataModule(path, folder, packing=False, context_windows=4)
+    with pytest.raises(ParallelPlanError, match=r"context_windows \(3\) must be a power of two"):
+        ChatDataModule(path, folder, context_windows=3)
 
 
 def test_a_folder_without_a_template_is_refused(tmp_path: Path) -> None:
