@@ -331,6 +331,7 @@ class GPTConfig:
             norms_per_layer=self.norms_per_layer,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
+            window_layers=self.window_layers,
             latent=self.latent_attention,
             experts=self.experts,
         )

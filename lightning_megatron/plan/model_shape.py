@@ -62,6 +62,8 @@ class ModelShape:
         dropout: Whether dropout is applied to the residual stream.
         window: Attention window of the layers that have one; they share a mask. None if no layer
             has one (tokens).
+        window_layers: Flag for each layer that is true if it has the window; None means all have
+            it.
         latent: Latent vectors of which queries, keys and values are computed; None means none.
         experts: Mixture of experts that replaces the MLP of all or some blocks; None means no
             experts.
@@ -97,6 +99,7 @@ class ModelShape:
     final_norm: bool = True
     dropout: bool = False
     window: int | None = None
+    window_layers: tuple[bool, ...] | None = None
     latent: LatentAttentionConfig | None = None
     experts: ExpertsConfig | None = None
 
@@ -107,6 +110,17 @@ class ModelShape:
         """
         query, key, _ = attention_ranges(self.num_heads, self.num_kv_heads, self.head_dim, tp, 0)
         return query.size, key.size
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer; None means no window (tokens)."""
+        return self.window if self.window_layers is None or self.window_layers[layer] else None
+
+    def cached_features(self, tp: int) -> int:
+        """Return the features of a token's key and value on one tensor-parallel rank."""
+        if self.latent is not None:
+            heads = self.num_heads // tp
+            return heads * (self.latent.head_dim + self.latent.value_dim)
+        return 2 * self.widths(tp)[1]
 
     def vocab_rows(self, tp: int) -> int:
         """Return the rows of the padded vocabulary on one tensor-parallel rank."""

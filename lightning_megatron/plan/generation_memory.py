@@ -1,0 +1,120 @@
+"""Estimate of the memory of text generation on each pipeline stage: weights and key/value cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.context import context_multiple
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.partition import partition_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationShape:
+    """Prompts that a model continues at the same time on a data-parallel rank.
+
+    Args:
+        prompt_length: Tokens of the longest prompt (tokens).
+        new_tokens: Largest number of tokens after a prompt (tokens).
+        rows: Prompts of a batch, times the number of beams (sequences).
+        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
+        element_bytes: Size of an element of weights, keys and values (bytes).
+
+    Raises:
+        ParallelPlanError: If a value is not positive.
+    """
+
+    prompt_length: int
+    new_tokens: int
+    rows: int = 1
+    sequence_parallel: bool = False
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_length", "new_tokens", "rows", "element_bytes"):
+            require_positive(f"generation.{name}", getattr(self, name))
+
+    def padded_prompt(self, layout: ParallelLayout) -> int:
+        """Return the length of the prompts with the padding that the ranks need (tokens).
+
+        Args:
+            layout: Sizes of the axes.
+        """
+        multiple = context_multiple(layout.cp, layout.tp if self.sequence_parallel else 1)
+        return -(-self.prompt_length // multiple) * multiple
+
+    def tokens_in_cache(self, window: int | None, layout: ParallelLayout) -> int:
+        """Return the tokens of a row for which a layer has room on one rank (tokens).
+
+        The last new token is never read again. Ranks of cp divide the prompt and the new tokens,
+        and keep all of them also in layers with a window.
+
+        Args:
+            window: Sliding window of the layer; None means none (tokens).
+            layout: Sizes of the axes.
+        """
+        later = self.new_tokens - 1
+        if layout.cp > 1:
+            return self.padded_prompt(layout) // layout.cp + -(-later // layout.cp)
+        longest = self.prompt_length + later
+        return longest if window is None else min(window, longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationMemory:
+    """Memory of text generation on one rank of a stage (bytes).
+
+    Args:
+        stage: Position on the pp axis.
+        parameters: Weights.
+        cache: Keys and values of all tokens.
+    """
+
+    stage: int
+    parameters: int
+    cache: int
+
+
+def estimate_generation_memory(
+    model: ModelShape, layout: ParallelLayout, generation: GenerationShape
+) -> tuple[GenerationMemory, ...]:
+    """Estimate the weights and the key/value cache of every stage while a model generates text.
+
+    Activations of the pass over the prompts are not included; they are freed before the second
+    token.
+
+    Args:
+        model: Shape of the model.
+        layout: Sizes of the axes.
+        generation: Prompts and new tokens.
+
+    Returns:
+        One estimate for each stage, for the rank of tp with the most key/value heads.
+
+    Raises:
+        ParallelPlanError: For sizes that do not fit together.
+    """
+    step = TrainingShape(
+        seq_length=generation.padded_prompt(layout),
+        sequence_parallel=generation.sequence_parallel,
+    )
+    stages = partition_of(model.costs(tp=layout.tp), layout).by_stage(layout.placement)
+    features = model.cached_features(layout.tp)
+    found = []
+    for memory, chunks in zip(estimate_memory(model, layout, step), stages, strict=True):
+        tokens = sum(
+            generation.tokens_in_cache(model.window_of(layer), layout)
+            for layers in chunks
+            for layer in layers
+        )
+        found.append(
+            GenerationMemory(
+                stage=memory.stage,
+                parameters=memory.num_parameters * generation.element_bytes,
+                cache=generation.rows * tokens * features * generation.element_bytes,
+            )
+        )
+    return tuple(found)
