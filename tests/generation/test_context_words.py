@@ -38,10 +38,14 @@ LAYOUTS: tuple[tuple[dict[str, int], Any, bool, tuple[str, ...]], ...] = (
 CASES = sorted({case for *_, cases in LAYOUTS for case in cases})
 
 #: Searches of transformers. The last one reads the prompt in several calls.
-SEARCHES: tuple[dict[str, Any], ...] = (
-    {"do_sample": False},
+SEARCHES: tuple[dict[str, Any], ...] = chosen(
+    (
+        {"do_sample": False},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": True, "top_k": 9},
+        {"do_sample": False, "prefill_chunk_size": 4},
+    ),
     {"num_beams": 3, "do_sample": False},
-    {"do_sample": True, "top_k": 9},
     {"do_sample": False, "prefill_chunk_size": 4},
 )
 
@@ -97,7 +101,7 @@ def test_ranks_that_share_rows_say_what_one_process_does() -> None:
         greedy = generate(model, PROMPTS, GenerationSettings(MOST))
         if case != "gemma2":
             assert greedy == words_of_transformers(case)
-        searches = SEARCHES[:3] if case == "phi3" else SEARCHES
+        searches = SEARCHES[:-1] if case == "phi3" else SEARCHES
         searched = [(how, found_by(model, how)) for how in searches]
         truths[case] = greedy, sampled(model, PROMPTS), searched
         assert len(set(map(tuple, greedy))) > 1
