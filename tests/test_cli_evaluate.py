@@ -28,6 +28,7 @@ from lightning_megatron.evaluation import token_losses
 from lightning_megatron.evaluation.wikitext import count_words, detokenize
 from tests.evaluation import oracle
 from tests.strategy.tiny import TinyLM, loader
+from tests.sweeps import chosen
 from tests.tiny_llama import save_tiny_llama
 
 PRECISE = ("--precision", "64-true", "--accelerator", "cpu")
@@ -118,7 +119,7 @@ def test_the_last_words_of_passages_are_evaluated_on_two_ranks(folder: Path) -> 
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "auto"])
+@pytest.mark.parametrize("strategy", chosen(["megatron", "auto"], "auto"))
 def test_a_checkpoint_of_a_causal_lm_is_evaluated(
     strategy: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_checkpoint_of_a_causal_lm_is_evaluated(
     assert found["token_perplexity"] == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(r=4)])
+@pytest.mark.parametrize("lora", chosen([None, LoraSettings(r=4)], LoraSettings(r=4)))
 def test_a_checkpoint_of_a_hugging_face_model_has_its_trained_weights(
     lora: LoraSettings | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import ACTIVATIONS, draw
 from tests.experts.routed_by_hand import route_by_hand
 from tests.oracles import assert_equal
+from tests.sweeps import chosen
 from tests.world import run_world
 
 SIZE, INNER, NUM_EXPERTS, TOP_K, S, B = 6, 8, 4, 2, 8, 2
@@ -82,11 +83,11 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
     routed = route_by_hand(hidden, layer.router)
     weights = dict(layer.experts.named_parameters())
     outputs = []
-    for token, chosen, scales in zip(
+    for token, experts, scales in zip(
         hidden.flatten(0, 1), routed.experts, routed.probabilities, strict=True
     ):
         total = torch.zeros_like(token)
-        for expert, scale in zip(chosen, scales, strict=True):
+        for expert, scale in zip(experts, scales, strict=True):
             if expert >= 0:
                 own = weights[f"{expert}.gate_up.weight"] @ token
                 inner = ACTIVATIONS["swiglu"](own + weights.get(f"{expert}.gate_up.bias", 0.0))
@@ -203,16 +204,21 @@ def test_layer_equals_hugging_faces_own(name: str) -> None:
         )
 
 
-GRIDS: dict[str, dict[str, Any]] = {
-    "ep4": {"ep": 4},
-    "ep2 edp2": {"ep": 2},
-    "tp2, ep2 edp2": {"tp": 2, "ep": 2, "etp": 1},
-    "tp2, etp2 ep2": {"tp": 2, "ep": 2},
-    "tp4, ep4": {"tp": 4, "ep": 4, "etp": 1},
-    "tp4, etp4": {"tp": 4},
-    "tp4, etp2 ep2": {"tp": 4, "ep": 2, "etp": 2},
-    "etp2 ep2 in dp4": {"etp": 2, "ep": 2},
-}
+GRIDS: dict[str, dict[str, Any]] = chosen(
+    {
+        "ep4": {"ep": 4},
+        "ep2 edp2": {"ep": 2},
+        "tp2, ep2 edp2": {"tp": 2, "ep": 2, "etp": 1},
+        "tp2, etp2 ep2": {"tp": 2, "ep": 2},
+        "tp4, ep4": {"tp": 4, "ep": 4, "etp": 1},
+        "tp4, etp4": {"tp": 4},
+        "tp4, etp2 ep2": {"tp": 4, "ep": 2, "etp": 2},
+        "etp2 ep2 in dp4": {"etp": 2, "ep": 2},
+    },
+    "ep4",
+    "tp2, ep2 edp2",
+    "tp4, etp2 ep2",
+)
 
 
 def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:

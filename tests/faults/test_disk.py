@@ -31,9 +31,10 @@ from tests.faults.agent import (
 from tests.faults.disk import Disk, small_disk
 from tests.faults.train import Job, write_corpus
 from tests.strategy.tiny import TinyLM, loader
+from tests.sweeps import chosen
 
 SAVE_EVERY = 4
-modes = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+MODES = [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def go_on(job: Job, disk: Disk, step: int) -> None:
 
 
 @pytest.mark.slow
-@modes
+@pytest.mark.parametrize("async_save", chosen(MODES, True))
 def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_go_on(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
@@ -116,7 +117,7 @@ def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_go_on(
 
 
 @pytest.mark.slow
-@modes
+@pytest.mark.parametrize("async_save", chosen(MODES, False))
 def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_it_go_on(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
@@ -131,7 +132,7 @@ def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_
     go_on(replace(job, steps=step + 2 * SAVE_EVERY, seconds=0.0), disk, step)
 
 
-@modes
+@pytest.mark.parametrize("async_save", MODES)
 def test_the_older_checkpoint_is_removed_when_the_newer_one_is_complete(
     async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

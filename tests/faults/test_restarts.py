@@ -28,6 +28,7 @@ from tests.faults.agent import (
     wait_until,
 )
 from tests.faults.train import Job, write_corpus
+from tests.sweeps import chosen
 
 SAVE_EVERY = 4
 
@@ -48,7 +49,7 @@ def undisturbed(num_kills: int, tmp_path_factory: pytest.TempPathFactory) -> Job
     return job
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("async_save", chosen([False, True], True))
 def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
     async_save: bool,
     num_kills: int,
@@ -84,7 +85,7 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
     assert_same_end(job, undisturbed)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "own"])
+@pytest.mark.parametrize("launcher", chosen(["torchrun", "own"], "own"))
 def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on_there(
     launcher: str, undisturbed: Job, tmp_path: Path
 ) -> None:
@@ -109,10 +110,8 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on_there(
     assert first.last_step < job.steps
     assert newest_step(job) == first.last_step == first.saved[-1]
     assert "failed; the other ranks" not in outputs(job)
-    if launcher == "own":
-        return
     rest = replace(job, seconds=0.0)
-    with started(rest, *standalone()) as process:
+    with started(rest, *arguments) as process:
         assert finish(process) == 0, outputs(job)
     assert attempts(job)[-1].resumed == first.last_step
     assert_same_end(job, undisturbed)

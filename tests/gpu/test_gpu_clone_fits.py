@@ -68,7 +68,7 @@ def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str)
 
 @pytest.mark.slow
 def test_collectives_for_clones_keep_the_losses() -> None:
-    compare("cpu", LAYOUTS, 10, "gloo")
+    compare("cpu", LAYOUTS, 6, "gloo")
 
 
 @pytest.mark.gpu2

@@ -30,11 +30,18 @@ from tests.graphs.trained import (
     train,
     two_in_flight,
 )
+from tests.sweeps import chosen
 from tests.world import run_world
 
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
 EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.01)
+MODELS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "experts": replace(LLAMA, experts=EXPERTS),
+    "shared": replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,19 +70,16 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
 
 @pytest.mark.parametrize(
     ("kind", "recompute"),
-    [
-        *product(["gpt2", "llama", "experts", "shared"], ["none", "selective", "full"]),
+    chosen(
+        [*product(MODELS, ["none", "selective", "full"]), ("experts", "expert_inputs")],
+        ("gpt2", "selective"),
+        ("llama", "none"),
+        ("shared", "full"),
         ("experts", "expert_inputs"),
-    ],
+    ),
 )
 def test_graphs_in_one_process(kind: str, recompute: str) -> None:
-    configs = {
-        "gpt2": GPT2,
-        "llama": LLAMA,
-        "experts": replace(LLAMA, experts=EXPERTS),
-        "shared": replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8)),
-    }
-    runner = check(Case(configs[kind], recompute=recompute), what=kind)
+    runner = check(Case(MODELS[kind], recompute=recompute), what=kind)
     # Each piece: forward and backward, of the first microbatch and of the later ones. Layers that
     # keep only their inputs are a piece of their own.
     assert runner.num_graphs == (12 if recompute == "full" else 4)
@@ -83,17 +87,18 @@ def test_graphs_in_one_process(kind: str, recompute: str) -> None:
     assert not runner.eager
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+PARTS = Recomputation(("norms", "activations", "selective"))
+LAYERS = Recomputation(("full",), layers=2)
+
+
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        Recomputation(("norms", "activations", "selective")),
-        Recomputation(("full",), layers=2),
-    ],
+    ("kind", "recompute"),
+    chosen(
+        list(product(["gpt2", "experts"], [PARTS, LAYERS])), ("gpt2", PARTS), ("experts", LAYERS)
+    ),
 )
 def test_graphs_of_layers_that_compute_parts_again(kind: str, recompute: Recomputation) -> None:
-    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
-    runner = check(Case(config, recompute=recompute), what=kind)
+    runner = check(Case(MODELS[kind], recompute=recompute), what=kind)
     # Two layers keep only their inputs, between the embedding and the rest.
     has_pieces = recompute.parts == ("full",)
     assert runner.num_graphs == (12 if has_pieces else 4)
@@ -113,18 +118,18 @@ def other_lengths(step: int, number: int) -> int:
     return 6 if (step, number) in ((2, 2), (3, 0), (4, 1)) else 8
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_microbatches_of_other_shapes_run_eagerly(config: GPTConfig) -> None:
-    runner = check(Case(config, length=other_lengths))
+@pytest.mark.parametrize("kind", chosen(["gpt2", "llama"], "gpt2"))
+def test_microbatches_of_other_shapes_run_eagerly(kind: str) -> None:
+    runner = check(Case(MODELS[kind], length=other_lengths))
     assert runner.eager == {("microbatch tokens (2, 6)", "captured for (2, 8)"): 3}
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_microbatches_of_new_shapes_get_graphs_of_their_own(
-    config: GPTConfig, recompute: str
-) -> None:
-    case = Case(config, recompute=recompute, max_shapes=4, length=other_lengths)
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    chosen(list(product(["gpt2", "llama"], ["none", "full"])), ("gpt2", "full"), ("llama", "none")),
+)
+def test_microbatches_of_new_shapes_get_graphs_of_their_own(kind: str, recompute: str) -> None:
+    case = Case(MODELS[kind], recompute=recompute, max_shapes=4, length=other_lengths)
     with counted_replays() as replays:
         runner = check(case)
     assert not runner.eager
@@ -148,11 +153,10 @@ def test_shapes_beyond_the_most_run_eagerly_and_are_named_once() -> None:
     assert runner.counts.num_shapes == 2
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+@pytest.mark.parametrize("kind", chosen(["gpt2", "experts"], "experts"))
 def test_evaluation_replays_forward_graphs_in_the_memory_of_slot_0(kind: str) -> None:
-    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
     with counted_replays() as replays:
-        runner = check(Case(config, evaluates=3))
+        runner = check(Case(MODELS[kind], evaluates=3))
     # The microbatches of the first evaluation, and of the first two steps, run eagerly.
     assert replays == {"training": 9, "evaluation": 12}
     assert runner.num_graphs == 4 + 1
@@ -189,12 +193,11 @@ def test_graphs_whose_backward_pass_is_still_to_be_captured_keep_their_memory() 
         assert all(map(torch.equal, graphs, gradients_of(length)))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "experts"])
+@pytest.mark.parametrize("kind", chosen(["gpt2", "experts"], "gpt2"))
 def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_layers(
     kind: str,
 ) -> None:
-    config = GPT2 if kind == "gpt2" else replace(LLAMA, experts=EXPERTS)
-    runner = check(Case(config, two_in_flight, (3, 3, 5, 2, 4), recompute="full"))
+    runner = check(Case(MODELS[kind], two_in_flight, (3, 3, 5, 2, 4), recompute="full"))
     assert not runner.eager
     assert_inputs_suffice(runner)
     # Embedding and head have two slots, the first of which also runs the first microbatch of a
@@ -202,58 +205,72 @@ def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_lay
     assert slots_in_use(runner) == {0: 8, 1: 4, None: 4}
 
 
+#: Schedules of two stages, and models.
+STAGES = chosen(
+    list(product(["1f1b", "interleaved", "zb-h1", "zb-v"], ["gpt2", "llama", "experts"])),
+    ("1f1b", "gpt2"),
+    ("interleaved", "experts"),
+    ("zb-h1", "llama"),
+    ("zb-v", "gpt2"),
+)
+TRANSPORTS = chosen(
+    list(product(["all_gather", "all_to_all", "one_sided"], ["experts", "shared"])),
+    ("all_gather", "shared"),
+    ("all_to_all", "shared"),
+    ("one_sided", "experts"),
+)
+
+
+def stages_of(schedule: str) -> ParallelLayout:
+    """Return the layout of a schedule."""
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    return ParallelLayout(2, pp=2, vpp=chunks, shape="v" if schedule == "zb-v" else "loop")
+
+
 def check_two_ranks(rank: int, size: int) -> list[int]:
     torch.set_default_dtype(torch.float64)
-    steps = (4, 4, 4, 2, 5)
-    experts = replace(LLAMA, experts=EXPERTS)
-    shared = replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8))
     found = []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
-        shape: Any = "v" if schedule == "zb-v" else "loop"
-        layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
-        for config in (GPT2, LLAMA, experts):
-            numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else steps
-            case = Case(config, schedule, numbers)
-            if config is GPT2:
-                case = replace(case, max_shapes=4, length=other_lengths, evaluates=3)
-            with counted_replays() as replays:
-                runner = check(case, layout, f"{schedule} {config.experts}")
-            assert not runner.eager
-            assert replays["training"] == chunks * sum(numbers[2:])
-            assert replays["evaluation"] == chunks * 4 * case.evaluates
-            found.append(runner.num_graphs)
+    for schedule, kind in STAGES:
+        layout = stages_of(schedule)
+        numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else (4, 4, 4, 2, 5)
+        case = Case(MODELS[kind], schedule, numbers)
+        if kind == "gpt2":
+            case = replace(case, max_shapes=4, length=other_lengths, evaluates=3)
+        with counted_replays() as replays:
+            runner = check(case, layout, f"{schedule} {kind}")
+        assert not runner.eager
+        assert replays["training"] == layout.vpp * sum(numbers[2:])
+        assert replays["evaluation"] == layout.vpp * 4 * case.evaluates
+        found.append(runner.num_graphs)
     check(Case(GPT2), ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
     check(Case(GPT2, recompute="full"), ParallelLayout(size, tp=2), "tp2")
     check(Case(LLAMA), ParallelLayout(size), "dp2")
-    for transport in ("all_gather", "all_to_all", "one_sided"):
-        for config in (experts, shared):
-            case = Case(config, transport=transport)  # type: ignore[arg-type]
-            check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
+    for transport, kind in TRANSPORTS:
+        case = Case(MODELS[kind], transport=transport)
+        check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
     return found
 
 
 def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
     torch.set_default_dtype(torch.float64)
     found = []
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)):
-        shape: Any = "v" if schedule == "zb-v" else "loop"
-        layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
-        for config in (GPT2, LLAMA, replace(LLAMA, experts=EXPERTS)):
-            numbers = (8, 8, 8, 4, 8) if schedule == "interleaved" else (8, 8, 8, 3, 8)
-            case = Case(config, schedule, numbers, recompute="full")
-            if config is GPT2:
-                case = replace(case, max_shapes=4, length=other_lengths, evaluates=1)
-            elif chunks == 2:
-                # The layers of the chunk are two pieces.
-                case = replace(case, cuts=("layers.0.block",))
-            with counted_replays() as replays:
-                runner = check(case, layout, f"{schedule} {config.experts}")
-            assert not runner.eager
-            assert replays["training"] >= chunks * sum(numbers[2:])
-            assert_inputs_suffice(runner)
-            shared = slots_in_use(runner)
-            assert (None in shared) == (schedule in ("1f1b", "interleaved")), schedule
-            found.append(runner.counts.slots)
+    for schedule, kind in STAGES:
+        layout = stages_of(schedule)
+        numbers = (8, 8, 8, 4, 8) if schedule == "interleaved" else (8, 8, 8, 3, 8)
+        case = Case(MODELS[kind], schedule, numbers, recompute="full")
+        if kind == "gpt2":
+            case = replace(case, max_shapes=4, length=other_lengths, evaluates=1)
+        elif layout.vpp == 2:
+            # The layers of the chunk are two pieces.
+            case = replace(case, cuts=("layers.0.block",))
+        with counted_replays() as replays:
+            runner = check(case, layout, f"{schedule} {kind}")
+        assert not runner.eager
+        assert replays["training"] >= layout.vpp * sum(numbers[2:])
+        assert_inputs_suffice(runner)
+        shared = slots_in_use(runner)
+        assert (None in shared) == (schedule in ("1f1b", "interleaved")), schedule
+        found.append(runner.counts.slots)
     scopes = ("attention", "mlp")
     check(
         Case(GPT2, microbatches=(6, 6, 6, 2, 6), recompute="full", scopes=scopes), layout_of(size)
@@ -263,16 +280,14 @@ def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
 
 def check_shared_experts(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    experts = replace(LLAMA, experts=EXPERTS)
-    shared = replace(LLAMA, experts=replace(EXPERTS, shared_ffn_hidden_size=8))
-    several = Case(experts, microbatches=(6, 6, 6, 3, 6), recompute="full")
+    several = Case(MODELS["experts"], microbatches=(6, 6, 6, 3, 6), recompute="full")
     cases = {
         "all-gather": replace(several, transport="all_gather"),
-        "beside a shared expert": replace(several, config=shared, transport="all_gather"),
+        "beside a shared expert": replace(several, config=MODELS["shared"], transport="all_gather"),
         "puts": replace(several, transport="one_sided"),
         "clones": replace(several, transport="one_sided", places=1),
     }
-    for name, case in cases.items():
+    for name, case in chosen(cases, "beside a shared expert", "clones").items():
         runner = check(case, ParallelLayout(size, pp=2, ep=2), name)
         assert not runner.eager
         assert_inputs_suffice(runner)

@@ -39,6 +39,7 @@ from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.training import DistributedOptimizerConfig
 from tests.live_memory import LiveMemory
 from tests.models.test_kept_activations import built
+from tests.sweeps import chosen
 from tests.training.runs import Run
 from tests.world import run_world
 
@@ -76,6 +77,23 @@ CONFIGS = {
     "gelu": config_of({}, activation="gelu"),
     "biases": config_of({"linear_bias": True, "router_bias": True}, activation="clamped_swiglu"),
 }
+
+
+#: Models, dtypes and recomputation of a forward pass; and, of a step, with the width of experts.
+PASSES = list(product(CONFIGS, [torch.float32, torch.bfloat16], ["none", "expert_inputs"]))
+STEPS = list(
+    product(
+        [
+            ("every second layer", torch.float32),
+            ("all layers", torch.bfloat16),
+            ("shared", torch.bfloat16),
+            ("gelu", torch.float32),
+            ("biases", torch.float32),
+        ],
+        [48, 384],
+        ["none", "experts", "expert_inputs", "full"],
+    )
+)
 
 
 def tokens_of(config: GPTConfig, batch: int = BATCH) -> Tensor:
@@ -126,9 +144,10 @@ def estimated_bytes(
     return sum(block.kept for block in blocks) + blocks[0].head + blocks[0].loss_kept + slots
 
 
-@pytest.mark.parametrize("recompute", ["none", "expert_inputs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "recompute"),
+    chosen(PASSES, *(PASSES[4 * number + number % 4] for number in range(len(CONFIGS)))),
+)
 def test_a_forward_pass_keeps_what_the_estimate_says(
     kind: str, dtype: torch.dtype, recompute: Recompute
 ) -> None:
@@ -149,21 +168,14 @@ def check_parameters(model: GPT, config: GPTConfig, layout: ParallelLayout) -> N
     assert found[False] == shape.stage_parameters(layout, 0, 3, num_mixtures)
 
 
-@pytest.mark.parametrize("recompute", ["none", "experts", "expert_inputs", "full"])
-@pytest.mark.parametrize("inner", [48, 384])
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("every second layer", torch.float32),
-        ("all layers", torch.bfloat16),
-        ("shared", torch.bfloat16),
-        ("gelu", torch.float32),
-        ("biases", torch.float32),
-    ],
+    ("model_of", "inner", "recompute"),
+    chosen(STEPS, *(STEPS[8 * number + 5 * number % 8] for number in range(5))),
 )
 def test_the_peak_of_a_step_is_what_the_estimate_says(
-    kind: str, dtype: torch.dtype, inner: int, recompute: Recompute
+    model_of: tuple[str, torch.dtype], inner: int, recompute: Recompute
 ) -> None:
+    kind, dtype = model_of
     config = replace(
         CONFIGS[kind],
         hidden_size=128,
@@ -208,7 +220,24 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
 
 #: Layouts whose memory is compared, with inputs of experts that are kept and sent again.
 RECOMPUTED: tuple[Recompute, ...] = ("none", "expert_inputs")
-HELD = list(product(LAYOUTS, RECOMPUTED))
+HELD = chosen(
+    list(product(LAYOUTS, RECOMPUTED)),
+    ("etp 2", "none"),
+    ("ep 2 inside tp 2", "expert_inputs"),
+    ("ep 2 by an all-gather, limited", "none"),
+    ("ep 2 by an all-to-all", "expert_inputs"),
+    ("ep 2 by puts, limited, with clones", "none"),
+    ("ep 2 by puts, with clones", "expert_inputs"),
+)
+#: Between CPUs clones come by collectives, which need other buffers than puts.
+TRAINED = chosen(
+    {name: one for name, one in LAYOUTS.items() if name not in PLACES},
+    "etp 2 without sequence parallelism",
+    "ep 2 inside tp 2 by puts",
+    "ep 2 by an all-gather",
+    "ep 2 by an all-to-all",
+    "ep 2 by puts, limited",
+)
 
 
 def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport, limit: RowLimit) -> GPT:
@@ -292,10 +321,7 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 256}, hidden_size=128
     )
     found = {}
-    for name, (sizes, sequence_parallel, transport, rows) in LAYOUTS.items():
-        # Between CPUs clones come by collectives, which need other buffers than puts.
-        if name in PLACES:
-            continue
+    for name, (sizes, sequence_parallel, transport, rows) in TRAINED.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
         limit = RowLimit(rows or 1.0, mesh)
@@ -324,7 +350,7 @@ def test_ranks_that_share_experts_hold_and_keep_what_the_estimate_says() -> None
 
 def test_ranks_that_share_experts_need_what_the_estimate_says() -> None:
     for found in run_world(train_step, 2):
-        assert list(found) == [name for name in LAYOUTS if name not in PLACES]
+        assert list(found) == list(TRAINED)
         for name, (peak, estimate) in found.items():
             assert estimate == pytest.approx(peak, rel=0.08), name
 
@@ -357,7 +383,7 @@ def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
         for is_limited in (False, True) if ep > 1 and transport != "all_to_all" else (False,):
             limit = LayerRows(RowLimit(1.5, mesh), 0, ep) if is_limited else None
-            chosen = choose_transport(8, top_k, mesh, transport, limit=limit).dispatcher
+            dispatcher = choose_transport(8, top_k, mesh, transport, limit=limit).dispatcher
             found = transport_over_ep(top_k, ep, transport, is_limited=is_limited)
-            assert found == kinds[type(chosen)]
+            assert found == kinds[type(dispatcher)]
             assert found != "all_to_all" or not is_limited

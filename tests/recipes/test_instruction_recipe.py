@@ -9,9 +9,11 @@ import pytest
 from lightning_megatron.cli.main import main
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.recipes.test_recipes import losses
+from tests.sweeps import all_run
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
 def test_conversations_train_on_two_processes_like_on_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = [
@@ -23,9 +25,10 @@ def test_conversations_train_on_two_processes_like_on_one(tmp_path: Path) -> Non
         "--trainer.accelerator=cpu",
         "--trainer.precision=32-true",
     ]
-    one = losses(tmp_path / "one", "sft_hf.yaml", options=[*options, "--trainer.devices=1"])
     layout = ["--trainer.devices=2", "--trainer.strategy.tp=2"]
     two = losses(tmp_path / "two", "sft_hf.yaml", options=[*options, *layout])
+    options += ["--trainer.devices=1"]
+    one = losses(tmp_path / "one", "sft_hf.yaml", options=options, starts=False)
     assert (len(two["train_loss"]), len(two["val_loss"])) == (3, 1)
     for name in ("train_loss", "val_loss"):
         assert two[name] == pytest.approx(one[name], abs=2e-4), name
@@ -47,9 +50,10 @@ def test_adapters_train_on_two_processes_like_on_one_and_become_a_folder(tmp_pat
         "--trainer.accelerator=cpu",
         "--trainer.precision=32-true",
     ]
-    one = losses(tmp_path / "one", "lora_hf.yaml", options=[*options, "--trainer.devices=1"])
     layout = ["--trainer.devices=2", "--trainer.strategy.pp=2"]
     two = losses(tmp_path / "two", "lora_hf.yaml", options=[*options, *layout])
+    options += ["--trainer.devices=1"]
+    one = losses(tmp_path / "one", "lora_hf.yaml", options=options, starts=False)
     assert (len(two["train_loss"]), len(two["val_loss"])) == (3, 1)
     assert two["train_loss"][-1] < two["train_loss"][0] - 0.01
     for name in ("train_loss", "val_loss"):
@@ -73,9 +77,10 @@ def test_pairs_train_on_two_processes_like_on_one(tmp_path: Path) -> None:
         "--trainer.accelerator=cpu",
         "--trainer.precision=32-true",
     ]
-    one = losses(tmp_path / "one", "dpo_hf.yaml", options=[*options, "--trainer.devices=1"])
     layout = ["--trainer.devices=2", "--trainer.strategy.tp=2"]
     two = losses(tmp_path / "two", "dpo_hf.yaml", options=[*options, *layout])
+    options += ["--trainer.devices=1"]
+    one = losses(tmp_path / "one", "dpo_hf.yaml", options=options, starts=False)
     assert (len(two["train_loss"]), len(two["val_loss"])) == (3, 1)
     assert two["train_loss"][-1] < two["train_loss"][0] - 0.01
     for name in ("train_loss", "val_loss"):

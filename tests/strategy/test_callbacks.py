@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
 from tests.strategy.callback_cases import CASES, Bench, Net
+from tests.sweeps import chosen
 from tests.world import run_world
 
 #: Cases that are refused where a rank holds a part of the model, and what the messages say.
@@ -44,8 +45,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], bool]] = {
         False,
     ),
 }
-IN_PARTS = (
-    *(
+IN_PARTS = chosen(
+    [
         "finetuned",
         "summarized",
         "device statistics",
@@ -53,8 +54,14 @@ IN_PARTS = (
         "rate found",
         "fitted twice",
         "profiled",
-    ),
-    *("rate found in the fit", "accumulated by a schedule"),
+        "rate found in the fit",
+        "accumulated by a schedule",
+    ],
+    "finetuned",
+    "summarized",
+    "device statistics",
+    "excepted",
+    "rate found in the fit",
 )
 ALONE = ("anomalies", "clipped by value")
 #: What one rank tells as well as two.
@@ -68,7 +75,21 @@ SETTINGS = (
     "timer",
     "barebones",
 )
-ON_DATA_RANKS = tuple(case for case in CASES if case not in SETTINGS)
+ON_DATA_RANKS = chosen(
+    [case for case in CASES if case not in SETTINGS],
+    "averaged with statistics",
+    "pruned",
+    "finetuned",
+    "throughput",
+    "rate found",
+    "fitted twice",
+    "accumulated by a schedule",
+)
+ON_ONE_RANK = chosen(
+    list(CASES),
+    *SETTINGS,
+    *("averaged", "pruned", "lambdas", "graphed", "no inference mode", "fitted twice"),
+)
 
 
 def quiet() -> None:
@@ -107,7 +128,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str]
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     quiet()
     folder = tmp_path_factory.mktemp("one")
-    return {case: run(case, lambda: "auto", 1, (0, 1), folder / case) for case in CASES}
+    return {
+        case: run(case, lambda: "auto", 1, (0, 1), folder / case)
+        for case in {*ON_ONE_RANK, *IN_PARTS, *ALONE}
+    }
 
 
 def assert_alike(expected: Any, found: Any, leave_out: tuple[str, ...] = ()) -> None:
@@ -126,7 +150,7 @@ def assert_alike(expected: Any, found: Any, leave_out: tuple[str, ...] = ()) -> 
         assert found == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ON_ONE_RANK)
 def test_a_feature_does_on_one_rank_what_it_does_without_the_strategy(
     one_device: dict[str, Any], case: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from tests.graphs.trained import counted_replays
 from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit, graphs_of, strategy_of
 from tests.strategy.tiny import TinyLM, loader
+from tests.sweeps import chosen
 from tests.world import run_world
 
 EXPERTS = {
@@ -52,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", chosen(list(CASES), "accumulation", "recompute", "clipping"))
 @pytest.mark.filterwarnings("ignore::lightning_megatron.errors.SpeedWarning")
 def test_a_fit_by_graphs_equals_an_eager_fit(case: str) -> None:
     expected = fit(None, max_steps=6, **CASES[case])
@@ -61,16 +62,15 @@ def test_a_fit_by_graphs_equals_an_eager_fit(case: str) -> None:
         assert_same(found, expected, f"{case}, {settings.mode}")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        CudaGraphs("segments", ("attention",), warmup_steps=2, fixed_shapes=True, check=True),
-        CudaGraphs("segments", ("mlp", "head", "embedding"), warmup_steps=2),
-        CudaGraphs("full", warmup_steps=2, evaluation=True, check=True),
-        CudaGraphs("full", warmup_steps=2, fixed_shapes=True),
-    ],
-    ids=str,
-)
+SETTINGS = [
+    CudaGraphs("segments", ("attention",), warmup_steps=2, fixed_shapes=True, check=True),
+    CudaGraphs("segments", ("mlp", "head", "embedding"), warmup_steps=2),
+    CudaGraphs("full", warmup_steps=2, evaluation=True, check=True),
+    CudaGraphs("full", warmup_steps=2, fixed_shapes=True),
+]
+
+
+@pytest.mark.parametrize("settings", chosen(SETTINGS, SETTINGS[0], SETTINGS[2]), ids=str)
 def test_every_setting_keeps_the_bits(settings: CudaGraphs) -> None:
     assert_same(fit(settings, max_steps=6), fit(None, max_steps=6))
 
@@ -228,9 +228,9 @@ def late_collectives() -> AbstractContextManager[Any]:
 def _on_two_ranks(rank: int, size: int) -> dict[str, list[Fit]]:
     found = {
         name: [fit(settings, size, max_steps=7, **case) for settings in (None, SEGMENTS, FULL)]
-        for name, case in WORLD_CASES.items()
+        for name, case in chosen(WORLD_CASES, "tp2", "pp2 vpp2", "zb-h1").items()
     }
-    for name, case in LATE_CASES.items():
+    for name, case in chosen(LATE_CASES, "ep2").items():
         late = found[f"{name}, late"] = [fit(None, size, max_steps=7, **case)]
         with late_collectives():
             late += [fit(settings, size, max_steps=7, **case) for settings in (SEGMENTS, FULL)]
@@ -245,7 +245,7 @@ def _with_shapes(rank: int, size: int) -> dict[str, list[Fit]]:
     }
     shapes = {**SHAPES, "num_evaluated": 22}
     found = {}
-    for name, (layout, number) in cases.items():
+    for name, (layout, number) in chosen(cases, "pp2", "ep2").items():
         model = EXPERTS if name == "ep2" else SHAPES["model"]
         options = {**(SHAPES if name == "pp2" else shapes), "model": model, "layout": layout}
         found[name] = [
@@ -287,7 +287,7 @@ class SaveAndLoad(Callback):
             strategy.load_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", chosen([False, True], True))
 def test_a_load_in_between_keeps_the_graphs_and_the_bits(tmp_path: Path, is_async: bool) -> None:
     layout = {"async_save": is_async}
     found = fit(SEGMENTS, layout=layout, callbacks=(SaveAndLoad(tmp_path / "a"),))
@@ -378,7 +378,10 @@ class HookLater(Callback):
 
 @pytest.mark.parametrize(
     ("place", "step"),
-    [("on_fit_start", 0), ("on_train_batch_start", 1), ("on_train_epoch_start", 4)],
+    chosen(
+        [("on_fit_start", 0), ("on_train_batch_start", 1), ("on_train_epoch_start", 4)],
+        ("on_train_batch_start", 1),
+    ),
 )
 def test_hooks_that_come_later_are_called_and_keep_their_part_eager(
     place: str, step: int, caplog: pytest.LogCaptureFixture

@@ -16,6 +16,7 @@ from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.models.layered import layered_modules
 from tests.strategy.graph_fits import fit
 from tests.strategy.tiny import TinyLM, loader
+from tests.sweeps import chosen
 
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True)
 
@@ -26,8 +27,12 @@ def history_of(module: TinyLM) -> Tensor:
     return model.delayed_scales.history.clone()
 
 
-@pytest.mark.parametrize("mode", ["segments", "full"])
-@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "accumulated"),
+    chosen(
+        [("segments", 1), ("segments", 3), ("full", 1), ("full", 3)], ("segments", 1), ("full", 3)
+    ),
+)
 def test_graphs_and_recomputation_equal_eager_steps(mode: Any, accumulated: int) -> None:
     # Graphs of the first batches are captured before any step has ended.
     graphs = CudaGraphs(mode, warmup_steps=1, evaluation=True)

@@ -20,8 +20,11 @@ from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from tests.strategy.limited_fits import Excess
 from tests.strategy.steered_fits import NUM_LAYERS, SteeredRecord, fit
 from tests.strategy.update_fits import fused
+from tests.sweeps import all_run, chosen
 from tests.world import run_world
 
+MODES = chosen(["segments", "full"], "full")
+ACCUMULATING = chosen(["eager", "full"], "full")
 SEGMENTS = CudaGraphs("segments", warmup_steps=1, evaluation=True, on_failure="error")
 FULL = CudaGraphs("full", warmup_steps=1, evaluation=True, on_failure="error")
 #: One row too many in the fourth batch and two in the validation after it, from where on there are
@@ -50,18 +53,20 @@ def world_of_two(rank: int, size: int, folder: str) -> dict[str, SteeredRecord]:
     whole: dict[str, Any] = {"num_batches": 10, "val_check_interval": 4}
     found = {
         "without": fit(None, EXCESS, **whole),
-        "segments": fit(1.0, EXCESS, SEGMENTS, **whole),
         "full": fit(1.0, EXCESS, FULL, saves={6: f"{folder}/half"}, **whole),
         "resumed": fit(1.0, EXCESS, SEGMENTS, ckpt_path=f"{folder}/half", **whole),
         "resumed without": fit(None, EXCESS, ckpt_path=f"{folder}/half", **whole),
     }
+    if all_run():
+        found["segments"] = fit(1.0, EXCESS, SEGMENTS, **whole)
     sums: dict[str, Any] = {
         **{"num_batches": 15, "max_steps": 5, "accumulate_grad_batches": 3},
         **{"limit_val_batches": 0, "val_check_interval": None},
     }
     found["sums, without"] = fit(None, ACCUMULATED, **sums)
-    found["sums, eager"] = fit(1.0, ACCUMULATED, **sums)
-    found["sums, full"] = fit(1.0, ACCUMULATED, FULL, **sums)
+    for name in ACCUMULATING:
+        graphs = FULL if name == "full" else None
+        found[f"sums, {name}"] = fit(1.0, ACCUMULATED, graphs, **sums)
     updates: dict[str, Any] = {
         **{"precision": "32-true", "num_batches": 8, "limit_val_batches": 0},
         **{"model": {"is_fused": True}, "gradient_clip_val": 0.1},
@@ -78,9 +83,12 @@ def world_of_four(rank: int, size: int) -> dict[str, SteeredRecord]:
     excess: Excess = {("train", 4, 1, 1): 5, ("train", 5, 0, 0): -9, ("val", 0, 0, 1): 5}
     stages: dict[str, Any] = {"devices": 4, "layout": {"pp": 2}, "num_batches": 8}
     recomputed = {**stages, "layout": {"pp": 2, "recompute": "full"}}
+    plain = {}
+    if all_run():
+        plain = {one.mode: fit(1.0, excess, one, **stages) for one in (SEGMENTS, FULL)}
+        plain["without"] = fit(None, excess, **stages)
     return {
-        "without": fit(None, excess, **stages),
-        **{one.mode: fit(1.0, excess, one, **stages) for one in (SEGMENTS, FULL)},
+        **plain,
         "recomputed without": fit(None, excess, **recomputed),
         "recomputed segments": fit(1.0, excess, SEGMENTS, **recomputed),
     }
@@ -91,7 +99,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, SteeredRec
     return run_world(world_of_two, 2, str(tmp_path_factory.mktemp("rows")))
 
 
-@pytest.mark.parametrize("mode", ["segments", "full"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_fit_by_graphs_with_a_limit_is_an_eager_one_without(
     found: list[dict[str, SteeredRecord]], mode: str
 ) -> None:
@@ -105,7 +113,7 @@ def test_a_fit_by_graphs_with_a_limit_is_an_eager_one_without(
         assert words in warning
 
 
-@pytest.mark.parametrize("mode", ["segments", "full"])
+@pytest.mark.parametrize("mode", MODES)
 def test_graphs_run_first_and_are_captured_again_when_the_limit_has_grown(
     found: list[dict[str, SteeredRecord]], mode: str
 ) -> None:
@@ -136,7 +144,7 @@ def test_a_fit_by_graphs_goes_on_after_steps_that_were_run_again(
         assert resumed.num_replays[-1] > 0
 
 
-@pytest.mark.parametrize("name", ["eager", "full"])
+@pytest.mark.parametrize("name", ACCUMULATING)
 def test_gradients_of_earlier_batches_are_computed_again_where_they_accumulate(
     found: list[dict[str, SteeredRecord]], name: str
 ) -> None:
@@ -177,7 +185,7 @@ def test_a_limit_costs_two_small_kernels_a_pass_of_a_layer_and_four_a_step(
 @pytest.mark.slow
 def test_all_stages_of_a_pipeline_run_a_step_again_eagerly() -> None:
     for rank, ranks in enumerate(run_world(world_of_four, 4)):
-        for mode in ("segments", "full"):
+        for mode in ("segments", "full") if all_run() else ():
             assert ranks[mode].differences_from(ranks["without"]) == [], f"{mode}, rank {rank}"
             assert ranks[mode].num_failures == 2, mode
             assert max(ranks[mode].num_graphs) > 0, mode

@@ -26,9 +26,18 @@ from lightning_megatron.strategy.process.parent_watch import (
 )
 from lightning_megatron.strategy.process.rank_status import start_time_of
 from tests.strategy.scripts import ROOT, run_script
+from tests.sweeps import chosen
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("raise", 3), ("hang", 1), ("teardown", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    chosen(
+        [("raise", 3), ("raise", 1), ("hang", 1), ("teardown", 1)],
+        ("raise", 1),
+        ("hang", 1),
+        ("teardown", 1),
+    ),
+)
 def test_a_failing_rank_ends_the_job_with_its_traceback_first(
     kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +125,11 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
+    chosen(
+        [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
+        ("own", signal.SIGKILL),
+        ("own", signal.SIGINT),
+    ),
 )
 def test_launched_ranks_end_after_the_process_that_launched_them(
     launcher: str, number: signal.Signals, tmp_path: Path

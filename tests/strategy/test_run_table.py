@@ -25,6 +25,7 @@ from tests.proof.around_blocks import BLOCKS
 from tests.strategy.scripts import run_script
 from tests.strategy.tiny import TinyLM
 from tests.swap.parts import mesh_of
+from tests.sweeps import all_run
 
 GPU = torch.device("cuda", 0)
 
@@ -58,6 +59,7 @@ def test_a_script_shows_the_choices_of_a_dense_fit_once() -> None:
     assert run.stderr.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
 
 
+@pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
 def test_a_script_shows_which_stage_has_which_layers() -> None:
     run = run_script("run_table_script", "stages")
     assert run.returncode == 0, run.stderr
@@ -95,6 +97,7 @@ def test_experts_of_a_later_stage_are_shown() -> None:
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
     assert rows["layout"][0] == "tp 1, pp 2, dp 1"
+    assert rows["layers of stages"] == ("1, 1", "asked for (stage_layers)")
     assert rows["attention"][0] == "torch's choice"
     assert rows["products of experts"][0] == "loop"
     assert "expert transport" in rows

@@ -13,27 +13,53 @@ from typing import Any
 import pytest
 
 from tests.strategy.run_cases import CASES, run_cases
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
 
 ALL = list(CASES)
-SOME = [
-    "plain",
-    "accumulate",
-    "clip_norm",
-    "last_batch_smaller",
-    "checkpoints",
+SOME = chosen(
+    [
+        "plain",
+        "accumulate",
+        "clip_norm",
+        "last_batch_smaller",
+        "checkpoints",
+        "resume",
+        "evaluation",
+    ],
     "resume",
     "evaluation",
-]
+)
+STAGES = chosen(
+    ALL,
+    "plain",
+    "limits",
+    "val_check_by_step",
+    "accumulate",
+    "clip_norm",
+    "epoch_schedule",
+    "plateau",
+    "fast_dev_run",
+    "checkpoints",
+    "resume",
+    "second_fit",
+)
+ALONE = chosen(ALL, "val_check_interval", "clip_value", "overfit_batches", "resume")
+#: Cases of data parallelism: what ranks read, and what they agree on.
+DATA = chosen(
+    ALL, "accumulate", "last_batch_smaller", "early_stopping", "resume", "evaluation", "iterable"
+)
 
 # Number of processes, cases, strategies. The last world also goes on from what the others have
 # saved.
 WORLDS: list[tuple[int, list[str], dict[str, Any]]] = [
-    (2, ALL, {"pp2": {"pp": 2, "microbatch_size": 2}, "ddp": "ddp", "dp2": {"microbatch_size": 1}}),
+    (2, STAGES, {"pp2": {"pp": 2, "microbatch_size": 2}}),
+    (2, DATA, {"ddp": "ddp", "dp2": {"microbatch_size": 1}}),
     (4, SOME, {"tp2pp2": {"tp": 2, "pp": 2, "microbatch_size": 1}}),
-    (1, ALL, {"plain": None, "one": {"microbatch_size": 2}}),
+    (1, ALL, {"plain": None}),
+    (1, ALONE, {"one": {"microbatch_size": 2}}),
     (1, ["continue_others"], {"others": {"microbatch_size": 4}}),
 ]
 Results = dict[str, list[dict[str, Any]]]
