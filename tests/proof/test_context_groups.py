@@ -67,7 +67,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], bool, str, str]] = chosen(
     "cp4 auto",
     "cp4 all_gather",
     "cp2 pp2 ring",
-    "cp2 tp2+sp",
 )
 
 
@@ -166,7 +165,7 @@ FITS: dict[str, dict[str, Any]] = chosen(
         "cp2 tp2+sp all_to_all": {"cp": 2, "tp": 2, "cp_transport": "all_to_all"},
         "cp2 dp2 all_gather": {"cp": 2, "cp_transport": "all_gather"},
     },
-    "cp4 all_to_all",
+    "cp4 ring",
     "cp2 tp2+sp all_to_all",
     "cp2 dp2 all_gather",
 )

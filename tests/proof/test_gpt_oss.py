@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
     "cp2 ring": {"cp": 2, "cp_transport": "ring"},
 }
-CHOSEN = chosen(LAYOUTS, "tp2+sp ep2, recomputed", "pp2 zb-v", "cp2 ring")
+CHOSEN = chosen(LAYOUTS, "tp2+sp ep2, recomputed", "ep2", "pp2 zb-v", "cp2 ring")
 #: Of Hugging Face's.
 OF_THEIRS: dict[str, dict[str, Any]] = chosen(
     {

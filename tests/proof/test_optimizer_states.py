@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, dict[str, int]]] = chosen(
     "gpt2",
     "mixtral",
     "gpt_neox",
+    "llama with an adapter",
     "gpt_neox with an adapter",
 )
 
