@@ -14,6 +14,7 @@ from tests.proof import test_hugging_face as hugging_face
 from tests.proof.training import Job, Report, train, train_all
 from tests.strategy.graph_fits import FULL, SEGMENTS, fit
 from tests.strategy.tiny import TinyLM
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -35,12 +36,16 @@ EARLY: dict[str, tuple[str, dict[str, Any]]] = {
     "early tp2+sp, zb-v, tied": ("llama-tied", {"pp": 2, "vpp": 2, "schedule": "zb-v", "tp": 2}),
     "early cp2, gpipe": ("gpt2-tied", {"cp": 2, "pp": 2, "schedule": "gpipe"}),
 }
-GRAPHS = {
-    "segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": 7}),
-    "full": (FULL, {"cp": 2, "loss_chunk": 7}),
-    "early segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": "forward"}),
-    "early full": (FULL, {"cp": 2, "loss_chunk": "forward"}),
-}
+GRAPHS = chosen(
+    {
+        "segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": 7}),
+        "full": (FULL, {"cp": 2, "loss_chunk": 7}),
+        "early segments": (SEGMENTS, {"tp": 2, "pp": 2, "loss_chunk": "forward"}),
+        "early full": (FULL, {"cp": 2, "loss_chunk": "forward"}),
+    },
+    "segments",
+    "early full",
+)
 
 
 class SummedLM(TinyLM):
@@ -61,7 +66,17 @@ def jobs() -> dict[str, Job]:
         early = layout | {"loss_chunk": "forward"}
         found[name] = Job(kind, layout=early, counts=True, compares=False)
     counted = {"tp": 2, "loss_chunk": 7}
-    return found | {"counted": Job("gpt2-tied", layout=counted, counts=True, compares=False)}
+    found["counted"] = Job("gpt2-tied", layout=counted, counts=True, compares=False)
+    return chosen(
+        found,
+        "tp4",
+        "tp2+sp pp2",
+        "cp2 pp2, recomputed",
+        "dp4, whole state",
+        "early tp2+sp, zb-v, tied",
+        "early cp2, gpipe",
+        "counted",
+    )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from lightning_megatron.experts.transport import cloning_dispatcher
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import Job, Report, train, train_all
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,19 @@ def jobs() -> dict[str, Job]:
     found["whole step"] = Job("experts, whole step", layout=GRIDS["tp2, etp2 ep2, 1"])
     found["nothing moves"] = Job("experts", layout=grid | {"expert_clones": NEVER})
     found["without"] = Job("experts", layout=grid | {"expert_clones": 0})
-    return found
+    return chosen(
+        found,
+        "ep4, 2, experts recomputed",
+        "ep2 edp2, 1",
+        "ep2 edp2, 2, zero 0",
+        "tp2 +sp, ep2, 2, all recomputed",
+        "ep4, 2, inputs of experts again",
+        "accumulated",
+        "shared expert",
+        "whole step",
+        "nothing moves",
+        "without",
+    )
 
 
 #: Every fit goes on from the checkpoint of the one before it, up to a step.

@@ -16,6 +16,7 @@ from tests.proof import test_hugging_face as hugging_face
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import STEPS, Job, Report, train, train_all
 from tests.strategy.graph_fits import FULL, SEGMENTS, Fit, fit
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,16 @@ def jobs() -> dict[str, Job]:
         for kind, names in KINDS_OF.items()
         for name in names
     }
-    return runs | {"counted, cp2 dp2": Job("gpt2-tied", layout=LAYOUTS["cp2 dp2"], counts=True)}
+    counted = Job("gpt2-tied", layout=LAYOUTS["cp2 dp2"], counts=True)
+    return chosen(
+        runs | {"counted, cp2 dp2": counted},
+        "gpt2-tied, cp4 hierarchical",
+        "llama-untied, cp2 pp2 vpp2 ring",
+        "gemma-tied, cp2 dp2 ring",
+        "experts, cp2 pp2 all_gather",
+        "experts, whole step, cp2 tp2+sp ep2",
+        "counted, cp2 dp2",
+    )
 
 
 @dataclass(frozen=True)
@@ -73,24 +83,37 @@ WAYS = {
     "pp2 dp2 to cp4": ("pp2 dp2", LAYOUTS["cp4"]),
 }
 SAVED = LAYOUTS | {"pp2 dp2": {"pp": 2}}
-TUNED = {
-    "cp2 tp2+sp": {"cp": 2, "tp": 2},
-    "cp2 pp2": {"cp": 2, "pp": 2},
-}
-GRAPHS = {
-    "segments, ring": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
-    "segments, pp2": (SEGMENTS, {"cp": 2, "pp": 2, "cp_transport": "all_gather"}),
-    "full, all_to_all": (FULL, {"cp": 2}),
-}
+TUNED = chosen(
+    {
+        "cp2 tp2+sp": {"cp": 2, "tp": 2},
+        "cp2 pp2": {"cp": 2, "pp": 2},
+    },
+    "cp2 tp2+sp",
+)
+GRAPHS = chosen(
+    {
+        "segments, ring": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
+        "segments, pp2": (SEGMENTS, {"cp": 2, "pp": 2, "cp_transport": "all_gather"}),
+        "full, all_to_all": (FULL, {"cp": 2}),
+    },
+    "segments, pp2",
+    "full, all_to_all",
+)
 #: Rows of documents, whose length is no multiple of 2 cp.
-PACKED: dict[str, tuple[CudaGraphs | None, dict[str, Any]]] = {
-    "cp4": (None, {"cp": 4}),
-    "cp4 ring": (None, {"cp": 4, "cp_transport": "ring"}),
-    "cp2 pp2 ring": (None, {"cp": 2, "pp": 2, "cp_transport": "ring"}),
-    "cp2 tp2+sp all_gather": (None, {"cp": 2, "tp": 2, "cp_transport": "all_gather"}),
-    "cp4 ring, segments": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
-    "cp4 hierarchical, full": (FULL, {"cp": 4, "cp_transport": "hierarchical"}),
-}
+PACKED: dict[str, tuple[CudaGraphs | None, dict[str, Any]]] = chosen(
+    {
+        "cp4": (None, {"cp": 4}),
+        "cp4 ring": (None, {"cp": 4, "cp_transport": "ring"}),
+        "cp2 pp2 ring": (None, {"cp": 2, "pp": 2, "cp_transport": "ring"}),
+        "cp2 tp2+sp all_gather": (None, {"cp": 2, "tp": 2, "cp_transport": "all_gather"}),
+        "cp4 ring, segments": (SEGMENTS, {"cp": 4, "cp_transport": "ring"}),
+        "cp4 hierarchical, full": (FULL, {"cp": 4, "cp_transport": "hierarchical"}),
+    },
+    "cp4",
+    "cp2 tp2+sp all_gather",
+    "cp4 ring, segments",
+    "cp4 hierarchical, full",
+)
 
 
 def run_all(rank: int, size: int, folder: Path, models: Path) -> Found:

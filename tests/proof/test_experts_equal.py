@@ -17,6 +17,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import KINDS as KINDS_OF_MODELS
 from tests.proof.training import SEQUENCE, Job, Report, train, train_all
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,20 @@ def jobs() -> dict[str, Job]:
     for name in ("pp2, ep2", "pp2 vpp2, edp2", "tp2 +sp, ep2"):
         options = GRIDS[name] | {"microbatch_size": 1}
         found[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
-    return found
+    return chosen(
+        found,
+        "experts, tp4 +sp, ep4, all-to-all",
+        "experts, tp4 +sp, ep2 edp2",
+        "experts, tp2, etp2 ep2, one-sided",
+        "experts, some layers, ep4",
+        "experts, whole step, pp2, ep2",
+        "experts, pp2, ep2, {'recompute': 'full'}",
+        "experts, tp2 +sp, ep2, {'recompute': 'experts'}",
+        "experts, ep2 edp2, {'zero': 0}",
+        "experts, pp2, ep2, one-sided, {'recompute': 'expert_inputs', 'schedule': 'zb-h1'}",
+        "experts, ep2 edp2, float32",
+        "experts, pp2 vpp2, edp2, counted",
+    )
 
 
 @pytest.fixture(scope="module")

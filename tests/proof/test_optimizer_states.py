@@ -17,6 +17,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from tests.swap import expert_models
 from tests.swap.test_language_models import exact_twin
+from tests.sweeps import chosen
 from tests.world import run_world
 
 peft = pytest.importorskip("peft")
@@ -26,14 +27,21 @@ TP, PP = {"tp": 2}, {"pp": 2, "microbatch_size": 2}
 #: Each case with the layouts that it is trained in; ``gpt2`` stores projections transposed,
 #: ``gpt_neox`` rows of one head after the other, and ``mixtral`` all experts of a layer in one
 #: tensor.
-LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
-    "llama": {"tp": TP, "pp": PP},
-    "gpt2": {"tp": TP, "pp": PP},
-    "gpt_neox": {"tp": TP, "pp": PP},
-    "mixtral": {"tp": TP, "pp": PP, "ep": {**TP, "ep": 2, "etp": 1}},
-    "llama with an adapter": {"tp": TP, "pp": PP},
-    "gpt_neox with an adapter": {"tp": TP},
-}
+LAYOUTS: dict[str, dict[str, dict[str, int]]] = chosen(
+    {
+        "llama": {"tp": TP, "pp": PP},
+        "gpt2": {"tp": TP, "pp": PP},
+        "gpt_neox": {"tp": TP, "pp": PP},
+        "mixtral": {"tp": TP, "pp": PP, "ep": {**TP, "ep": 2, "etp": 1}},
+        "llama with an adapter": {"tp": TP, "pp": PP},
+        "gpt_neox with an adapter": {"tp": TP},
+    },
+    "gpt2",
+    "mixtral",
+    "gpt_neox",
+    "llama with an adapter",
+    "gpt_neox with an adapter",
+)
 
 
 class Texts(Dataset):

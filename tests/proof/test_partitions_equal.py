@@ -15,6 +15,7 @@ from tests.proof.fine_tuning import LABELS, LENGTH, FineTune, InOrder, V, traine
 from tests.proof.test_layouts_equal import check
 from tests.proof.test_own_stages import PLANS, Plain
 from tests.proof.training import STEPS, Job, Report, train
+from tests.sweeps import chosen
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
@@ -30,17 +31,27 @@ PARTITIONS: dict[str, dict[str, Any]] = {
     "pp2 vpp2, none in the last chunk": {"pp": 2, "vpp": 2, "stage_layers": [1, 2, 1, 0]},
 }
 KINDS = ("gpt2-tied", "llama-untied", "post-norm", "experts, some layers")
-JOBS = {
-    f"{kind}, {name}": Job(kind, layout=layout, compares=kind == KINDS[0])
-    for name, layout in PARTITIONS.items()
-    for kind in (KINDS if "pp4, none" in name or "last chunk" in name else KINDS[:1])
-}
+JOBS = chosen(
+    {
+        f"{kind}, {name}": Job(kind, layout=layout, compares=kind == KINDS[0])
+        for name, layout in PARTITIONS.items()
+        for kind in (KINDS if "pp4, none" in name or "last chunk" in name else KINDS[:1])
+    },
+    "gpt2-tied, pp2, none in the last stage",
+    "llama-untied, pp4, none at both ends",
+    "post-norm, pp2 vpp2, none in the last chunk",
+    "experts, some layers, pp2 vpp2, none in the last chunk",
+)
 SAVED_AFTER = 2
-WAYS = {
-    "to other numbers": ("pp4, none at both ends", "pp2 vpp2, uneven"),
-    "to the numbers by cost": ("pp2, none in the last stage", "pp4, by cost"),
-    "from the numbers by cost": ("pp4, by cost", "pp2, none in the first stage"),
-}
+WAYS = chosen(
+    {
+        "to other numbers": ("pp4, none at both ends", "pp2 vpp2, uneven"),
+        "to the numbers by cost": ("pp2, none in the last stage", "pp4, by cost"),
+        "from the numbers by cost": ("pp4, by cost", "pp2, none in the first stage"),
+    },
+    "to other numbers",
+    "from the numbers by cost",
+)
 
 
 def train_all(rank: int, size: int, folder: str) -> dict[str, Report]:
@@ -132,6 +143,18 @@ MODELS = {
     ),
     "Plain": ("tokens", {}),
 }
+PARTED = chosen(
+    [(kind, name) for kind in MODELS for name in PARTITIONS],
+    ("GPT2LMHeadModel", "pp4, by cost"),
+    ("GPT2LMHeadModel", "pp2 vpp2, uneven"),
+    ("BertForMaskedLM", "pp4, none at both ends"),
+    ("BertForMaskedLM", "pp2 vpp2, uneven"),
+    ("BertForSequenceClassification", "pp2, none in the last stage"),
+    ("Starcoder2ForCausalLM", "pp2, none in the first stage"),
+    ("Starcoder2ForCausalLM", "pp4, by cost"),
+    ("Plain", "pp2 vpp2, uneven"),
+    ("Plain", "pp2 vpp2, none in the last chunk"),
+)
 
 
 class FromOutside(FineTune):
@@ -178,12 +201,8 @@ def train_from_outside(kind: str, layout: dict[str, Any] | None, devices: int) -
 
 
 def train_all_from_outside(rank: int, size: int) -> dict[tuple[str, str], list[float]]:
-    """Train every model under every partition."""
-    return {
-        (kind, name): train_from_outside(kind, layout, size)
-        for kind in MODELS
-        for name, layout in PARTITIONS.items()
-    }
+    """Train every model under its partitions."""
+    return {(kind, name): train_from_outside(kind, PARTITIONS[name], size) for kind, name in PARTED}
 
 
 def test_models_from_outside_train_as_one_process() -> None:

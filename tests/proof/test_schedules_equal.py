@@ -11,6 +11,7 @@ import pytest
 
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import Job, Report, train, train_all
+from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,19 @@ _add("dualpipe-v", "gemma-tied", tp=2)
 _add("dualpipe-v", "gpt2-untied", optimizer_slices="parameters")
 _add("dualpipe-v", "post-norm", recompute="full")
 _add("dualpipe-v", "experts, some layers", tp=2, ep=2, etp=1)
+JOBS = chosen(
+    JOBS,
+    "zb-h1, gpt2-tied, pp=4",
+    "zb-h1, llama-untied, pp=2, tp=2, overlap_tensor_parallel=True",
+    "zb-h2, gpt2-tied, pp=4",
+    "zb-v, eight layers, pp=4, vpp=2",
+    "zb-v, gpt2-tied, pp=2, vpp=2, tp=2, sequence_parallel=False, recompute=full",
+    "zb-v, gpt2-tied, pp=2, vpp=2, recompute={'parts': ['norms', 'activations', 'selective']}",
+    "zb-v, llama-tied, pp=2, vpp=2, zero=0, overlap_gradients=False",
+    "zb-v, experts, pp=2, vpp=2, ep=2, recompute=experts, microbatch_size=1",
+    "dualpipe-v, gpt2-untied, pp=2, vpp=2, optimizer_slices=parameters, microbatch_size=1",
+    "dualpipe-v, experts, some layers, pp=2, vpp=2, tp=2, ep=2, etp=1, microbatch_size=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +103,15 @@ def test_every_schedule_trains_as_one_process(
 
 
 def test_a_v_with_tensor_and_data_parallel_ranks_trains_as_one_process(tmp_path: Path) -> None:
-    jobs = {
-        "zb-v": Job("llama-tied", layout={**V, "tp": 2, "schedule": "zb-v"}),
-        "dualpipe-v": Job(
-            "gpt2-tied", layout={**V, "tp": 2, "schedule": "dualpipe-v", "microbatch_size": 1}
-        ),
-    }
+    jobs = chosen(
+        {
+            "zb-v": Job("llama-tied", layout={**V, "tp": 2, "schedule": "zb-v"}),
+            "dualpipe-v": Job(
+                "gpt2-tied", layout={**V, "tp": 2, "schedule": "dualpipe-v", "microbatch_size": 1}
+            ),
+        },
+        "dualpipe-v",
+    )
     ranks = run_world(train_all, 8, jobs, str(tmp_path))
     for name, job in jobs.items():
         check(job, [reports[name] for reports in ranks], train(Job(job.kind), 1, "cpu"))

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_megatron import GPT, CausalLM, GPTConfig, MegatronStrategy
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.sweeps import chosen
 from tests.world import run_world
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 5, 8, 12, 60
@@ -68,19 +69,32 @@ class Job:
     is_causal_lm: bool = False
 
 
-JOBS = {
-    **{name: Job(layout) for name, layout in LAYOUTS.items()},
-    **{f"{name}, accumulated": Job(LAYOUTS[name], accumulate=2) for name in ("pp2 dp2", "tp2 pp2")},
-    **{
-        f"dp4, zero {zero}, accumulated": Job({"zero": zero, "microbatch_size": 1}, accumulate=2)
-        for zero in (0, 1)
+JOBS = chosen(
+    {
+        **{name: Job(layout) for name, layout in LAYOUTS.items()},
+        **{
+            f"{name}, accumulated": Job(LAYOUTS[name], accumulate=2)
+            for name in ("pp2 dp2", "tp2 pp2")
+        },
+        **{
+            f"dp4, zero {zero}, accumulated": Job(
+                {"zero": zero, "microbatch_size": 1}, accumulate=2
+            )
+            for zero in (0, 1)
+        },
+        **{f"{name}, zero 0": Job(LAYOUTS[name] | {"zero": 0}) for name in ("dp4", "pp2 dp2")},
+        **{
+            f"{name}, CausalLM": Job(LAYOUTS[name], is_causal_lm=True)
+            for name in ("dp4", "pp2 dp2", "cp2 dp2")
+        },
     },
-    **{f"{name}, zero 0": Job(LAYOUTS[name] | {"zero": 0}) for name in ("dp4", "pp2 dp2")},
-    **{
-        f"{name}, CausalLM": Job(LAYOUTS[name], is_causal_lm=True)
-        for name in ("dp4", "pp2 dp2", "cp2 dp2")
-    },
-}
+    "tp2 dp2 +sp",
+    "pp2 zb-v dp2",
+    "cp2 tp2+sp ring",
+    "tp2 pp2, accumulated",
+    "dp4, zero 0, accumulated",
+    "cp2 dp2, CausalLM",
+)
 
 
 @dataclass
