@@ -128,6 +128,8 @@ MODELS = {
     ),
     "BertForMaskedLM": ("masked", BERT),
     "BertForSequenceClassification": ("classes", BERT),
+    "BertForQuestionAnswering": ("classes", {**BERT, "num_labels": 2}),
+    "RobertaForMultipleChoice": ("classes", BERT),
     # These keep their own code.
     "Starcoder2ForCausalLM": (
         "tokens",
@@ -150,6 +152,8 @@ PARTED = chosen(
     ("BertForMaskedLM", "pp4, none at both ends"),
     ("BertForMaskedLM", "pp2 vpp2, uneven"),
     ("BertForSequenceClassification", "pp2, none in the last stage"),
+    ("BertForQuestionAnswering", "pp2 vpp2, uneven"),
+    ("RobertaForMultipleChoice", "pp4, by cost"),
     ("Starcoder2ForCausalLM", "pp2, none in the first stage"),
     ("Starcoder2ForCausalLM", "pp4, by cost"),
     ("Plain", "pp2 vpp2, uneven"),
@@ -175,6 +179,10 @@ class FromOutside(FineTune):
         self.model = model.double()
 
     def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+        if self.kind.endswith(("ForQuestionAnswering", "ForMultipleChoice")):
+            loss = self.model(**self.of_answers(batch)).loss
+            self.log("loss", loss, sync_dist=True)
+            return loss
         if "LM" not in self.kind or self.task != "tokens":
             return super().training_step(batch, number)
         # The models' own losses of tokens are in float32.
@@ -182,6 +190,16 @@ class FromOutside(FineTune):
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
         self.log("loss", loss, sync_dist=True)
         return loss
+
+    def of_answers(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the call of a model that finds an answer in its row, or chooses one of two rows."""
+        tokens, mask = batch["input_ids"], batch["attention_mask"]
+        if self.kind.endswith("ForQuestionAnswering"):
+            places = {"start_positions": tokens[:, 0] % 4, "end_positions": tokens[:, 1] % 4}
+            return {"input_ids": tokens, "attention_mask": mask, **places}
+        both = {"input_ids": (tokens, tokens.flip(1)), "attention_mask": (mask, mask.flip(1))}
+        call = {name: torch.stack(pair, 1) for name, pair in both.items()}
+        return {**call, "labels": tokens[:, 0] % 2}
 
 
 def train_from_outside(kind: str, layout: dict[str, Any] | None, devices: int) -> list[float]:

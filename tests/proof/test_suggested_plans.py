@@ -95,7 +95,7 @@ class Train(LightningModule):
             pixels = (tokens[:, :1, None, None] / 40).sin().expand(-1, 3, 8, 8)
             found = self.model(input_ids=tokens, pixel_values=pixels)
             return (found.text_embeds * found.image_embeds).sum(-1).mean()
-        if self.kind == "BertForQuestionAnswering":
+        if self.kind == "ElectraForQuestionAnswering":
             return self.model(
                 tokens, start_positions=tokens[:, 0] % 4, end_positions=tokens[:, 1] % 4
             ).loss
@@ -115,7 +115,7 @@ class Train(LightningModule):
 
 
 KINDS = (
-    "Transformer", "BertForQuestionAnswering", "T5ForConditionalGeneration", "CLIPModel",
+    "Transformer", "ElectraForQuestionAnswering", "T5ForConditionalGeneration", "CLIPModel",
     "DebertaV2ForSequenceClassification",
 )  # fmt: skip
 

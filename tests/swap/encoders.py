@@ -20,9 +20,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {**_SIZES, "hidden_act": "relu"}),
     "bert masked": ("BertForMaskedLM", {**_SIZES, "hidden_act": "gelu_new"}),
     "bert classes": ("BertForSequenceClassification", {**_SIZES, "num_labels": 5}),
+    "bert choices": ("BertForMultipleChoice", {**_SIZES, "classifier_dropout": 0.2}),
+    "bert spans": ("BertForQuestionAnswering", _SIZES),
     "roberta": ("RobertaModel", _SIZES),
     "roberta masked": ("RobertaForMaskedLM", {**_SIZES, "hidden_act": "relu"}),
     "roberta classes": ("RobertaForSequenceClassification", {**_SIZES, "num_labels": 5}),
+    "roberta choices": ("RobertaForMultipleChoice", _SIZES),
+    "roberta spans": ("RobertaForQuestionAnswering", _SIZES),
 }
 
 

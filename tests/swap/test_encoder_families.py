@@ -93,6 +93,11 @@ def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> Non
                 )
 
 
+def tokens_of(case: str) -> torch.Tensor:
+    """Return tokens in the shape that the class takes."""
+    return torch.stack((TOKENS, TOKENS.roll(1, 0)), 1) if "choices" in case else TOKENS
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
     twin, family = encoder_of(case).eval(), family_of_case(case)
@@ -104,7 +109,8 @@ def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> 
     expected = twin.state_dict()
     assert again.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
-    assert torch.equal(again.eval()(TOKENS)[0], twin(TOKENS)[0])
+    tokens = tokens_of(case)
+    assert torch.equal(again.eval()(tokens)[0], twin(tokens)[0])
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -266,6 +272,9 @@ def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], mess
     [
         ("bert", {"labels": TOKENS}, "takes no labels"),
         ("bert masked", {"output_attentions": True}, "takes no output_attentions"),
+        ("bert spans", {"labels": TOKENS}, "takes no labels"),
+        ("bert classes", {"start_positions": TOKENS[:, 0]}, "takes no start_positions"),
+        ("bert choices", {}, r"takes input_ids of the shape \(batch, choices, tokens\)"),
         ("roberta", {"encoder_hidden_states": TOKENS}, "takes no encoder_hidden_states"),
         (
             "roberta",
@@ -287,14 +296,15 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
     for case in CASES:
         twin = encoder_of(case).eval()
         model = replaced(encoder_of(case).eval(), family_of_case(case), ParallelMesh.single())
-        call = (
-            {"labels": TOKENS}
-            if "masked" in case
-            else {"labels": torch.tensor([1, 0])}
-            if "classes" in case
-            else {}
-        )
-        theirs, ours = twin(TOKENS, **call), model(TOKENS, **call)
+        places = torch.tensor([1, 0])
+        call = {
+            "masked": {"labels": TOKENS},
+            "classes": {"labels": places},
+            "choices": {"labels": places},
+            "spans": {"start_positions": places, "end_positions": places},
+        }.get(case.split()[-1], {})
+        tokens = tokens_of(case)
+        theirs, ours = twin(tokens, **call), model(tokens, **call)
         assert tuple(theirs.keys()) == ours.keys(), case
         for one, other in zip(theirs.to_tuple(), ours.to_tuple(), strict=True):
             assert torch.allclose(one, other, atol=1e-4), case

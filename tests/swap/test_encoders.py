@@ -23,9 +23,15 @@ from tests.sweeps import chosen
 from tests.world import run_world
 
 B, S = 3, 10
-ALONE = chosen(list(CASES), "bert", "roberta masked", "bert classes")
-SHARED = chosen(list(CASES), "bert masked", "roberta", "roberta classes")
+ALONE = chosen(
+    list(CASES), "bert", "roberta masked", "bert classes", "bert choices", "roberta spans"
+)
+SHARED = chosen(
+    list(CASES), "bert masked", "roberta", "roberta classes", "roberta choices", "bert spans"
+)
 Call = dict[str, Any]
+#: Entries of outputs.
+NAMES = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 
 
 def exact(case: str, **changes: Any) -> nn.Module:
@@ -72,6 +78,14 @@ def labelled(case: str, call: Call) -> Call:
         }
     if "classes" in case:
         return {**call, "labels": torch.tensor([1, 4, 0])}
+    if "choices" in case:
+        # Two answers of each sample; the second one has other rows.
+        both = {name: torch.stack((one, one.roll(1, 0)), 1) for name, one in call.items()}
+        return {**both, "labels": torch.tensor([1, 0, 1])}
+    if "spans" in case:
+        # One end lies behind the row, and does not count.
+        places = torch.tensor([1, 4, 0]), torch.tensor([[5], [4], [S + 7]])
+        return {**call, "start_positions": places[0], "end_positions": places[1]}
     return call
 
 
@@ -133,7 +147,7 @@ def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: Paral
         model.body.recompute = recompute
         model.zero_grad()
         output = model(**truth.call)
-        for name in ("logits", "last_hidden_state", "pooler_output"):
+        for name in NAMES:
             if truth.output.get(name) is not None:
                 assert_equal(getattr(output, name), truth.output[name], f"{what}: {name}", 1e-9)
         loss = loss_of(output)

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa encoders, for masked language modelling and sequence classification."""
+"""BERT and RoBERTa encoders with the heads of Hugging Face's classes."""
 
 from __future__ import annotations
 
@@ -175,6 +175,7 @@ _CLASSES = (
     Field("classifier_dropout", None, _head_dropout),
     Field("problem_type", None, only=_PROBLEMS, why="only these losses are implemented"),
 )
+_CHOICE_DROPOUT = Field("classifier_dropout", None, _head_dropout)
 _BERT = _fields(30522, 0)
 _BERT_HEADS = (r"(bert\.)?pooler\..*", r"cls\..*", r"classifier\..*", r"qa_outputs\..*")
 _BERT_BUFFERS = (r"(bert\.)?embeddings\.(position_ids|token_type_ids)",)
@@ -229,7 +230,17 @@ BERT_CLASSES = Family(
     heads=_BERT_HEADS,
 )
 
-#: Read by fine-tuning alone. Models of this class in a user's module keep their own code.
+BERT_CHOICES = Family(
+    "bert",
+    "BertForMultipleChoice",
+    _table("BERT", (*_BERT, _CHOICE_DROPOUT), head="classifier", num_labels=1),
+    EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
+    base="bert.",
+    ignored=_BERT_BUFFERS,
+    renamed=_EARLIER_NORMS,
+    heads=_BERT_HEADS,
+)
+
 BERT_SPANS = Family(
     "bert",
     "BertForQuestionAnswering",
@@ -274,6 +285,35 @@ ROBERTA_CLASSES = Family(
     "RobertaForSequenceClassification",
     _table("RoBERTa", (*_ROBERTA, *_CLASSES), head="classifier", drops_first=True, **_COUNTED),
     EncoderNames("roberta.", {"dense": "classifier.dense", "output": "classifier.out_proj"}),
+    base="roberta.",
+    ignored=_ROBERTA_BUFFERS,
+    renamed=_EARLIER_NORMS,
+    heads=_ROBERTA_HEADS,
+)
+
+ROBERTA_CHOICES = Family(
+    "roberta",
+    "RobertaForMultipleChoice",
+    _table(
+        "RoBERTa",
+        # Its classifier has the dropout of the hidden states, whatever classifier_dropout says.
+        (*_ROBERTA, Field("hidden_dropout_prob", 0.1, "head_dropout")),
+        head="classifier",
+        num_labels=1,
+        **_COUNTED,
+    ),
+    EncoderNames("roberta.", {"dense": "roberta.pooler.dense", "output": "classifier"}),
+    base="roberta.",
+    ignored=_ROBERTA_BUFFERS,
+    renamed=_EARLIER_NORMS,
+    heads=_ROBERTA_HEADS,
+)
+
+ROBERTA_SPANS = Family(
+    "roberta",
+    "RobertaForQuestionAnswering",
+    _table("RoBERTa", _ROBERTA, head="span", **_COUNTED),
+    EncoderNames("roberta.", {"output": "qa_outputs"}),
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
     renamed=_EARLIER_NORMS,

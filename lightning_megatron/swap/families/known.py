@@ -10,11 +10,15 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.alibi import BLOOM, MPT
 from lightning_megatron.swap.families.bert import (
     BERT,
+    BERT_CHOICES,
     BERT_CLASSES,
     BERT_MASKED,
+    BERT_SPANS,
     ROBERTA,
+    ROBERTA_CHOICES,
     ROBERTA_CLASSES,
     ROBERTA_MASKED,
+    ROBERTA_SPANS,
 )
 from lightning_megatron.swap.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from lightning_megatron.swap.families.ernie import ERNIE45, HELIUM
@@ -39,7 +43,8 @@ FAMILIES: tuple[Family, ...] = (
     *(GEMMA2, GEMMA3, OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2),
     *(ERNIE45, HELIUM, BLOOM, MPT),
     *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
-    *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
+    *(BERT_MASKED, BERT_CLASSES, BERT_CHOICES, BERT_SPANS, BERT),
+    *(ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA_CHOICES, ROBERTA_SPANS, ROBERTA),
 )
 
 

@@ -13,7 +13,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
-from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput
+from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput, SpanOutput
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 #: Arguments of Hugging Face's call that do not change the result.
@@ -47,12 +48,16 @@ class HuggingFaceEncoder(ReplacedModel):
         inputs_embeds: Tensor | None = None,
         *,
         labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
         **others: Any,
-    ) -> EncoderOutput | MaskedLMOutput | tuple[Any, ...]:
+    ) -> EncoderOutput | MaskedLMOutput | SpanOutput | tuple[Any, ...]:
         """Return Hugging Face's output: ``loss`` and ``logits``, or the hidden states.
 
         Shapes: input_ids, attention_mask, token_type_ids and position_ids ``(B, S)``; inputs_embeds
-        ``(B, S, D)``; labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes.
+        ``(B, S, D)``; labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes, or
+        ``(B)`` of answers. For multiple choice the inputs have the shapes ``(B, choices, S)`` and
+        ``(B, choices, S, D)``.
 
         Args:
             input_ids: Token ids; alternatively ``inputs_embeds``.
@@ -61,6 +66,9 @@ class HuggingFaceEncoder(ReplacedModel):
             position_ids: Position of every token; by default the positions that Hugging Face uses.
             inputs_embeds: Vectors instead of token ids.
             labels: Targets of a head, or -100 where no loss is computed.
+            start_positions: First token of each answer ``(B)``; a place outside of the row counts
+                no loss.
+            end_positions: Last token of each answer ``(B)``, likewise.
             others: Further arguments, none of which may change the result; ``return_dict=False``
                 returns a tuple.
 
@@ -69,27 +77,49 @@ class HuggingFaceEncoder(ReplacedModel):
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
-        _refuse({**others, **({} if head in ("masked_lm", "classifier") else {"labels": labels})})
-        rows = EncoderInput(input_ids, inputs_embeds, None, position_ids, token_type_ids)
-        shape = rows.given.shape[:2]
-        valid = _valid(attention_mask, shape, self.mesh.host_values)
-        if position_ids is not None:
-            position_ids = position_ids.expand(shape)
-        if token_type_ids is not None:
-            token_type_ids = token_type_ids.expand(shape)
-        rows = EncoderInput(input_ids, inputs_embeds, valid, position_ids, token_type_ids)
-        extra = -shape[1] % length_multiple(self.layers.mesh)
+        untaken = {"start_positions": start_positions, "end_positions": end_positions}
+        if head == "span":
+            untaken = {"labels": labels}
+        elif head not in ("masked_lm", "classifier"):
+            untaken["labels"] = labels
+        _refuse({**others, **untaken})
+        inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
+        choices = None
+        if self.family.architecture.endswith("ForMultipleChoice"):
+            # Each answer is a row.
+            choices = _num_choices(inputs)
+        rows = self._rows(*(_as_rows(one, choices) for one in inputs))
+        length = rows.given.shape[1]
+        extra = -length % length_multiple(self.layers.mesh)
         targets = labels if head == "masked_lm" else None
         if extra:
             rows = self._padded(rows, extra)
             targets = None if targets is None else F.pad(targets, (0, extra), value=IGNORED)
         result = self.layers(rows, targets, IGNORED)
-        output = (
-            self._masked(result, targets, shape[1])
-            if head == "masked_lm"
-            else self._output(result, labels, shape[1])
-        )
+        output: EncoderOutput | MaskedLMOutput | SpanOutput
+        if head == "masked_lm":
+            output = self._masked(result, targets, length)
+        elif head == "span":
+            output = self._spans(result, start_positions, end_positions, length)
+        else:
+            output = self._output(result, labels, length, choices)
         return output.to_tuple() if others.get("return_dict") is False else output
+
+    def _rows(
+        self,
+        tokens: Tensor | None,
+        vectors: Tensor | None,
+        attention_mask: Tensor | None,
+        positions: Tensor | None,
+        token_types: Tensor | None,
+    ) -> EncoderInput:
+        shape = EncoderInput(tokens, vectors, None, positions, token_types).given.shape[:2]
+        valid = _valid(attention_mask, shape, self.mesh.host_values)
+        if positions is not None:
+            positions = positions.expand(shape)
+        if token_types is not None:
+            token_types = token_types.expand(shape)
+        return EncoderInput(tokens, vectors, valid, positions, token_types)
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
         """Append padding positions that no position attends to."""
@@ -123,10 +153,36 @@ class HuggingFaceEncoder(ReplacedModel):
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
         return MaskedLMOutput(loss, lambda: self.layers.whole_logits(logits)[:, :length])
 
-    def _output(self, result: EncoderResult, labels: Tensor | None, length: int) -> EncoderOutput:
-        if result.logits is not None:
-            loss = None if labels is None else self._class_loss(result.logits, labels)
-            return EncoderOutput(loss=loss, logits=result.logits)
+    def _spans(
+        self, result: EncoderResult, starts: Tensor | None, ends: Tensor | None, length: int
+    ) -> SpanOutput:
+        logits = result.logits
+        assert logits is not None, "a head of spans computes logits"
+        if isinstance(logits, RemoteTensor):
+            shape = logits.shape[0], length
+            one, other = (self.layers.absent(shape, logits.dtype, "the logits") for _ in range(2))
+        else:
+            one, other = (part.contiguous() for part in logits[:, :length].unbind(-1))
+        loss = None
+        if starts is not None and ends is not None:
+            loss = (_place_loss(one, starts) + _place_loss(other, ends)) / 2
+        return SpanOutput(loss, one, other)
+
+    def _output(
+        self, result: EncoderResult, labels: Tensor | None, length: int, choices: int | None
+    ) -> EncoderOutput:
+        logits = result.logits
+        if logits is not None and choices is not None:
+            shape = logits.shape[0] // choices, choices
+            if isinstance(logits, RemoteTensor):
+                logits = self.layers.absent(shape, logits.dtype, "the logits")
+            else:
+                logits = logits.view(shape)
+            loss = None if labels is None else _cross_entropy(logits, labels)
+            return EncoderOutput(loss=loss, logits=logits)
+        if logits is not None:
+            loss = None if labels is None else self._class_loss(logits, labels)
+            return EncoderOutput(loss=loss, logits=logits)
         assert result.hidden is not None, "an encoder without a head returns hidden states"
         hidden = self.layers.whole(result.hidden)[:, :length]
         return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
@@ -150,6 +206,35 @@ class HuggingFaceEncoder(ReplacedModel):
                 else F.mse_loss(logits, labels)
             )
         return F.binary_cross_entropy_with_logits(logits, labels)
+
+
+def _as_rows(tensor: Tensor | None, choices: int | None) -> Tensor | None:
+    return tensor if tensor is None or choices is None else tensor.flatten(0, 1)
+
+
+def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
+    """Return the number of answers of each sample."""
+    tokens, vectors = inputs[:2]
+    given = vectors if tokens is None else tokens
+    if given is None or given.dim() != (4 if tokens is None else 3):
+        raise UnsupportedError(
+            "a model for multiple choice takes input_ids of the shape (batch, choices, tokens), or "
+            "inputs_embeds with one dimension more: "
+            f"{None if given is None else tuple(given.shape)} was given. Put the answers of a "
+            "sample into a dimension of their own."
+        )
+    return given.shape[1]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels.view(-1), ignore_index=ignored)
+
+
+def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
+    """Return the mean loss of places in rows; those outside of a row do not count."""
+    length = logits.shape[1]
+    return _cross_entropy(logits, places.view(-1).clamp(0, length), length)
 
 
 def _valid(attention_mask: Tensor | None, shape: torch.Size, host: HostValues) -> Tensor | None:

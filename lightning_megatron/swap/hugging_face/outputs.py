@@ -131,15 +131,38 @@ class MaskedLMOutput(CausalLMOutput):
     """
 
 
-class EncoderOutput(_Output):
-    """Output of an encoder or a sequence classifier.
+class SpanOutput(_Output):
+    """Output of a model that finds the start and the end of an answer.
 
-    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions and
-    SequenceClassifierOutput: attributes, keys and positions, without entries that are None.
+    Equal to Hugging Face's QuestionAnsweringModelOutput: attributes, keys and positions, without
+    entries that are None.
+
+    Args:
+        loss: Mean of the losses of starts and of ends; None without positions.
+        start_logits: Logits of every token as the start ``(B, S)``.
+        end_logits: Logits of every token as the end ``(B, S)``.
+    """
+
+    def __init__(self, loss: Tensor | None, start_logits: Tensor, end_logits: Tensor) -> None:
+        self.loss = loss
+        self.start_logits = start_logits
+        self.end_logits = end_logits
+
+    @override
+    def keys(self) -> tuple[str, ...]:
+        names = ("start_logits", "end_logits")
+        return names if self.loss is None else ("loss", *names)
+
+
+class EncoderOutput(_Output):
+    """Output of an encoder, a sequence classifier or a chooser among several answers.
+
+    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions, SequenceClassifierOutput
+    and MultipleChoiceModelOutput: attributes, keys and positions, without entries that are None.
 
     Args:
         loss: Mean over the labels.
-        logits: Logits of the classes ``(B, num_labels)``.
+        logits: Logits of the classes ``(B, num_labels)``, or of the answers ``(B, choices)``.
         last_hidden_state: Output of the last layer ``(B, S, D)``.
         pooler_output: Output of the pooler ``(B, D)``.
     """
