@@ -163,8 +163,8 @@ class TaskDataModule(RowDataModule):
         rows = TaskRows(**arrays, choices=self.choices, key=cache_key(fields))
         self.keep(part, {name: found[name] for name in self.further_arrays})
         num_left_out, num_cut = rows.counts.tolist()
-        tell = rank_zero_warn if num_left_out + num_cut else rank_zero_info
-        tell(
+        notify = rank_zero_warn if num_left_out + num_cut else rank_zero_info
+        notify(
             f"Rows of {', '.join(map(str, paths))}: {len(rows)} read, {num_left_out} malformed "
             f"ones left out, {num_cut} texts cut (seq_length: {self.seq_length} tokens)."
         )
