@@ -45,7 +45,7 @@ class EvaluationData(LightningDataModule):
         -100 are not scored.
     """
 
-    #: Whether the metrics need the hits, which tell which labels are the most probable tokens.
+    #: Whether the metrics need hits, that is, which labels are the most probable tokens.
     needs_hits = False
     batch_size: int
 
