@@ -1,1 +1,1 @@
-"""Cleaning of raw text: fixed characters, short documents, near-duplicates and test documents."""
+"""Cleaning of raw text: character repair, length filter, deduplication and decontamination."""

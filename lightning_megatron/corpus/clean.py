@@ -1,4 +1,4 @@
-"""Cleaning of JSON lines: the documents that stay are written in the order of the input."""
+"""Cleaning of JSON lines: the kept documents are written in the order of the input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_megatron.disk_sync import sync_file, sync_folder
 from lightning_megatron.errors import UnsupportedError
 
 CHUNK_BYTES = 1 << 20
-#: Errors of broken lines that a report has.
+#: Maximum number of broken lines whose errors are reported.
 MAX_BROKEN_LINES = 100
 
 
@@ -44,14 +44,14 @@ def clean(
 ) -> CleaningReport:
     """Write the documents of ``inputs`` that pass all steps as JSON lines.
 
-    Objects keep all their bytes but for repaired text. The number of processes does not affect the
-    result. Output and report appear only when they are complete.
+    All bytes of a line are kept except those of repaired text. The number of processes does not
+    affect the result. Output and report appear only when they are complete.
 
     Args:
         inputs: Files of JSON lines, directories and globs.
-        output: File of JSON lines, packed if it ends in .gz.
-        options: Steps.
-        report_path: File of the report in JSON; None writes none.
+        output: File of JSON lines, compressed if it ends in .gz.
+        options: Settings of the steps.
+        report_path: File of the report in JSON; None writes no report.
         workers: Number of processes.
         progress: Whether to show progress bars.
         overwrite: Whether an existing output or report is replaced.
@@ -117,8 +117,8 @@ def clean(
 def _examine_all(
     paths: list[Path], spool: Spool, options: CleaningOptions, workers: int, progress: bool
 ) -> tuple[int, int, list[str]]:
-    """Fill the spool; return the numbers of broken and short documents, and the first errors."""
-    # The bar counts decompressed bytes, so compressed files leave its total unknown.
+    """Fill the spool, and return the numbers of broken and short documents and the first errors."""
+    # The progress bar counts decompressed bytes, whose total is unknown with compressed files.
     total = None
     if not any(path.suffix == ".gz" for path in paths):
         total = sum(path.stat().st_size for path in paths)
@@ -140,8 +140,8 @@ def _check_files(paths: list[Path], targets: list[Path], overwrite: bool) -> Non
     for path in paths:
         if not is_json_lines(path):
             raise UnsupportedError(
-                f"{path} is not a file of JSON lines by its name. Inputs must end in .jsonl, .json "
-                "or .ndjson (or these with .gz), with one object on each line."
+                f"the name of {path} is not that of a file of JSON lines. Inputs must end in "
+                ".jsonl, .json or .ndjson (or these with .gz), with one object on each line."
             )
     if not is_json_lines(targets[0]):
         raise UnsupportedError(
@@ -171,11 +171,11 @@ def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _publish(written: Path, target: Path) -> None:
-    """Give a complete file its name, which may be on another disk."""
+    """Move a complete file to its final name, which may be on another disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if written.stat().st_dev != target.parent.stat().st_dev:
-        near = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(written, near)
-        written = near
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(written, temporary)
+        written = temporary
     os.replace(written, target)
     sync_folder(target.parent)

@@ -1,4 +1,4 @@
-"""Near-duplicates: documents whose signatures agree, found by bands and joined to clusters."""
+"""Near-duplicates: locality-sensitive hashing of MinHash signatures, and clusters of documents."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_megatron.corpus.signatures import (
 )
 
 Numbers = npt.NDArray[np.int64]
-# Documents whose signatures are read from the disk at a time.
+# Number of documents whose signatures are read from disk at a time.
 _BLOCK = 1 << 14
 
 
 class UnionFind:
-    """Disjoint sets of the numbers below ``size``, each known by its smallest member."""
+    """Disjoint sets of the numbers below ``size``, each represented by its smallest member."""
 
     def __init__(self, size: int) -> None:
         self.parents: Numbers = np.arange(size, dtype=np.int64)
 
     def find(self, member: int) -> int:
-        """Return the smallest member of a set."""
+        """Return the smallest member of the set of a member."""
         parents = self.parents
         while parents[member] != member:
             parents[member] = parents[parents[member]]
@@ -54,22 +54,22 @@ def find_clusters(
     threshold: float,
     progress: Callable[[], object] = lambda: None,
 ) -> Numbers:
-    """Return the first document of the cluster of each document.
+    """Return for each document the first document of its cluster.
 
-    Equals the connected components of all pairs of active documents whose estimated similarity is
-    at least the threshold: no pair is missed.
+    Clusters are the connected components of all pairs of active documents whose estimated
+    similarity is at least the threshold. No such pair is missed.
 
     Shapes: signatures (N, 128), active (N,) -> (N,).
 
     Args:
-        signatures: Signatures of the documents, such as a file in memory.
-        active: Which documents take part; others stay alone.
+        signatures: Signatures of the documents, such as a memory-mapped file.
+        active: Which documents are compared; each of the others is its own cluster.
         threshold: Jaccard similarity.
-        progress: Is called after each band.
+        progress: Function that is called after each band.
     """
     sets = UnionFind(len(signatures))
     members = np.flatnonzero(active)
-    # Documents with the same signature are one from here on; a page may occur a million times.
+    # Merge documents with equal signatures before the bands: a page may occur a million times.
     for group in _mixed_groups(_keys(signatures, members, 0, NUM_HASHES), sets.roots()[members]):
         rows = members[group]
         for first in range(0, len(rows), _BLOCK):
@@ -87,9 +87,9 @@ def find_clusters(
 
 
 def find_matches(signatures: Signatures, tests: Signatures, threshold: float) -> Numbers:
-    """Return the first test document that each document resembles, or -1.
+    """Return for each document the first test document that is similar to it, or -1.
 
-    Equals a comparison of all documents with all test documents.
+    The result equals that of a comparison of all documents with all test documents.
 
     Shapes: signatures (N, 128), tests (T, 128) -> (N,).
 
@@ -130,7 +130,7 @@ def _keys(
 
 
 def _mixed_groups(keys: npt.NDArray[np.uint64], roots: Numbers) -> Iterator[Numbers]:
-    """Yield the places of equal keys, in ascending order, that are not all in one set already."""
+    """Yield the ascending indices of each group of equal keys that spans several sets."""
     if not len(keys):
         return
     order = np.argsort(keys, kind="stable")
@@ -145,7 +145,7 @@ def _mixed_groups(keys: npt.NDArray[np.uint64], roots: Numbers) -> Iterator[Numb
 
 
 def _join_similar(members: Numbers, signatures: Signatures, sets: UnionFind, need: int) -> None:
-    """Unite all similar pairs of a group, without comparing documents of one set."""
+    """Unite all similar pairs of a group, comparing only documents of different sets."""
     rows = np.asarray(signatures[members])
     roots = np.array([sets.find(int(member)) for member in members])
     for number in range(len(members) - 1):

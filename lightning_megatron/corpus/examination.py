@@ -1,4 +1,4 @@
-"""What a worker process does with a chunk of documents: fix, measure, and sign them."""
+"""Work of a worker process on a chunk of documents: repair, length filter and signatures."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.extras import import_extra
 
-#: Name of the tokenizer that counts what blanks separate.
+#: Name of the tokenizer that splits texts at whitespace.
 WORDS = "words"
 
 
 @dataclass(frozen=True)
 class CleaningOptions:
-    """Steps of cleaning.
+    """Settings of the cleaning steps.
 
     Args:
         json_key: Key of the text.
         fix_text: Whether ``ftfy.fix_text`` repairs texts.
-        min_tokens: Least length of a document (tokens); 0 keeps all.
-        tokenizer: What counts as a token: "words" are separated by blanks; otherwise the name or
-            path of a tokenizer.
-        jaccard: Similarity from which documents are duplicates, above 0.5; None keeps duplicates.
-        ngram: Words of the n-grams whose sets are compared (words).
-        tests: Files of test sets; documents that resemble one of theirs are removed.
-        test_jaccard: Similarity from which a document resembles a test document, above 0.5.
-        skip_broken: Whether broken lines are counted and left out.
+        min_tokens: Minimum length of a document; 0 keeps all documents (tokens).
+        tokenizer: Tokenizer that measures lengths: "words" splits at whitespace; otherwise the name
+            or path of a tokenizer.
+        jaccard: Least Jaccard similarity of duplicates, above 0.5; None keeps duplicates.
+        ngram: Length of the n-grams whose sets are compared (words).
+        tests: Files of test sets; documents that are similar to a test document are removed.
+        test_jaccard: Least Jaccard similarity at which a document is removed because of a test
+            document, above 0.5.
+        skip_broken: Whether broken lines are counted and left out instead of raising.
     """
 
     json_key: str = "text"
@@ -53,7 +54,7 @@ class CleaningOptions:
     def __post_init__(self) -> None:
         if self.ngram < 1 or self.min_tokens < 0:
             raise ParallelPlanError(
-                f"n-grams must have at least 1 word and the least length must be 0 or more: "
+                "ngram must be at least 1 and min_tokens at least 0: "
                 f"{self.ngram} and {self.min_tokens} were given."
             )
 
@@ -65,17 +66,17 @@ class CleaningOptions:
 
 @dataclass
 class Examined:
-    """Documents of a chunk that are whole and long enough, and the number of the others.
+    """Documents of a chunk that are valid and long enough, and the numbers of the others.
 
     Args:
         path: File.
-        num_bytes: Bytes of the file that were read (bytes).
+        num_bytes: Number of bytes that were read from the file (bytes).
         broken: Errors of broken lines.
         short: Number of documents that are too short.
         fixed: For each document, whether its text was repaired.
-        lines: Line of each document.
-        contents: Each document as it is written.
-        grams: 8-grams of the test sets in each document.
+        lines: Line number of each document.
+        contents: Line of each document as it will be written.
+        grams: Indices of the test sets' 8-grams that occur in each document.
         signatures: Signatures of the documents, of shape (N, 128).
     """
 
@@ -93,11 +94,11 @@ class Examined:
 
 
 def examine(chunk: RawChunk, options: CleaningOptions) -> Examined:
-    """Fix, measure and sign the documents of a chunk.
+    """Repair the documents of a chunk, drop short ones, and compute the signatures of the others.
 
     Args:
         chunk: Lines of a file of JSON lines.
-        options: Steps.
+        options: Settings of the steps.
 
     Raises:
         CorruptDataError: If a line is broken and such lines are not skipped.
@@ -131,7 +132,7 @@ def examine(chunk: RawChunk, options: CleaningOptions) -> Examined:
 
 
 def num_tokens(text: str, options: CleaningOptions) -> int:
-    """Return the length of a text (tokens); 0 if no least length is asked for."""
+    """Return the length of a text (tokens), or 0 if there is no minimum length."""
     if not options.min_tokens:
         return 0
     if options.tokenizer == WORDS:
@@ -140,7 +141,7 @@ def num_tokens(text: str, options: CleaningOptions) -> int:
 
 
 def check_extras(options: CleaningOptions) -> None:
-    """Raise what the steps would raise in a worker process.
+    """Raise the errors that missing packages or tokenizers would cause in worker processes.
 
     Raises:
         MissingExtraError: If a step needs a package that is not installed.
@@ -163,7 +164,7 @@ def _fixed(document: JsonDocument, options: CleaningOptions) -> str:
 
 @lru_cache(maxsize=1)
 def held_out_of(tests: tuple[str, ...], json_key: str) -> HeldOut:
-    """Return the test sets, which each process reads once."""
+    """Return the test sets; each process reads them once."""
     return HeldOut(tests, json_key)
 
 

@@ -1,4 +1,4 @@
-"""Test sets: their documents, and the 8-grams that a training corpus shares with them."""
+"""Test sets: their documents, and the overlap of their 8-grams with a training corpus."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures, signatu
 from lightning_megatron.corpus.words import ngrams_of, words_of
 from lightning_megatron.data.documents import find_inputs, parse_chunk, read_chunks
 
-#: Words of the n-grams by which overlap is measured.
+#: Length of the n-grams by which overlap is measured (words).
 OVERLAP_WORDS = 8
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """8-grams of one test set, and those of them that occur in the training corpus.
+    """Numbers of 8-grams of one test set, and of those that occur in the training corpus.
 
     Args:
         test: File.
-        documents: Documents of the file.
-        eight_grams: 8-grams of all documents, repeated ones counted each time.
-        found: Those of them that occur in the training corpus.
-        distinct: Different 8-grams.
-        distinct_found: Those of them that occur in the training corpus.
+        documents: Number of documents of the file.
+        eight_grams: Number of 8-grams of all documents; repeated ones count each time.
+        found: Number of these 8-grams that occur in the training corpus.
+        distinct: Number of distinct 8-grams.
+        distinct_found: Number of distinct 8-grams that occur in the training corpus.
     """
 
     test: str
@@ -39,7 +39,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of the 8-grams that occur in the training corpus, as GPT-2's paper counts it."""
+        """Fraction of the 8-grams that occur in the training corpus, as in the GPT-2 paper."""
         return self.found / max(self.eight_grams, 1)
 
 
@@ -47,7 +47,7 @@ class HeldOut:
     """Test sets in memory.
 
     Args:
-        inputs: Files, directories and globs: JSON lines, or plain text with one document a file.
+        inputs: Files, directories and globs: JSON lines, or plain text with one document per file.
         json_key: Key of the text in JSON lines.
 
     Raises:
@@ -58,7 +58,7 @@ class HeldOut:
     def __init__(self, inputs: tuple[str, ...], json_key: str) -> None:
         self.places: list[str] = []
         self.texts: list[str] = []
-        #: Number of each different 8-gram.
+        #: Index of each distinct 8-gram.
         self.grams: dict[str, int] = {}
         self._sets: list[tuple[str, int, Counter[int]]] = []
         for path in find_inputs(inputs) if inputs else []:
@@ -79,13 +79,13 @@ class HeldOut:
         Shapes: The result is (T, 128).
 
         Args:
-            ngram: Words of an n-gram (words).
+            ngram: Length of an n-gram (words).
         """
         rows = [signature_of(text, ngram) for text in self.texts]
         return np.array(rows, dtype=np.uint32).reshape(-1, NUM_HASHES)
 
     def grams_in(self, text: str) -> list[int]:
-        """Return the numbers of the 8-grams that occur in a text, ascending."""
+        """Return the indices of the 8-grams that occur in a text, in ascending order."""
         grams = set(ngrams_of(words_of(text), OVERLAP_WORDS))
         return sorted(self.grams[gram] for gram in grams if gram in self.grams)
 

@@ -1,4 +1,4 @@
-"""Report of a cleaning: how many documents were removed and why, and how much tests overlap."""
+"""Report of a cleaning: removed documents by reason, clusters, and overlap with test sets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_megatron.corpus.spool import Spool
 
 @dataclass(frozen=True)
 class CleaningReport:
-    """Numbers of documents: ``read`` is the sum of ``kept`` and those removed for each reason.
+    """Numbers of documents: ``read`` is the sum of ``kept`` and of those removed for each reason.
 
     Args:
-        read: Lines that are not empty.
-        kept: Documents that were written.
-        fixed: Kept documents whose text was repaired.
-        broken: Lines that are not valid.
-        short: Documents with too few tokens.
-        test: Documents that resemble a test document.
-        duplicate: Documents that resemble an earlier document.
-        clusters: Clusters of duplicates.
+        read: Number of lines that are not empty.
+        kept: Number of documents that were written.
+        fixed: Number of kept documents whose text was repaired.
+        broken: Number of lines that are not valid.
+        short: Number of documents with too few tokens.
+        test: Number of documents that are similar to a test document.
+        duplicate: Number of documents in the cluster of an earlier document.
+        clusters: Number of clusters of duplicates.
         overlaps: Overlap of each test set with the kept documents.
         broken_lines: The first errors of broken lines.
     """
@@ -49,7 +49,7 @@ def clusters_of(roots: Numbers) -> Iterator[tuple[int, list[int]]]:
     """Yield the first document of each cluster of at least two, and the others, in order.
 
     Args:
-        roots: First document of the cluster of each document.
+        roots: For each document the first document of its cluster.
     """
     removed = np.flatnonzero(roots != np.arange(len(roots)))
     order = removed[np.argsort(roots[removed], kind="stable")]
@@ -67,16 +67,16 @@ def write_report(
     matches: Numbers,
     test_places: list[str],
 ) -> None:
-    """Write a report as JSON, a cluster and a match on one line each.
+    """Write a report as JSON, with one line per cluster and per match with a test document.
 
     Args:
         path: File.
-        report: Numbers.
-        options: Steps.
-        spool: Places of the documents.
-        roots: First document of the cluster of each document.
-        matches: Test document that each document resembles, or -1.
-        test_places: Place of each test document.
+        report: Numbers of documents.
+        options: Settings of the steps.
+        spool: Spool that knows file and line of each document.
+        roots: For each document the first document of its cluster.
+        matches: For each document the test document that is similar to it, or -1.
+        test_places: File and line of each test document.
     """
     numbers = asdict(report)
     overlaps = [{**asdict(one), "share": one.share} for one in report.overlaps]

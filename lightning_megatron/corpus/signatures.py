@@ -1,4 +1,4 @@
-"""MinHash signatures, whose equal places estimate the Jaccard similarity of two texts."""
+"""MinHash signatures, whose number of equal values estimates the Jaccard similarity of texts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.extras import import_extra
 
 Signatures = npt.NDArray[np.uint32]
-#: Numbers of a signature.
+#: Number of hash values of a signature.
 NUM_HASHES = 128
-# Shingles that datasketch hashes at a time: it keeps NUM_HASHES numbers for each of them.
+# Number of n-grams that datasketch hashes at a time; it stores NUM_HASHES values for each of them.
 _BATCH = 4096
 
 
 def signature_of(text: str, ngram: int) -> Signatures:
     """Return the MinHash signature of the word n-grams of a text.
 
-    Equals ``datasketch.MinHash(128)`` after an update with every n-gram in UTF-8.
+    It equals ``datasketch.MinHash(128)`` after an update with every n-gram in UTF-8.
 
     Shapes: The result is (128,).
 
     Args:
         text: Text.
-        ngram: Words of an n-gram (words).
+        ngram: Length of an n-gram (words).
 
     Raises:
         MissingExtraError: If the extra ``clean`` is not installed.
@@ -49,7 +49,7 @@ def _empty_sketch() -> Any:
 
 
 def least_equal(threshold: float) -> int:
-    """Return how many numbers of two signatures must be equal for an estimate of ``threshold``.
+    """Return how many values of two signatures must be equal for an estimate of ``threshold``.
 
     Args:
         threshold: Jaccard similarity.
@@ -60,17 +60,17 @@ def least_equal(threshold: float) -> int:
     if not 0.5 < threshold <= 1:
         raise ParallelPlanError(
             f"the Jaccard similarity of duplicates must be above 0.5 and at most 1: {threshold} "
-            "was given. With less, finding every pair means comparing almost all of them."
+            "was given. A lower threshold would require a comparison of almost all pairs."
         )
-    # The product may be off by one rounding, as 0.55 * 100 is.
+    # The product may have a rounding error, as 0.55 * 100 does.
     return math.ceil(round(threshold * NUM_HASHES, 9))
 
 
 def rows_of_bands(threshold: float) -> int:
-    """Return the largest size of bands that lets no similar pair pass unseen.
+    """Return the largest number of rows per band with which no similar pair is missed.
 
-    Signatures that differ in d numbers agree in one of more than d bands, so that pairs found by
-    equal bands are all pairs.
+    Two signatures that differ in d values agree in at least one of d + 1 bands, so the pairs with
+    an equal band include all similar pairs.
 
     Args:
         threshold: Jaccard similarity, above 0.5.
@@ -80,7 +80,7 @@ def rows_of_bands(threshold: float) -> int:
 
 
 def band_keys(signatures: Signatures, start: int, rows: int) -> npt.NDArray[np.uint64]:
-    """Return a number for the values of one band; equal values have equal numbers.
+    """Return a hash of the values of one band, which is equal for equal values.
 
     Shapes: signatures (N, 128) -> (N,).
 
@@ -92,7 +92,8 @@ def band_keys(signatures: Signatures, start: int, rows: int) -> npt.NDArray[np.u
     keys = np.zeros(len(signatures), dtype=np.uint64)
     for column in range(start, start + rows):
         keys ^= signatures[:, column]
-        # A multiplication by an odd number mixes low bits into high ones, and the shift back.
+        # The multiplication by an odd number mixes low bits into high ones, and the shift mixes
+        # high bits into low ones.
         keys *= np.uint64(0x9E3779B97F4A7C15)
         keys ^= keys >> np.uint64(29)
     return keys

@@ -1,4 +1,4 @@
-"""Documents on the disk while it is not known yet which of them stay."""
+"""Temporary files for documents until it is known which of them are kept."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures
 
 _PLACE = np.dtype([("file", np.int32), ("fixed", np.bool_), ("line", np.int64)])
 _HIT = np.dtype([("document", np.int64), ("gram", np.int32)])
-# Hits that are read at a time.
+# Number of hits that are read at a time.
 _BLOCK = 1 << 20
 
 
 class Spool:
-    """Context manager that writes documents in order, and reads them again.
+    """Context manager that writes documents to temporary files in order, and reads them again.
 
-    Memory does not grow with the number of documents: contents, places, signatures and 8-grams are
-    files.
+    Memory use does not grow with the number of documents: contents, line numbers, signatures and
+    8-grams are stored in files.
 
     Args:
         folder: Folder of the files.
@@ -49,7 +49,7 @@ class Spool:
         self.close()
 
     def close(self) -> None:
-        """End the writing; reading begins after it."""
+        """Close the files, after which they can be read."""
         for file in (self._lines, self._places, self._signatures, self._hits):
             file.close()
 
@@ -74,7 +74,7 @@ class Spool:
         self.num_documents += count
 
     def signatures(self) -> Signatures:
-        """Return the signatures, of shape (N, 128), as a file in memory."""
+        """Return the signatures, of shape (N, 128), as a memory-mapped file."""
         path = self._folder / "signatures"
         if not path.stat().st_size:
             return np.empty((0, NUM_HASHES), dtype=np.uint32)
@@ -102,10 +102,10 @@ class Spool:
         return found
 
     def lines(self, kept: npt.NDArray[np.bool_]) -> Iterator[bytes]:
-        """Yield the kept documents, each with its line feed."""
+        """Yield the lines of the kept documents, each with its line feed."""
         with open(self._folder / "lines", "rb") as file:
-            for stays, line in zip(kept, file, strict=True):
-                if stays:
+            for is_kept, line in zip(kept, file, strict=True):
+                if is_kept:
                     yield line
 
     def _records(self) -> npt.NDArray[np.void]:

@@ -1,4 +1,4 @@
-"""Words of a text without case and punctuation, and their n-grams."""
+"""Normalised words of a text, without case and punctuation, and their n-grams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def words_of(text: str) -> list[str]:
 
 
 def ngrams_of(words: list[str], length: int) -> list[str]:
-    """Return the n-grams of words in their order, each with one blank between its words.
+    """Return the n-grams of words in order, each with one space between its words.
 
     Args:
         words: Words of a text.
-        length: Words of an n-gram (words).
+        length: Length of an n-gram (words).
     """
     return [" ".join(words[i : i + length]) for i in range(len(words) - length + 1)]
 
@@ -25,12 +25,13 @@ def ngrams_of(words: list[str], length: int) -> list[str]:
 def shingles_of(text: str, length: int) -> set[str]:
     """Return the set of n-grams by which a text is compared with others.
 
-    A text of fewer words has one member, all its words; a text without any has its characters
-    without surrounding blanks, so that "!!!" and "???" differ.
+    For a text with fewer words, the set has one member, which consists of all its words. For a text
+    without words, the member is the text without surrounding whitespace, so that "!!!" and "???"
+    differ.
 
     Args:
         text: Text.
-        length: Words of an n-gram (words).
+        length: Length of an n-gram (words).
     """
     words = words_of(text)
     return set(ngrams_of(words, length)) or {" ".join(words) or text.strip()}

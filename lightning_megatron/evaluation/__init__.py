@@ -1,7 +1,7 @@
-"""Evaluation of language models: metrics, texts and the module that runs them.
+"""Evaluation of language models: metrics, data modules and tasks of lm-eval.
 
-Metrics are torchmetrics and reduce over the data-parallel ranks alone, so they have the same value
-under every layout. The logits stay sharded over tp.
+Metrics are ``torchmetrics.Metric`` objects that reduce over the data-parallel ranks, so they have
+the same value in every layout. The logits stay sharded over tp.
 """
 
 from lightning_megatron.evaluation.datamodules import LambadaData as LambadaData

@@ -1,4 +1,4 @@
-"""Data modules of evaluations: rows of tokens, and the metrics that they are for."""
+"""Data modules of evaluations: rows of tokens, and the metrics of each task."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_megatron.plan.settings import Count, coerced_arguments
 
 
 class _FullBatches(Dataset):
-    """Rows, and empty ones up to a whole number of batches on every rank.
+    """Rows of a task, padded with empty rows to the same number of full batches on every rank.
 
-    Every rank then has as many batches of the same shape, and no row comes twice.
+    Every rank then has equally many batches of the same shape, and no row occurs twice.
     """
 
     def __init__(self, rows: Any, multiple: int) -> None:
@@ -41,11 +41,11 @@ class _FullBatches(Dataset):
 class EvaluationData(LightningDataModule):
     """Test data of one task for an :class:`EvaluatedLM`.
 
-    Shapes: A batch is {"tokens": (B, S), "labels": (B, S)} with labels that are shifted already;
-        -100 is not scored.
+    Shapes: A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are already shifted; those of
+        -100 are not scored.
     """
 
-    #: Whether the metrics need to know which labels are the most probable tokens.
+    #: Whether the metrics need hits, that is, which labels are the most probable tokens.
     needs_hits = False
     batch_size: int
 
@@ -56,18 +56,18 @@ class EvaluationData(LightningDataModule):
 
     @abstractmethod
     def metrics(self) -> dict[str, Metric]:
-        """Return new metrics by the names under which they are logged; call ``setup`` before."""
+        """Return new metrics by the names under which they are logged; call ``setup`` first."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Return what the results depend on beside the model, for reports; call ``setup`` before.
+        """Return the sizes that the results depend on, for reports; call ``setup`` first.
 
-        Counts are in tokens, words or passages, as their names say.
+        Units are tokens, words or passages, as the names say.
         """
 
     @abstractmethod
     def read(self) -> Any:
-        """Return the rows of the task, a dataset with the property ``window``."""
+        """Return the rows of the task, as a dataset with the property ``window``."""
 
     def __init__(self, tokenizer: str) -> None:
         super().__init__()
@@ -92,18 +92,18 @@ class EvaluationData(LightningDataModule):
 class WikiTextData(EvaluationData):
     """WikiText, or another long text, in overlapping windows.
 
-    Logs ``word_perplexity``, normalised by the words of the original text, and
+    The metrics are ``word_perplexity``, normalised by the number of words of the original text, and
     ``token_perplexity``.
 
     Args:
         path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
         tokenizer: Tokenizer "bytes", "gpt2", or a path.
-        window: Tokens that the model reads at once (tokens).
-        stride: Tokens by which windows advance; all after the first window are scored with at
-            least ``window - stride`` tokens before them. 32 is that of the published figures; a
-            stride of ``window`` takes ``window / stride`` times less work and gives higher
+        window: Length of the windows that the model reads (tokens).
+        stride: Number of tokens by which windows advance. All tokens after the first window are
+            scored with at least ``window - stride`` tokens of context. The published figures use
+            32; a stride of ``window`` takes ``window / stride`` times less work and gives higher
             perplexities (tokens).
-        is_plain: Whether the text is as people write it, so that no detokenizer is needed.
+        is_plain: Whether the text is plain text that needs no detokenizer.
         batch_size: Windows per data-parallel rank and batch.
 
     Raises:
@@ -154,15 +154,15 @@ class WikiTextData(EvaluationData):
 
 
 class LambadaData(EvaluationData):
-    """LAMBADA, or other passages whose last word is to be predicted.
+    """LAMBADA, or other passages whose last word is predicted.
 
-    Logs ``accuracy``, the share of words of which every token is the most probable one, and
-    ``perplexity``, that of the words.
+    The metrics are ``accuracy``, the fraction of last words of which every token is the most
+    probable one, and ``perplexity``, the perplexity of the last words.
 
     Args:
         path: File of JSON lines, ``{"text": ...}`` each.
         tokenizer: Tokenizer "bytes", "gpt2", or a path.
-        window: Most tokens that the model reads at once; None means any number (tokens).
+        window: Maximum number of tokens that the model reads; None means any number (tokens).
         batch_size: Passages per data-parallel rank and batch.
 
     Raises:

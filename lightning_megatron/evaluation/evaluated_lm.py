@@ -1,4 +1,4 @@
-"""LightningModule that evaluates the model of another one."""
+"""LightningModule that evaluates the model of another LightningModule."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_megatron.shapes import Int
 
 
 class EvaluatedLM(LightningModule):
-    """Evaluate a language model on an :class:`EvaluationData` by ``Trainer.test``.
+    """Evaluate a language model on an :class:`EvaluationData` with ``Trainer.test``.
 
-    It runs under MegatronStrategy in any layout, under ``ddp`` and on one device, and reads the
-    checkpoints of the module whose model it evaluates. Its results are those of one process.
+    It runs under MegatronStrategy in any layout, under ``ddp`` and on one device, and loads the
+    checkpoints of the module whose model it evaluates. The results equal those of one process.
 
     Args:
         source: ``CausalLM`` or ``HuggingFaceCausalLM`` whose model is evaluated.
@@ -31,7 +31,8 @@ class EvaluatedLM(LightningModule):
 
     def __init__(self, source: TokenModule) -> None:
         super().__init__()
-        # In a tuple it is no submodule: its model is one of this module, under the same name.
+        # The tuple keeps torch from registering the source as a submodule. Its model becomes a
+        # submodule of this module, under the same name.
         self._source = (source,)
         self.model: nn.Module | None = None
         self._metrics_of_task = nn.ModuleDict()
@@ -43,7 +44,7 @@ class EvaluatedLM(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task, whose data module is set up already.
+        """Create the metrics of the task from its data module, which must be set up before.
 
         Raises:
             ParallelPlanError: If the vocabulary of the tokenizer is larger than the model's.
@@ -53,8 +54,8 @@ class EvaluatedLM(LightningModule):
         if data.vocab_size > own:
             raise ParallelPlanError(
                 f"the tokenizer must have at most as many tokens as the model ({own}): it has "
-                f"{data.vocab_size}, and the model has no row for the others. Use the model's own "
-                "tokenizer."
+                f"{data.vocab_size}, and the model has no embedding for the others. Use the "
+                "tokenizer of the model."
             )
         self._metrics_of_task = nn.ModuleDict(data.metrics())
 

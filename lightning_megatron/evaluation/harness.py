@@ -1,4 +1,4 @@
-"""Language model of this package as a model of the lm-eval harness."""
+"""Adapter that lets the lm-eval harness evaluate language models of this package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_megatron.models.token_module import IGNORED
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Settings of tasks that a generation reads, by lm-eval's names, beside its length and its ends.
+#: Generation settings of tasks by lm-eval's names, besides the length and the stop strings.
 _SETTINGS = {
     "do_sample": "sample",
     "temperature": "temperature",
@@ -41,15 +41,15 @@ class Request(Protocol):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Return the texts of the request, and its settings."""
+        """Return the texts and the settings of the request."""
 
 
 class ScoredTokens(NamedTuple):
     """Tokens of which the last ones are scored.
 
     Args:
-        tokens: Tokens that the model reads, and the last one.
-        num_scored: Tokens at the end that are scored (tokens).
+        tokens: Tokens of the row; the model reads all but the last one.
+        num_scored: Number of tokens at the end that are scored (tokens).
     """
 
     tokens: list[int]
@@ -59,18 +59,19 @@ class ScoredTokens(NamedTuple):
 class HarnessAnswers:
     """Answers to the requests of the harness, equal on all ranks.
 
-    All ranks run the harness alike. The copies of the model (dp) divide the requests and exchange
-    the answers, so each rank has those of one process. ``harness_lm`` makes an
-    ``lm_eval.api.model.LM`` of this class.
+    All ranks run the harness in the same way. The data-parallel replicas of the model divide the
+    requests and exchange the answers, so each rank has the answers of a single process.
+    ``harness_lm`` makes an ``lm_eval.api.model.LM`` of this class.
 
     Args:
-        model: Model with a GPT, such as that of a ``CausalLM`` and a replaced Hugging Face model.
-        tokenizer: Its tokenizer.
+        model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face
+            model.
+        tokenizer: Tokenizer of the model.
         prefix_token: Token before texts without a context.
         end_tokens: Tokens that end generated texts.
         adds_special: Whether texts get the special tokens that the tokenizer adds.
-        batch_size: Rows that a copy of the model reads at once (rows).
-        max_new_tokens: Most tokens of an answer whose task names no limit (tokens).
+        batch_size: Number of rows that a replica of the model reads at once (rows).
+        max_new_tokens: Maximum number of new tokens if the task sets no limit (tokens).
 
     Communication: for each round of batches that of the model, with pp a broadcast of the answers,
         and one gather of objects over dp.
@@ -100,23 +101,23 @@ class HarnessAnswers:
 
     @property
     def max_length(self) -> int:
-        """Return the longest row of the model (tokens)."""
+        """Return the maximum length of a row of the model (tokens)."""
         return self._gpt.config.max_seq_length
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that stands before texts without a context."""
+        """Return the token that precedes texts without a context."""
         if self._prefix_token is None:
             raise UnsupportedError(
-                "a text without a context needs a token before it, which the first word follows: "
-                "the tokenizer has neither one that begins nor one that ends texts. Give one "
-                "(--prefix-token)."
+                "a text without a context needs a token before it, whose logits score the first "
+                "token: the tokenizer has neither a beginning-of-text nor an end-of-text token. "
+                "Give one (--prefix-token)."
             )
         return self._prefix_token
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that stands before texts without a context."""
+        """Return the token that precedes texts without a context."""
         return self.eot_token_id
 
     def tok_encode(
@@ -126,8 +127,8 @@ class HarnessAnswers:
 
         Args:
             string: The text.
-            add_special_tokens: Whether special tokens are added; None means as for all texts,
-                unless the text has the first of them already.
+            add_special_tokens: Whether special tokens are added; None means ``adds_special``,
+                unless the text already starts with the prefix token.
         """
         adds = self._adds_special if add_special_tokens is None else add_special_tokens
         plain = self._tokenizer.encode(string)
@@ -138,11 +139,11 @@ class HarnessAnswers:
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the logarithm of the probability of each text, in windows that do not overlap.
+        """Return the log-likelihood of each text, in windows that do not overlap.
 
         Args:
             requests: Texts.
-            disable_tqdm: Whether no progress bar is shown; none ever is.
+            disable_tqdm: Argument of lm-eval without an effect: no progress bar is shown.
         """
         library: Any = import_extra("lm_eval.utils", "harness")
         owners: list[int] = []
@@ -168,15 +169,15 @@ class HarnessAnswers:
         return self._scores([self._scored(context, scored) for _, context, scored in requests])
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
-        """Return what follows each context, up to the strings that its task names.
+        """Return the generated continuation of each context, up to the stop strings of its task.
 
         Args:
             requests: Contexts and settings.
-            disable_tqdm: Whether no progress bar is shown; none ever is.
+            disable_tqdm: Argument of lm-eval without an effect: no progress bar is shown.
 
         Raises:
-            UnsupportedError: If a task has a setting that no generation reads.
-            ParallelPlanError: If an answer leaves no room for its context.
+            UnsupportedError: If a task has a generation setting that is not supported.
+            ParallelPlanError: If the maximum answer leaves no room for a context.
         """
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -198,8 +199,8 @@ class HarnessAnswers:
         if room < 1:
             raise ParallelPlanError(
                 f"an answer must be shorter than the model's longest row ({self.max_length} "
-                f"tokens): the task asks for {most}. Its context needs a token. Use a smaller "
-                "max_gen_toks."
+                f"tokens): the task asks for {most}. The context needs at least one token. Use a "
+                "smaller max_gen_toks."
             )
         settings = _settings_of(kwargs, most, self._end_tokens)
         prompts = [self.tok_encode(context) for context in contexts]
@@ -207,7 +208,7 @@ class HarnessAnswers:
         num_cut = sum(len(one) > room for one in prompts)
         if num_cut:
             _log.warning(
-                "%d of %d contexts are cut on their left to %d tokens, so that %d new ones fit.",
+                "%d of %d contexts are cut on the left to %d tokens, so that %d new tokens fit.",
                 num_cut,
                 len(prompts),
                 room,
@@ -236,20 +237,20 @@ class HarnessAnswers:
         tokens = [*context, *scored]
         if len(tokens) > self.max_length + 1:
             _log.warning(
-                "a context of %d tokens is cut on its left, so that its row has %d tokens.",
+                "a context of %d tokens is cut on the left, so that its row has %d tokens.",
                 len(context),
                 self.max_length,
             )
         return ScoredTokens(tokens[-(self.max_length + 1) :], len(scored))
 
     def _scores(self, rows: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
-        """Return the score of each row, and whether its scored tokens are the likeliest."""
+        """Return each row's log-likelihood, and whether its scored tokens are all most probable."""
         return self._in_rounds(rows, lambda row: len(row.tokens), self._scores_of_batch)
 
     def _scores_of_batch(
         self, batch: Sequence[ScoredTokens], number: int
     ) -> list[tuple[float, bool]]:
-        # Copies that share experts need the same shapes, so rows are padded to those of the round.
+        # Replicas that share experts need equal shapes, so rows are padded to those of the round.
         shape = self._batch_size, self._round_length
         tokens = torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)
@@ -275,7 +276,7 @@ class HarnessAnswers:
     def _in_rounds(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
     ) -> list[T]:
-        """Return the answers to rows, of which each copy of the model takes a batch in turn."""
+        """Return the answers to rows, whose batches the replicas of the model take in turn."""
         dp = self._gpt.mesh.dp
         size = self._batch_size
         order = sorted(range(len(rows)), key=lambda number: -length(rows[number]))
@@ -297,12 +298,13 @@ class HarnessAnswers:
 def harness_lm(model: nn.Module, tokenizer: Tokenizer, **settings: Any) -> Any:
     """Return a model as an ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate``.
 
-    Its numbers are those of lm-eval's own model ``hf`` with the same weights, under any layout. All
-    ranks call ``simple_evaluate`` with it alike, between steps.
+    The results equal those of lm-eval's own model ``hf`` with the same weights, in any layout. All
+    ranks must call ``simple_evaluate`` with it in the same way, between steps.
 
     Args:
-        model: Model with a GPT, such as that of a ``CausalLM`` and a replaced Hugging Face model.
-        tokenizer: Its tokenizer, see ``load_tokenizer``.
+        model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face
+            model.
+        tokenizer: Tokenizer of the model; see ``load_tokenizer``.
         settings: Further arguments of ``HarnessAnswers``.
 
     Raises:
@@ -315,7 +317,7 @@ def harness_lm(model: nn.Module, tokenizer: Tokenizer, **settings: Any) -> Any:
 
 
 def _summed(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the score of each row's labels, and 1 if all of them are the likeliest tokens."""
+    """Return each row's log-likelihood, and 1 if all its labels are the most probable tokens."""
     losses, hits = token_scores(model, tokens, labels)
     is_best = (hits | (labels == IGNORED)).all(1)
     return torch.stack((-losses.double().sum(1), is_best.double()), 1)
@@ -330,7 +332,7 @@ def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...])
         )
     found = {_SETTINGS[name]: value for name, value in kwargs.items() if value is not None}
     if not found["sample"]:
-        # Tasks name a temperature of 0 for the likeliest token.
+        # Tasks set a temperature of 0 for greedy decoding.
         for name in ("temperature", "top_k", "top_p"):
             found.pop(name, None)
     return {**found, "max_new_tokens": most, "stop_tokens": end_tokens}

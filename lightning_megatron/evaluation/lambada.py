@@ -1,4 +1,4 @@
-"""LAMBADA: passages whose last word is to be predicted."""
+"""LAMBADA: passages whose last word is predicted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError, Unsup
 from lightning_megatron.evaluation.wikitext import empty_row
 from lightning_megatron.shapes import Int
 
-#: Bytes of a file that are read at once (bytes).
+#: Number of bytes of a file that are read at once (bytes).
 _CHUNK_BYTES = 1 << 20
 
 
@@ -24,9 +24,9 @@ class Passage(NamedTuple):
     """Text without its last word, and that word.
 
     Args:
-        context: Text before the word, without the blank between them.
-        word: The last word, without blanks.
-        place: File and line, for errors.
+        context: Text before the word, without the space between them.
+        word: The last word, without spaces.
+        place: File and line, for error messages.
     """
 
     context: str
@@ -38,12 +38,12 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
     """Read the passages of a file of JSON lines, ``{"text": ...}`` each.
 
     Args:
-        path: File such as ``lambada_test.jsonl``, packed (.gz) or not.
+        path: File such as ``lambada_test.jsonl``, compressed (.gz) or not.
 
     Raises:
         UnsupportedError: If there is no such file.
-        CorruptDataError: If a line is not such an object or has fewer than two words, or there is
-            none. The message names the file and the line.
+        CorruptDataError: If a line is not such an object or has fewer than two words, or the file
+            has no line. The message names the file and the line.
     """
     file = Path(path)
     if not file.is_file() or not {".jsonl", ".json", ".ndjson"} & set(file.suffixes):
@@ -68,17 +68,17 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
 
 
 class ClozeRows(Dataset):
-    """Rows of passages whose labels are the tokens of the last word alone.
+    """Rows of passages; only the tokens of the last word are labels.
 
-    The word is encoded with the blank before it, apart from its context, so that the tokens of the
-    context do not depend on the word.
+    The word is encoded with the space before it, separately from its context, so that the tokens of
+    the context do not depend on the word.
 
     Shapes: An item is {"tokens": (S,), "labels": (S,)}; S is the length of the longest passage.
 
     Args:
         passages: Passages.
         encode: Function that returns the token ids of a text.
-        window: Most tokens that the model reads at once (tokens); None means any number.
+        window: Maximum number of tokens that the model reads; None means any number (tokens).
 
     Raises:
         CorruptDataError: If the context or the word of a passage has no token.
@@ -100,7 +100,7 @@ class ClozeRows(Dataset):
                     f"{passage.place} has a context of {len(context)} tokens and a last word of "
                     f"{len(word)}: both need one. Remove the line, or use another tokenizer."
                 )
-            # The last token is a label alone.
+            # The last token is only a label.
             length = len(context) + len(word) - 1
             if window is not None and length > window:
                 raise ParallelPlanError(
@@ -108,17 +108,17 @@ class ClozeRows(Dataset):
                     f"window ({window}). Use a larger window."
                 )
             self._rows.append((context + word, len(word)))
-        #: Positions of every row (tokens).
+        #: Length of every row (tokens).
         self.window = max(len(tokens) for tokens, _ in self._rows) - 1
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, "window"]]:
-        tokens, num_asked = self._rows[index]
+        tokens, num_scored = self._rows[index]
         given = torch.tensor(tokens, dtype=torch.int64)
         row = empty_row(self.window)
         end = len(tokens) - 1
         row["tokens"][:end] = given[:-1]
-        row["labels"][end - num_asked : end] = given[-num_asked:]
+        row["labels"][end - num_scored : end] = given[-num_scored:]
         return row

@@ -1,4 +1,4 @@
-"""Metrics of language models, from the losses and hits of tokens."""
+"""Metrics of language models, computed from the losses and hits of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_megatron.shapes import Bool, Float, Int
 
 
 class WordPerplexity(Metric):
-    """Perplexity of a text, normalised by its original words.
+    """Perplexity of a text, normalised by the number of words of the original text.
 
-    Equal to ``exp(sum of losses / number of words)``. Perplexities per word of models with
-    different tokenizers can be compared, those per token cannot. Losses are summed in float64.
+    It is ``exp(sum of losses / number of words)``. Perplexities per word are comparable between
+    models with different tokenizers; perplexities per token are not. Losses are summed in float64.
 
     Args:
-        num_words: Words of the original text, before any detokenizer (words). None divides by the
-            number of labels, which gives the perplexity per token.
+        num_words: Number of words of the original text, before any detokenizer; None divides by the
+            number of labels, which gives the perplexity per token (words).
         metric: Arguments of ``torchmetrics.Metric``.
 
     Raises:
@@ -58,18 +58,18 @@ class WordPerplexity(Metric):
 
     @override
     def compute(self) -> Float[Tensor, ""]:
-        """Return the perplexity, NaN without any label."""
+        """Return the perplexity, or NaN if there is no label."""
         divisor = self.num_labels if self.num_words is None else self.num_words
         mean = self.loss_sum / divisor
         return mean.exp().masked_fill(self.num_labels == 0, torch.nan)
 
 
 class ClozeAccuracy(Metric):
-    """Share of rows of which every label is the model's most probable token.
+    """Fraction of rows of which every label is the model's most probable token.
 
-    A row is a passage whose last word is asked for: its labels are the tokens of that word, all
-    others are -100. The model reads the passage with the word (teacher forcing), and the row is
-    right only if all tokens of the word are. Rows without labels do not count.
+    A row is a passage whose last word is predicted: its labels are the tokens of that word, and
+    -100 elsewhere. The model reads the passage with the word (teacher forcing), and a row is right
+    only if all tokens of the word are. Rows without labels do not count.
 
     Args:
         metric: Arguments of ``torchmetrics.Metric``.
@@ -96,12 +96,12 @@ class ClozeAccuracy(Metric):
             hits: Whether each label has the largest logit.
             labels: Id of each token of the word, -100 elsewhere.
         """
-        is_asked = labels != IGNORED
-        has_labels = is_asked.any(-1)
-        self.num_right += ((hits | ~is_asked).all(-1) & has_labels).sum()
+        is_label = labels != IGNORED
+        has_labels = is_label.any(-1)
+        self.num_right += ((hits | ~is_label).all(-1) & has_labels).sum()
         self.num_rows += has_labels.sum()
 
     @override
     def compute(self) -> Float[Tensor, ""]:
-        """Return the share, NaN without any row."""
+        """Return the fraction, or NaN if there is no row with labels."""
         return self.num_right.double() / self.num_rows

@@ -1,4 +1,4 @@
-"""Losses of tokens, and whether they are the most probable ones, of any language model."""
+"""Losses of given tokens by any language model, and whether they are the most probable ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 
 
 class TokenScores(NamedTuple):
-    """What a language model says of given tokens.
+    """Losses and hits of given labels.
 
     Args:
-        losses: Negative logarithm of the probability of each label, 0 for ignored ones (nats).
-        hits: Whether each label has the largest logit; false for ignored ones.
+        losses: Negative log-probability of each label, 0 for ignored labels (nats).
+        hits: Whether each label has the largest logit; false for ignored labels.
     """
 
     losses: Float[Tensor, "batch seq"]
@@ -44,7 +44,7 @@ def token_losses(
 
     Args:
         model: A ``GPT``, or a Hugging Face model, replaced or not.
-        tokens: Token ids. Rows may have any length.
+        tokens: Token ids; rows may have any length.
         labels: Id of the token that follows each token, or -100.
 
     Raises:
@@ -63,8 +63,8 @@ def token_scores(
 ) -> TokenScores:
     """Return the loss of each label, and whether it is the most probable token.
 
-    The arguments, errors and losses are those of :func:`token_losses`. Of equal logits the one with
-    the lowest id is the largest. A ``GPT`` computes its head a second time for the hits.
+    Arguments, errors and losses are those of :func:`token_losses`. Among equal logits, that of the
+    lowest token id counts as the largest. A ``GPT`` computes its head a second time for the hits.
 
     Communication: that of :func:`token_losses`, two further numbers per token over tp and the hits
         over cp; under sequence parallelism an all-gather of the last hidden states.
@@ -75,20 +75,20 @@ def token_scores(
         return TokenScores(_losses_of(logits, labels), logits.argmax(-1) == labels)
     length = tokens.shape[1]
     tokens, labels = _padded(gpt, tokens, labels)
-    # The model appends the states of all layers; only the output of the last norm is needed.
+    # The model appends the hidden states of all layers; only the output of the last norm is needed.
     last: Any = deque(maxlen=1)
     gpt.hidden_states = last
     try:
         losses = _losses_by(gpt, tokens, labels)
     finally:
         gpt.hidden_states = None
-    # Where a placeholder stands for the losses, one computed from it stands for the hits.
+    # If the losses are a placeholder of another stage, the hits are a placeholder too.
     hits = losses > 0.0 if isinstance(losses, RemoteTensor) else _hits_of(gpt, last[0], labels)
     return TokenScores(losses[:, :length], hits[:, :length])
 
 
 def _gpt_of(model: nn.Module) -> GPT | None:
-    """Return the layers that compute a model; None if they are not those of this package."""
+    """Return the GPT of a model; None if the model does not use layers of this package."""
     bare = bare_model(model)
     if isinstance(bare, HuggingFaceLM):
         return bare.gpt
@@ -96,14 +96,14 @@ def _gpt_of(model: nn.Module) -> GPT | None:
 
 
 def _padded(gpt: GPT, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Append positions where cp or sequence parallelism divides rows; no earlier one sees them."""
+    """Pad rows on the right to a length that cp and sequence parallelism can divide."""
     extra = -tokens.shape[1] % length_multiple(gpt.mesh)
     return F.pad(tokens, (0, extra)), F.pad(labels, (0, extra), value=IGNORED)
 
 
 def _losses_by(gpt: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     found: Any = gpt(tokens, labels, ignore_index=IGNORED)
-    # The layers of a replaced model return their logits too.
+    # The GPT of a replaced model also returns its logits.
     losses: Tensor = found[0] if isinstance(found, tuple) else found
     return losses
 

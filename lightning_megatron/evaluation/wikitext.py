@@ -1,4 +1,4 @@
-"""WikiText: its words, its text as people write it, and its windows."""
+"""WikiText: detokenization, word count and overlapping windows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError, Unsup
 from lightning_megatron.models.token_module import IGNORED
 from lightning_megatron.shapes import Int
 
-#: What WikiText's tokenizer has done to a text, and what undoes it, in this order. These are the
-#: rules of the published perplexities, so that others can be compared with them.
+#: Patterns that WikiText's tokenizer left in a text, and their replacements, in order. The
+#: published perplexities use these rules, so results are comparable with them.
 _RULES: tuple[tuple[str, str], ...] = (
     (r"s '", "s'"),
     # numbers and compounds
@@ -27,7 +27,7 @@ _RULES: tuple[tuple[str, str], ...] = (
         (rf" {sign} ", f"{sign.removeprefix(chr(92))} ")
         for sign in (":", ";", r"\.", "!", r"\?", ",")
     ),
-    # brackets and quotation marks, which hold what is between them
+    # brackets and quotation marks, without the spaces inside them
     (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
     (r"\[\s*([^]]*?)\s*\]", r"[\1]"),
     (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
@@ -41,7 +41,7 @@ _COMPILED = tuple((re.compile(pattern), result) for pattern, result in _RULES)
 
 
 def detokenize(text: str) -> str:
-    """Return WikiText as people write it, without the blanks that its tokenizer put around signs.
+    """Return WikiText as plain text, without the marks and spaces that its tokenizer added.
 
     Args:
         text: Text of WikiText-2 or WikiText-103.
@@ -52,10 +52,10 @@ def detokenize(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Return the words of a text before any detokenizer, the divisor of the perplexity (words).
+    """Return the number of words of a text, by which its perplexity is normalised (words).
 
-    Words are what blanks separate; as in the published figures, the end of a line is one of them:
-    the test part of WikiText-103 has 245,566.
+    The text is that before any detokenizer. Words are separated by spaces. As in the published
+    figures, the end of a line counts as a word; the test set of WikiText-103 has 245,566 words.
     """
     return len(text.strip().split(" "))
 
@@ -65,7 +65,7 @@ class WikiText(NamedTuple):
 
     Args:
         text: Text that the model reads.
-        num_words: Words of the original (words).
+        num_words: Number of words of the original text (words).
     """
 
     text: str
@@ -77,7 +77,7 @@ def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> Wi
 
     Args:
         path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
-        is_plain: Whether the text is as people write it already, so that nothing is undone.
+        is_plain: Whether the text is plain text, which is not detokenized.
 
     Raises:
         UnsupportedError: If there is no such file.
@@ -87,8 +87,8 @@ def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> Wi
     file = Path(path)
     if not file.is_file():
         raise UnsupportedError(
-            f"the text to evaluate on must be a file: {os.fspath(path)!r} is none. Give the path "
-            "of a text file."
+            f"the text to evaluate on must be a file: {os.fspath(path)!r} is not. Give the path of "
+            "a text file."
         )
     lines = []
     for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
@@ -105,18 +105,19 @@ def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> Wi
 
 
 class SlidingWindows(Dataset):
-    """Rows of a long text in which each token after the first is scored once, with context.
+    """Windows of a long text in which each token after the first is scored once, with context.
 
-    The first window scores all its tokens. Each further one starts ``stride`` tokens later and
-    scores its last ``stride`` tokens, which then have at least ``window - stride`` tokens before
-    them. A stride of ``window`` gives windows that do not overlap.
+    In the first window all tokens are scored. Each further window starts ``stride`` tokens later,
+    and only its last ``stride`` tokens are scored, which have at least ``window - stride`` tokens
+    of context. With a stride of ``window`` the windows do not overlap.
 
     Shapes: An item is {"tokens": (S,), "labels": (S,)}, with S = ``window``.
 
     Args:
         tokens: Token ids of the whole text.
-        window: Tokens that the model reads at once (tokens).
-        stride: Tokens by which windows advance (tokens); the overlap o = 32 of the paper.
+        window: Length of the windows that the model reads (tokens).
+        stride: Number of tokens by which windows advance; the paper calls it the overlap o = 32
+            (tokens).
 
     Raises:
         ParallelPlanError: If the stride is not in [1, window].
@@ -133,7 +134,7 @@ class SlidingWindows(Dataset):
             )
         if len(tokens) < 2:
             raise CorruptDataError(
-                f"a text must have at least two tokens, of which the second one is predicted: it "
+                "a text must have at least two tokens, because the first one is not predicted: it "
                 f"has {len(tokens)}. Use a longer text."
             )
         self.tokens = torch.tensor(tokens, dtype=torch.int64)
@@ -142,7 +143,7 @@ class SlidingWindows(Dataset):
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are scored, all but the first (tokens)."""
+        """Number of tokens that are scored, which are all but the first (tokens)."""
         return len(self.tokens) - 1
 
     def __len__(self) -> int:
@@ -161,10 +162,10 @@ class SlidingWindows(Dataset):
 
 
 def empty_row(length: int) -> dict[str, Int[Tensor, "length"]]:
-    """Return a row of padding, which nothing scores.
+    """Return a row of padding, which is not scored.
 
     Args:
-        length: Positions of the row (tokens).
+        length: Length of the row (tokens).
     """
     return {
         "tokens": torch.zeros(length, dtype=torch.int64),

@@ -1,1 +1,1 @@
-"""Fine-tuning of encoders on tasks: their files, modules, scores and ensembles."""
+"""Fine-tuning of BERT on GLUE, RACE and SQuAD: data, modules, metrics and ensembles."""

@@ -1,4 +1,4 @@
-"""Data modules of tasks: encoded rows in batches, and the scores of validation and test sets."""
+"""Base class of the tasks' data modules: encoded rows in batches, and metrics of their scores."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
 
 
 class TaskDataModule(RowDataModule):
-    """Rows of a task in batches of the same shape; a subclass reads and encodes its files.
+    """Batches of a task's rows, all of the same shape; a subclass reads and encodes the files.
 
     Args:
         tokenizer: Local folder of a WordPiece tokenizer.
-        seq_length: Tokens of a sequence, with the special ones; shorter ones are padded (tokens).
+        seq_length: Length of a sequence with its special tokens; shorter ones are padded (tokens).
         batch_size: Rows per data-parallel rank and batch; 1 if no size is given.
         global_batch_size: Rows of each optimizer step over all data-parallel ranks, in place of
             ``batch_size``.
         num_workers: Worker processes per rank that prefetch batches.
         seed: Seed of the order of training rows.
         train_samples: Training rows per epoch over all ranks; None means ``max_steps`` batches if
-            the Trainer stops by steps alone, and one pass otherwise.
-        cache_dir: Folder of the encoded rows; None keeps them in memory.
+            only ``max_steps`` limits the Trainer, and one pass over the rows otherwise.
+        cache_dir: Folder that caches the encoded rows; None keeps them in memory.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
@@ -56,9 +56,9 @@ class TaskDataModule(RowDataModule):
     """
 
     order_settings = "files, tokenizer, seq_length or seed"
-    #: Classes of the task, or outputs of its head.
+    #: Number of classes of the task, or of outputs of its head.
     num_labels: int
-    #: Sequences of a row.
+    #: Number of sequences per row.
     choices = 1
 
     def __init__(
@@ -91,7 +91,7 @@ class TaskDataModule(RowDataModule):
 
     @abstractmethod
     def files(self, part: str) -> list[Path]:
-        """Return the files of a part, of which there may be none.
+        """Return the files of a part of the data; the list may be empty.
 
         Args:
             part: ``train``, ``val`` or ``test``.
@@ -99,7 +99,7 @@ class TaskDataModule(RowDataModule):
 
     @abstractmethod
     def settings(self) -> dict[str, object]:
-        """Return what determines the rows beside files, tokenizer and ``seq_length``."""
+        """Return the settings that the rows depend on, besides tokenizer and ``seq_length``."""
 
     @abstractmethod
     def encode(self, part: str) -> dict[str, npt.NDArray]:
@@ -111,7 +111,7 @@ class TaskDataModule(RowDataModule):
 
     @abstractmethod
     def new_scores(self, part: str) -> TaskScores:
-        """Return a new metric for the scores of the rows of a part, which has rows.
+        """Return a new metric for the rows of a part that has files.
 
         Args:
             part: ``val`` or ``test``.
@@ -119,7 +119,7 @@ class TaskDataModule(RowDataModule):
 
     @cached_property
     def tokenizer(self) -> PairTokenizer:
-        """Tokenizer of the folder, read at the first use."""
+        """Tokenizer of the folder, loaded at the first use."""
         return PairTokenizer(self.tokenizer_folder)
 
     @property
@@ -128,7 +128,7 @@ class TaskDataModule(RowDataModule):
         return self.tokenizer.vocab_size
 
     def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage, so that faults raise before the first step."""
+        """Encode the rows of a stage, so that damaged files raise before the first step."""
         self.restart()
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
@@ -136,7 +136,7 @@ class TaskDataModule(RowDataModule):
                 self.encoded(part)
 
     def encoded(self, part: str) -> TaskRows:
-        """Return the encoded rows of a part, and tell what was cut and left out.
+        """Return the encoded rows of a part, and report how many were cut and left out.
 
         Args:
             part: ``train``, ``val`` or ``test``.
@@ -163,15 +163,15 @@ class TaskDataModule(RowDataModule):
         rows = TaskRows(**arrays, choices=self.choices, key=cache_key(fields))
         self.keep(part, {name: found[name] for name in self.further_arrays})
         num_left_out, num_cut = rows.counts.tolist()
-        tell = rank_zero_warn if num_left_out + num_cut else rank_zero_info
-        tell(
+        notify = rank_zero_warn if num_left_out + num_cut else rank_zero_info
+        notify(
             f"Rows of {', '.join(map(str, paths))}: {len(rows)} read, {num_left_out} malformed "
             f"ones left out, {num_cut} texts cut (seq_length: {self.seq_length} tokens)."
         )
         self._encoded[part] = rows
         return rows
 
-    #: Names of further arrays that ``encode`` returns and the scores need.
+    #: Names of further arrays that ``encode`` returns and the metric needs.
     further_arrays: tuple[str, ...] = ()
 
     def keep(self, part: str, arrays: dict[str, npt.NDArray]) -> None:
@@ -183,7 +183,7 @@ class TaskDataModule(RowDataModule):
         """
 
     def scores(self, part: str) -> TaskScores | None:
-        """Return a new metric for the scores of the rows of a part; None without files.
+        """Return a new metric for the rows of a part; None without files.
 
         Args:
             part: ``val`` or ``test``.

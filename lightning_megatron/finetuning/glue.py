@@ -24,10 +24,10 @@ class GlueTask:
     Args:
         texts: Columns of the one or two texts.
         label: Column of the label.
-        labels: Labels as the files write them, in the order of their numbers.
+        labels: Labels as they are written in the files, in the order of the class indices.
         train: File of the training set.
         validation: Files of the validation sets by their names.
-        has_f1: Whether the F1 of label 1 is a result.
+        has_f1: Whether to report the F1 of class 1.
     """
 
     texts: tuple[str, ...]
@@ -63,9 +63,9 @@ class GlueExamples:
     """Examples of a file.
 
     Args:
-        texts: Texts of each column, one list for each.
-        labels: Number of the label of each example.
-        num_left_out: Lines that were left out as malformed.
+        texts: Texts of each column, one list per column.
+        labels: Class index of each example.
+        num_left_out: Number of malformed lines that were left out.
     """
 
     texts: tuple[list[str], ...]
@@ -76,22 +76,22 @@ class GlueExamples:
 def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> GlueExamples:
     """Read a TSV file of GLUE, whose first line names its columns.
 
-    A quotation mark is a character like any other, and a line always ends an example: the files
-    have texts with a single quotation mark.
+    Quotation marks have no special meaning, and every line is one example: the files contain texts
+    with unpaired quotation marks.
 
     Args:
         path: File.
         task: Columns and labels.
-        malformed: What happens to a line with another number of columns, an empty text or another
-            label: ``refuse`` raises, ``leave_out`` counts it.
+        malformed: Handling of lines with a wrong number of columns, an empty text or an unknown
+            label: ``refuse`` raises, ``leave_out`` skips and counts them.
 
     Raises:
         CorruptDataError: If a column is missing, the file is not UTF-8 or has no example, or a line
-            is malformed and to be refused; the message names the file and the line.
+            is malformed and ``malformed`` is ``refuse``; the message names the file and the line.
     """
     content = read_regular_file(path, "Copy the file of the task again.", _MOST_BYTES)
     try:
-        # Not splitlines: texts contain characters that it takes for the end of a line.
+        # str.splitlines would also split at other characters, which occur in the texts.
         lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise CorruptDataError(
@@ -123,14 +123,14 @@ def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> Gl
         labels.append(task.labels.index(fields[columns.index(task.label)]))
     if not labels:
         raise CorruptDataError(
-            f"{path} must have an example: it has none, and {num_left_out} malformed lines. Copy "
-            "the file again."
+            f"{path} must have at least one example: it has none, and {num_left_out} malformed "
+            "lines. Copy the file again."
         )
     return GlueExamples(texts, labels, num_left_out)
 
 
 def _fault(fields: Sequence[str], columns: Sequence[str], task: GlueTask) -> str:
-    """Return what is wrong with a line, as the end of a sentence; empty if nothing is."""
+    """Return the fault of a line as the end of a sentence, or an empty string for a valid line."""
     if len(fields) != len(columns):
         return f"must have {len(columns)} columns: it has {len(fields)}"
     for name in task.texts:

@@ -26,16 +26,17 @@ from lightning_megatron.plan.settings import coerced_arguments
 class GlueDataModule(TaskDataModule):
     """Batches of a GLUE task from the files of its folder.
 
-    The two validation sets of MNLI are one set of two groups, with the results
-    ``val_accuracy_matched`` and ``val_accuracy_mismatched``. QQP has ``val_f1``, too.
+    The two validation sets of MNLI are combined to one set with two groups, whose results are
+    ``val_accuracy_matched`` and ``val_accuracy_mismatched``. QQP also reports ``val_f1``.
 
     Args:
         task: ``mnli``, ``qqp`` or ``sst2``.
-        folder: Folder with the TSV files of the task, under their own names.
+        folder: Folder with the TSV files of the task, under their original names.
         tokenizer: Local folder of a WordPiece tokenizer.
-        test: Labelled files of a test set, which GLUE itself does not publish; None without any.
-        malformed: What happens to malformed lines: ``refuse`` raises with the file and the line,
-            ``leave_out`` leaves them out, and the start of a run tells how many.
+        test: Labelled files of a test set, which GLUE itself does not publish; None means no test
+            set.
+        malformed: Handling of malformed lines: ``refuse`` raises with the file and the line,
+            ``leave_out`` leaves them out and reports their number at the start of a run.
         options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
             ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
             ``pin_memory``.
@@ -43,7 +44,7 @@ class GlueDataModule(TaskDataModule):
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.
         UnsupportedError: If files are missing, or settings conflict.
-        CorruptDataError: If a file is damaged (in ``setup``), with its name and line.
+        CorruptDataError: If a file is damaged (in ``setup``); the message names file and line.
         MissingExtraError: If transformers is not installed.
     """
 

@@ -27,30 +27,31 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 
 class FineTuning(TokenModule):
-    """Fine-tune a pretrained BERT; a subclass has the head and the loss of a kind of task.
+    """Fine-tune a pretrained BERT; subclasses define the head and the loss of a kind of task.
 
     The loss of a step is the mean over its rows. The module logs ``train_loss``, ``val_loss`` and
-    ``test_loss`` (nats per row), and the results of the data module's task, such as
+    ``test_loss`` (nats per row), and the metrics of the data module's task, such as
     ``val_accuracy``.
 
     Args:
         path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
-        num_labels: Outputs of the head.
-        from_scratch: Whether to start from random weights of the same shape.
-        dropout: Probability of all dropout; None keeps those of the encoder.
-        warmup_share: Length of the warm-up as a share of all steps, in place of ``warmup_steps``.
+        num_labels: Number of outputs of the head.
+        from_scratch: Whether to start from random weights instead of the pretrained ones.
+        dropout: Probability of all dropout layers; None keeps those of the encoder.
+        warmup_share: Length of the warm-up as a fraction of all steps, in place of
+            ``warmup_steps``.
         scores_dir: Folder for the scores of all rows, written after each validation and test; the
-            command ``seeds`` makes ensembles of them. None writes none.
+            command ``seeds`` computes ensembles from them. None writes no scores.
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``token_weighted``,
             ``lr_schedule``, ``weight_decay_schedule``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If there is nothing to start from at the path.
+        CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
         CorruptDataError: If a file is damaged.
-        UnsupportedError: If it is no BERT, or has settings that are not supported.
-        MissingExtraError: If transformers is needed for the folder and not installed.
+        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+        MissingExtraError: If the folder needs transformers, which is not installed.
 
     Source: Shoeybi et al. 2019, section 5.3 and table 6; Devlin et al. 2018, section 4.
     """
@@ -93,11 +94,11 @@ class FineTuning(TokenModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task, whose data module is set up already.
+        """Create the metrics of the task from its data module, which must be set up before.
 
         Raises:
-            ParallelPlanError: If the vocabulary of the tokenizer or the number of classes differs
-                from the model's.
+            ParallelPlanError: If the vocabulary size of the tokenizer or the number of classes
+                differs from the model's.
         """
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -120,13 +121,13 @@ class FineTuning(TokenModule):
         if not self.from_scratch:
             drawn = self.source.fill(model)
             if drawn:
-                rank_zero_info(f"{self.path} has no {', '.join(drawn)}: these start at random.")
+                rank_zero_info(f"{self.path} has no {', '.join(drawn)}: initialized at random.")
         self.model = model
 
     def forward(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]]
     ) -> Float[Tensor, "batch *scores"]:
-        """Return the scores of each row: logits of classes, of options, or of starts and ends.
+        """Return the logits of each row: of classes, of options, or of span starts and ends.
 
         Args:
             batch: ``tokens``, ``token_types`` and ``valid``, of the same shape.
@@ -176,7 +177,7 @@ class FineTuning(TokenModule):
     def predict_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> dict[str, Shaped[Tensor, "batch *_"]]:
-        """Return the scores of each row, with the number of the row in the data set."""
+        """Return the scores of each row, with the index of the row in the data set."""
         return {"row": batch["row"], "scores": self(batch)}
 
     @override
@@ -191,9 +192,9 @@ class FineTuning(TokenModule):
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
         if index is not None:
             raise UnsupportedError(
-                f"a task must have one loader for {part}, because its scores are those of one set: "
-                f"there is a loader with index {index}. Use the data module of the task, which "
-                "scores several files as groups of one set."
+                f"a task must have one dataloader for {part}, because its metrics cover one data "
+                f"set: there is a dataloader with index {index}. Use the data module of the task, "
+                "which scores several files as groups of one data set."
             )
         scores = self(batch)
         num_rows = labelled(batch)
@@ -204,7 +205,7 @@ class FineTuning(TokenModule):
             self._scores(part).update(batch["row"], scores)
 
     def _log_results(self, name: str) -> None:
-        """Log the results of an epoch, which are the same on every rank, and forget the scores."""
+        """Log the results of an epoch, which are the same on every rank, and reset the metric."""
         if name not in self.scores_of:
             return
         metric = self._scores(name)
@@ -219,7 +220,7 @@ class FineTuning(TokenModule):
 
     def _scores(self, name: str) -> TaskScores:
         found = self.scores_of[name]
-        assert isinstance(found, TaskScores), "the data module returns scores of its task"
+        assert isinstance(found, TaskScores), "the data module returns metrics of its task"
         return found
 
     @override
@@ -233,8 +234,9 @@ class FineTuning(TokenModule):
         known = self.trainer.estimated_stepping_batches
         if not 0 < known < float("inf"):
             raise UnsupportedError(
-                f"warmup_share ({self.warmup_share}) needs a training with a last step, of which "
-                "it is a share. Set max_epochs or max_steps, or use warmup_steps."
+                f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "
+                "because it is a fraction of them. Set max_epochs or max_steps, or use "
+                "warmup_steps."
             )
         return int(known)
 
@@ -246,8 +248,8 @@ class BERTClassifier(FineTuning):
 
     Shapes:
         A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B,),
-        "row": (B,)}. ``valid`` is false at padding. ``row`` is the number in the data set, and -1
-        for padding of a batch, whose label is -100.
+        "row": (B,)}. ``valid`` is false at padding. ``row`` is the index of the row in the data
+        set. Rows that pad a batch have the index -1 and the label -100.
 
     Args:
         path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
@@ -257,8 +259,8 @@ class BERTClassifier(FineTuning):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If there is nothing to start from at the path.
-        UnsupportedError: If it is no BERT, or has settings that are not supported.
+        CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
+        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
     """
 
     def __init__(self, path: str, num_labels: Count = 2, **options: Any) -> None:
@@ -274,7 +276,8 @@ class BERTMultipleChoice(FineTuning):
     Shapes:
         A batch is {"tokens": (B, C, S), "token_types": (B, C, S), "valid": (B, C, S),
         "labels": (B,), "row": (B,)} with C options. ``valid`` is false at padding. ``row`` is the
-        number in the data set, and -1 for padding of a batch, whose label is -100.
+        index of the row in the data set. Rows that pad a batch have the index -1 and the label
+        -100.
 
     Args:
         path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
@@ -283,8 +286,8 @@ class BERTMultipleChoice(FineTuning):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If there is nothing to start from at the path.
-        UnsupportedError: If it is no BERT, or has settings that are not supported.
+        CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
+        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
     """
 
     def __init__(self, path: str, **options: Any) -> None:
@@ -304,16 +307,16 @@ class BERTMultipleChoice(FineTuning):
 
 
 class BERTQuestionAnswering(FineTuning):
-    """Fine-tune a BERT to find the answer of a question in a text, such as SQuAD.
+    """Fine-tune a BERT to find the answer to a question in a text, such as SQuAD.
 
-    Equal to Hugging Face's BertForQuestionAnswering with the same weights, in every layout. A
-    question without an answer in its text has the first token as start and end.
+    Equal to Hugging Face's BertForQuestionAnswering with the same weights, in every layout. If the
+    text does not contain the answer, its start and end are the first token.
 
     Shapes:
         A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B, 2),
         "row": (B,)}. Labels are the first and the last token of the answer. ``valid`` is false at
-        padding. ``row`` is the number of the window, and -1 for padding of a batch, whose labels
-        are -100.
+        padding. ``row`` is the index of the window. Rows that pad a batch have the index -1 and the
+        labels -100.
 
     Args:
         path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
@@ -322,8 +325,8 @@ class BERTQuestionAnswering(FineTuning):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If there is nothing to start from at the path.
-        UnsupportedError: If it is no BERT, or has settings that are not supported.
+        CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
+        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
     """
 
     head: ClassVar[EncoderHead] = "span"

@@ -36,12 +36,12 @@ _POOLER = "head.pooler.dense."
 
 @dataclass(frozen=True)
 class PretrainedEncoder:
-    """Encoder to start from, whose weights are not read yet.
+    """Pretrained encoder to start from; :meth:`fill` reads its weights.
 
     Args:
         path: Hugging Face folder, or checkpoint of ``BERTPretraining``.
-        config: Configuration of the encoder, with its own head.
-        is_folder: Whether it is a Hugging Face folder.
+        config: Configuration of the encoder as it was saved.
+        is_folder: Whether the path is a Hugging Face folder.
     """
 
     path: str
@@ -53,14 +53,14 @@ class PretrainedEncoder:
         """Read the configuration at a path.
 
         Args:
-            path: Hugging Face folder of a BERT, checkpoint of ``BERTPretraining`` of this strategy,
-                or single-file checkpoint of it.
+            path: Hugging Face folder of a BERT, checkpoint of ``BERTPretraining`` that this
+                strategy saved, or single-file checkpoint of ``BERTPretraining``.
 
         Raises:
-            CheckpointMismatchError: If there is neither.
+            CheckpointMismatchError: If the path holds neither a folder nor a checkpoint.
             CorruptDataError: If a file is damaged.
-            UnsupportedError: If it is no BERT, or a BERT with settings that are not supported.
-            MissingExtraError: If transformers is needed for the folder and not installed.
+            UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+            MissingExtraError: If the folder needs transformers, which is not installed.
         """
         if Path(path, "config.json").is_file():
             settings = read_config(path).to_dict()
@@ -68,18 +68,18 @@ class PretrainedEncoder:
             if kind != BERT_CLASSES.model_type:
                 raise UnsupportedError(
                     f"a folder to fine-tune must hold a BERT: {path} has the model_type {kind!r}. "
-                    "Use a BERT, or replace your own module's model by MegatronStrategy."
+                    "Use a BERT, or fine-tune a module of your own under MegatronStrategy."
                 )
             return cls(path, BERT_CLASSES.config(settings), True)
         given = _hyperparameters(path).get("config")
         if not isinstance(given, Mapping):
             raise UnsupportedError(
-                f"a checkpoint to fine-tune must be that of a BERTPretraining: {path} has no "
+                f"a checkpoint to fine-tune must be one of BERTPretraining: {path} has no "
                 "hyperparameter config. Train a BERTPretraining first, or use a Hugging Face "
                 "folder."
             )
         config: EncoderConfig = coerced("config", dict(given), EncoderConfig)
-        # Before the classifier BERT has the dropout of its hidden states.
+        # BERT applies the dropout of hidden states before the classifier too.
         return cls(path, replace(config, head_dropout=config.hidden_dropout), False)
 
     def config_with(
@@ -89,8 +89,8 @@ class PretrainedEncoder:
 
         Args:
             head: Kind of the head.
-            num_labels: Outputs of a classifier.
-            dropout: Probability of all dropout; None keeps those of the encoder.
+            num_labels: Number of outputs of a classifier.
+            dropout: Probability of all dropout layers; None keeps those of the encoder.
         """
         config = replace(self.config, head=head, num_labels=num_labels)
         if dropout is None:
@@ -100,7 +100,7 @@ class PretrainedEncoder:
         )
 
     def fill(self, model: Encoder) -> tuple[str, ...]:
-        """Read this rank's part of the weights; parameters that are not there keep their values.
+        """Load this rank's part of the weights; parameters that the source lacks keep their values.
 
         Args:
             model: This rank's part of an encoder with the head of a task.
@@ -126,9 +126,9 @@ class PretrainedEncoder:
         if stored is None:
             state = read_single_file(self.path)["state_dict"]
             full = {f"state_dict.{name}": tensor for name, tensor in state.items()}
-            # A single process has the padding of its vocabulary in the file.
-            word = f"{_PREFIX}{WORD_EMBEDDING}"
-            full = {**full, word: full[word][: self.config.vocab_size]} if word in full else full
+            # The file of a single process includes the padding of the vocabulary.
+            name = f"{_PREFIX}{WORD_EMBEDDING}"
+            full = {**full, name: full[name][: self.config.vocab_size]} if name in full else full
         saved = full if stored is None else stored.tensors
         entries = {}
         lacking = []

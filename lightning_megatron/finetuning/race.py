@@ -10,7 +10,7 @@ from typing import Any
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.strict_json import parse_object, read_regular_file
 
-#: Options of a question, and the letters of their answers.
+#: Letters by which the answers name the four options of a question.
 LETTERS = "ABCD"
 _MOST_BYTES = 1 << 24
 _REMEDY = "Copy the file of RACE again, or remove it."
@@ -22,9 +22,9 @@ class RaceQuestion:
 
     Args:
         passage: Text of the passage.
-        texts: Question with each of the four options.
-        label: Number of the right option.
-        group: Number of the folder of the file.
+        texts: Question combined with each of the four options.
+        label: Index of the correct option.
+        group: Index of the folder of the file.
     """
 
     passage: str
@@ -34,7 +34,7 @@ class RaceQuestion:
 
 
 def race_files(folders: Iterable[Path]) -> list[Path]:
-    """Return the files of some folders, each sorted by name.
+    """Return the files of folders, sorted by name within each folder.
 
     Args:
         folders: Folders of ``.txt`` files.
@@ -45,15 +45,15 @@ def race_files(folders: Iterable[Path]) -> list[Path]:
 def read_race(path: Path, group: int) -> list[RaceQuestion]:
     """Read the questions of a file, which has one passage.
 
-    An option takes the place of every ``_`` in its question, or follows the question, as in
+    An option replaces every ``_`` in its question, or follows a question without one, as in
     Megatron-LM.
 
     Args:
         path: File with one JSON object: ``article``, ``questions``, ``options`` and ``answers``.
-        group: Number of the folder of the file.
+        group: Index of the folder of the file.
 
     Raises:
-        CorruptDataError: If the file is something else; the message names it and the question.
+        CorruptDataError: If the file has another structure; the message names file and question.
     """
     found = parse_object(read_regular_file(path, _REMEDY, _MOST_BYTES), str(path), _REMEDY)
     passage = found.get("article")

@@ -23,17 +23,18 @@ GROUPS = ("middle", "high")
 
 
 class RaceDataModule(TaskDataModule):
-    """Batches of RACE: four sequences for each question, one with each option.
+    """Batches of RACE: four sequences per question, one for each option.
 
-    A sequence is the question with an option, then the passage, whose end is cut if it is too long.
-    Results are ``val_accuracy``, ``val_accuracy_middle`` and ``val_accuracy_high``, and the same of
-    the test set.
+    A sequence is the question with an option, followed by the passage, which is cut at its end if
+    it is too long. Results are ``val_accuracy``, ``val_accuracy_middle`` and ``val_accuracy_high``,
+    and the same for the test set.
 
     Args:
-        folder: Folder ``RACE``, with the folders ``train``, ``dev`` and ``test`` that have
+        folder: Folder ``RACE`` with the subfolders ``train``, ``dev`` and ``test``, each with
             ``middle`` and ``high``.
         tokenizer: Local folder of a WordPiece tokenizer.
-        question_length: Most tokens of a question with its option; the end is cut (tokens).
+        question_length: Maximum length of a question with its option, which is cut at its end
+            (tokens).
         options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
             ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
             ``pin_memory``.
@@ -41,7 +42,7 @@ class RaceDataModule(TaskDataModule):
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.
         UnsupportedError: If the folder has no such files, or settings conflict.
-        CorruptDataError: If a file is damaged (in ``setup``), with its name and question.
+        CorruptDataError: If a file is damaged (in ``setup``); the message names file and question.
         MissingExtraError: If transformers is not installed.
     """
 

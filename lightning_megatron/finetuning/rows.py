@@ -23,12 +23,12 @@ class TaskRows:
 
     Args:
         tokens: Tokens of all sequences, one after the other.
-        bounds: First token of each sequence, and the number of all.
-        first: Tokens of the first type at the beginning of each sequence (tokens).
+        bounds: Index of the first token of each sequence, and the total number of tokens.
+        first: Number of tokens of type 0, which begin each sequence (tokens).
         labels: Labels of each row, ``(rows,)`` or ``(rows, labels)``.
-        groups: Number of the group of each row.
-        counts: Rows that were left out as malformed, and texts that were cut.
-        choices: Sequences of a row.
+        groups: Index of the group of each row.
+        counts: Number of malformed rows that were left out, and of texts that were cut.
+        choices: Number of sequences per row.
         key: Hash of everything that determines the rows.
     """
 
@@ -56,10 +56,10 @@ def joined(
 
     Args:
         tokens: Tokens of each sequence.
-        types: Type of each token, 0 first.
+        types: Type of each token; tokens of type 0 come before those of type 1.
         labels: Labels of each row.
-        groups: Number of the group of each row.
-        counts: Rows that were left out as malformed, and texts that were cut.
+        groups: Index of the group of each row.
+        counts: Number of malformed rows that were left out, and of texts that were cut.
     """
     sizes = [0, *map(len, tokens)]
     flat = [np.asarray(one, np.int32) for one in tokens]
@@ -74,13 +74,13 @@ def joined(
 
 
 class TaskSamples:
-    """Numbers of rows in an order: passes over all rows, each shuffled by itself.
+    """Order of rows: one or several passes over all rows, each shuffled independently.
 
     Args:
         rows: Encoded rows.
-        seq_length: Tokens of a sequence (tokens).
-        seed: Seed of the order; None keeps that of the files.
-        num_samples: Rows over as many passes as needed; None makes one pass (rows).
+        seq_length: Length of a sequence (tokens).
+        seed: Seed of the shuffling; None keeps the order of the files.
+        num_samples: Number of rows, from as many passes as needed; None makes one pass (rows).
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class TaskSamples:
         return self._size
 
     def row(self, index: int) -> int:
-        """Return the number of a row in the data set.
+        """Return the index of a row in the data set.
 
         Args:
-            index: Place in the order.
+            index: Position in the order.
         """
         return int(self._order[index])
 
@@ -133,12 +133,12 @@ class TaskSamples:
 
 
 class TaskBatches(Dataset):
-    """Dataset whose items are whole batches, indexed by a list of sample numbers.
+    """Dataset whose items are whole batches, indexed by a list of positions in the order of rows.
 
     Shapes:
         An item is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B, ...),
-        "row": (B,)}, with (B, C, S) if a row has C > 1 sequences. A row with number -1 is padding:
-        its labels are -100, and its first token alone is valid.
+        "row": (B,)}, with (B, C, S) if a row has C > 1 sequences. A row with the index -1 is
+        padding: its labels are -100, and only its first token is valid.
 
     Args:
         samples: Rows in their order.
@@ -155,7 +155,7 @@ class TaskBatches(Dataset):
         tokens = np.full(shape, self.padding, np.int64)
         types = np.zeros(shape, np.int64)
         valid = np.zeros(shape, np.bool_)
-        valid[..., 0] = True  # Attention over no token at all has no value.
+        valid[..., 0] = True  # Attention is undefined without any valid token.
         labels = np.full((len(numbers), *rows.labels.shape[1:]), IGNORE_INDEX, np.int64)
         row = np.full(len(numbers), -1, np.int64)
         for at, number in enumerate(numbers):

@@ -26,8 +26,8 @@ class SavedScores:
 
     Args:
         scores: Scores of all rows.
-        is_seen: Rows that have scores.
-        results: Results of the task from these scores.
+        is_seen: Which rows have scores.
+        results: Results of the task, computed from these scores.
     """
 
     scores: Float[Tensor, "rows *scores"]
@@ -53,7 +53,7 @@ class SavedScores:
                 names=np.array(list(self.results)),
                 values=np.array(list(self.results.values())),
             )
-        # A file under its own name is complete.
+        # Renaming is atomic, so a file with the final name is complete.
         os.replace(partial, path)
         return path
 
@@ -78,12 +78,12 @@ class SavedScores:
 
 
 def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> SavedScores:
-    """Return the scores of the validation or test with the best result in a folder.
+    """Return the saved scores of a folder that have the best result.
 
     Args:
-        folder: Folder of a run.
+        folder: ``scores_dir`` of a run.
         part: ``val`` or ``test``.
-        monitor: Name of the result.
+        monitor: Name of the result to compare.
         largest: Whether larger results are better.
 
     Raises:
@@ -107,7 +107,7 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
 
 
 def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[str, float]:
-    """Return the results of an ensemble: of the models' scores together.
+    """Return the results of an ensemble, whose scores combine those of its models.
 
     Args:
         metric: Metric of the data set.

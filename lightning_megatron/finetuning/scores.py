@@ -1,4 +1,4 @@
-"""Scores of the rows of a task, collected over batches and ranks, and the results from them."""
+"""Metrics of tasks, computed from the scores of rows over all batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_megatron.shapes import Bool, Float, Int, Shaped
 
 
 class TaskScores(Metric):
-    """Scores of all rows of a data set, whichever rank and batch has computed them.
+    """Metric that collects the scores of all rows of a data set over batches and ranks.
 
-    A subclass makes results of the table of scores. Rows that no batch had are left out of them.
+    A subclass computes results from the table of scores. Rows that no batch contained do not count.
 
     Args:
-        num_rows: Rows of the data set.
+        num_rows: Number of rows of the data set.
         metric: Arguments of ``torchmetrics.Metric``.
     """
 
@@ -42,17 +42,17 @@ class TaskScores(Metric):
         """Add the scores of some rows.
 
         Args:
-            row: Number of each row in the data set, or -1 for padding of a batch.
+            row: Index of each row in the data set, or -1 for padding of a batch.
             scores: Scores of each row, such as the logits of its classes.
         """
         self.row.append(row)
-        # Ranks and precisions differ in the dtype of logits; half precision has none in numpy.
+        # The dtype of logits differs between ranks and precisions, and numpy has no bfloat16.
         self.scores.append(scores.detach().float())
 
     def table(self) -> tuple[Float[Tensor, "rows *scores"], Bool[Tensor, "rows"]]:
-        """Return the scores of all rows, and which rows have any; on the CPU.
+        """Return the scores of all rows, and which rows have scores, on the CPU.
 
-        Between ``update`` and ``compute`` it has this rank's rows alone.
+        Between ``update`` and ``compute`` the table contains only this rank's rows.
         """
         row = _joined(self.row).cpu()
         scores = _joined(self.scores).cpu()
@@ -71,20 +71,20 @@ class TaskScores(Metric):
 
         Args:
             scores: Scores of all rows.
-            is_seen: Rows that have scores.
+            is_seen: Which rows have scores.
         """
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return the results of the rows of all ranks."""
-        #: Scores of all ranks, from which the last results are.
+        """Return the results over the rows of all ranks."""
+        #: Scores of all ranks, from which the last results were computed.
         self.computed = self.table()
         found = self.results(*self.computed)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
     @staticmethod
     def combined(tables: Float[Tensor, "models rows *scores"]) -> Float[Tensor, "rows *scores"]:
-        """Return the scores of an ensemble: the mean of its models' probabilities.
+        """Return the scores of an ensemble, the mean of its models' probabilities.
 
         Args:
             tables: Scores of all rows by each model.
@@ -93,16 +93,16 @@ class TaskScores(Metric):
 
 
 class ClassScores(TaskScores):
-    """Accuracy of the class with the highest score, for all rows and for each group of them.
+    """Accuracy of the class with the highest score, over all rows and per group.
 
     The results are ``accuracy``, ``accuracy_GROUP`` for each group if there are several, and with
     ``has_f1`` the ``f1`` of class 1. Equal to scikit-learn's ``accuracy_score`` and ``f1_score``.
 
     Args:
         labels: Class of each row.
-        groups: Number of the group of each row.
+        groups: Index of the group of each row.
         names: Names of the groups.
-        has_f1: Whether the F1 of class 1 is a result.
+        has_f1: Whether to report the F1 of class 1.
         metric: Arguments of ``torchmetrics.Metric``.
     """
 
@@ -136,15 +136,15 @@ class ClassScores(TaskScores):
 
 
 def _share(is_right: Tensor, is_counted: Tensor) -> float:
-    """Return the share of counted rows that are right, NaN without any."""
+    """Return the fraction of the counted rows that are right, NaN if no row is counted."""
     return float(is_right[is_counted].double().mean())
 
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return a state of a metric, which is one tensor after the reduction over ranks."""
+    """Return a state of a metric as one tensor; before its reduction over ranks it is a list."""
     return parts if isinstance(parts, Tensor) else torch.cat(list(parts))
 
 
 def labelled(batch: Mapping[str, Shaped[Tensor, "batch *_"]]) -> Int[Tensor, ""]:
-    """Return the number of rows of a batch that are no padding (rows)."""
+    """Return the number of rows of a batch that are not padding (rows)."""
     return (batch["row"] >= 0).sum()

@@ -1,4 +1,4 @@
-"""Answers from the scores of starts and ends, and the results of SQuAD from the answers."""
+"""Answers from the scores of span starts and ends, and the metrics of SQuAD."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lightning_megatron.finetuning.scores import TaskScores
 from lightning_megatron.finetuning.squad import SquadQuestion, exact_score, f1_score
 from lightning_megatron.shapes import Bool, Float, Int
 
-#: Windows whose spans are searched at once (windows).
+#: Number of windows whose spans are searched at once (windows).
 _CHUNK = 128
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Best answers to a question.
+    """Best predicted answers to a question.
 
     Args:
         texts: Best spans of the context, the best first.
-        values: Score of each span: the sum of its start and end.
-        without: Score of having no answer, the smallest over the windows of the question.
+        values: Score of each span, the sum of the scores of its start and end.
+        without: No-answer score, the smallest over the windows of the question.
     """
 
     texts: tuple[str, ...]
@@ -38,18 +38,18 @@ class Answer:
 
     @property
     def advantage(self) -> float:
-        """Score of having no answer minus that of the best span."""
+        """No-answer score minus the score of the best span."""
         return self.without - (self.values[0] if self.values else float("-inf"))
 
 
 @dataclass(frozen=True)
 class WindowPlaces:
-    """Places of windows in the questions and contexts of a data set.
+    """Questions of windows, and positions of their tokens in the contexts.
 
     Args:
-        question: Number of the question of each window.
-        offsets: First and last character (exclusive) of each token in its context, for all tokens
-            of all windows.
+        question: Index of the question of each window.
+        offsets: First character of each token in its context and the end (exclusive), for all
+            tokens of all windows.
     """
 
     question: npt.NDArray
@@ -57,22 +57,22 @@ class WindowPlaces:
 
 
 class SpanScores(TaskScores):
-    """Exact matches and F1 of answers, as the official evaluations of SQuAD define them.
+    """Exact match and F1 of answers, as the official evaluations of SQuAD define them.
 
-    The results are shares of 1: ``exact_match`` and ``f1``. With questions without answers there
-    are also ``exact_match_answerable``, ``f1_answerable`` and ``exact_match_unanswerable``, and
-    ``best_f1`` with ``best_f1_threshold``, the largest F1 of any threshold. Questions with a window
-    without scores are left out.
+    The results are fractions between 0 and 1: ``exact_match`` and ``f1``. If questions may have no
+    answer, there are also ``exact_match_answerable``, ``f1_answerable`` and
+    ``exact_match_unanswerable``, and ``best_f1``, the largest F1 over all thresholds, with its
+    ``best_f1_threshold``. Questions with a window that has no scores are left out.
 
     Args:
         rows: Windows.
-        places: Places of the windows.
+        places: Questions of the windows, and positions of their tokens.
         questions: Questions of the data set.
         may_lack: Whether questions may have no answer.
-        num_best: Spans of each window that are considered.
-        answer_length: Most tokens of an answer (tokens).
-        threshold: A question has no answer if the score of having none is larger than that of the
-            best span by more than this.
+        num_best: Number of best spans of each window that are considered.
+        answer_length: Maximum length of a predicted answer (tokens).
+        threshold: The prediction is no answer if the no-answer score exceeds the score of the best
+            span by more than this.
         metric: Arguments of ``torchmetrics.Metric``.
 
     Source: Devlin et al. 2018, sections 4.2 and 4.3; Rajpurkar et al. 2016 and 2018.
@@ -101,11 +101,11 @@ class SpanScores(TaskScores):
     def answers(
         self, scores: Float[Tensor, "rows seq 2"], is_seen: Bool[Tensor, "rows"]
     ) -> dict[int, Answer]:
-        """Return the best answers by the number of their question.
+        """Return the best answers by the index of their question.
 
         Args:
             scores: Scores of starts and ends of all windows.
-            is_seen: Windows that have scores.
+            is_seen: Which windows have scores.
         """
         found: dict[int, list[tuple[float, str]]] = {}
         without: dict[int, float] = {}
@@ -137,7 +137,7 @@ class SpanScores(TaskScores):
         The official evaluation scripts read this mapping as JSON.
 
         Args:
-            answers: Best answers by the number of their question.
+            answers: Best answers by the index of their question.
         """
         return {self.questions[number].key: self._chosen(one) for number, one in answers.items()}
 
@@ -164,13 +164,14 @@ class SpanScores(TaskScores):
     @staticmethod
     @override
     def combined(tables: Float[Tensor, "models rows seq 2"]) -> Float[Tensor, "rows seq 2"]:
-        # The score of having no answer is compared over windows, whose probabilities are not.
+        # The mean of scores: no-answer scores are compared between windows, and probabilities of
+        # different windows are not comparable.
         return tables.mean(0)
 
     def _best_f1(self, answers: dict[int, Answer]) -> tuple[float, float]:
         """Return the largest mean F1 over all thresholds, and the smallest such threshold."""
         ordered = sorted(answers.items(), key=lambda one: one[1].advantage)
-        # With a threshold below all, every question is predicted to have no answer.
+        # With a threshold below all advantages, no question is predicted to have an answer.
         total = float(sum(not self.questions[number].answers for number, _ in ordered))
         best = total
         threshold = ordered[0][1].advantage - 1.0 if ordered else 0.0
@@ -212,16 +213,16 @@ def best_spans(
 ) -> tuple[Int[Tensor, "batch best"], Int[Tensor, "batch best"], Float[Tensor, "batch best"]]:
     """Return the spans with the largest sums of start and end, the best first.
 
-    All spans are compared, of any start and end.
+    All pairs of a start and an end are compared, not only the best starts and ends.
 
     Args:
         scores: Scores of starts and ends.
-        is_allowed: Tokens of which spans consist.
-        answer_length: Most tokens of a span (tokens).
+        is_allowed: Which tokens a span may start and end with.
+        answer_length: Maximum length of a span (tokens).
         num_best: Number of spans.
 
     Returns:
-        First tokens, last tokens and sums, -inf if there are fewer spans
+        First tokens, last tokens and sums of the spans; sums are -inf if there are fewer spans
     """
     start, end = scores.masked_fill(~is_allowed[..., None], float("-inf")).unbind(-1)
     longest = min(answer_length, scores.shape[1])
@@ -233,7 +234,7 @@ def best_spans(
 
 
 def _answer(listed: list[tuple[float, str]], without: float, num_best: int) -> Answer:
-    # Sorting is stable: of equal spans the one in the earlier window is first.
+    # Sorting is stable: of spans with equal scores, the one of the earlier window is first.
     best = sorted(listed, key=lambda one: -one[0])[:num_best]
     return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), without)
 

@@ -1,4 +1,4 @@
-"""Questions of SQuAD 1.1 and 2.0, and their answers as the official evaluation compares them."""
+"""Questions of SQuAD 1.1 and 2.0, and exact match and F1 of the official evaluation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SquadQuestion:
         key: Its ``id`` in the file.
         text: Text of the question.
         context: Text of the paragraph.
-        answers: Texts of the given answers; none if the paragraph has no answer.
-        start: First character of the first answer in the paragraph, -1 without an answer.
+        answers: Texts of the reference answers; empty if the paragraph has no answer.
+        start: Index of the first answer's first character in the paragraph, -1 without an answer.
     """
 
     key: str
@@ -39,15 +39,15 @@ class SquadQuestion:
 
 
 def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
-    """Read the questions of a file of SQuAD in their order.
+    """Read the questions of a file of SQuAD in order.
 
     Args:
         path: File, such as ``train-v1.1.json``.
         version: ``2.0`` accepts questions without an answer.
 
     Raises:
-        CorruptDataError: If the file is something else, or an answer is not at its place; the
-            message names the file and the question.
+        CorruptDataError: If the file has another structure, or an answer is not at its position in
+            the context; the message names the file and the question.
     """
     found = read_json(path, _REMEDY, _MOST_BYTES)
     articles = found.get("data") if isinstance(found, dict) else None
@@ -80,11 +80,11 @@ def _question(
         )
     answers = list(_mappings(one.get("answers")))
     if one.get("is_impossible"):
-        answers = []  # What the file has as plausible answers is none.
+        answers = []  # The plausible answers to unanswerable questions do not count.
     if not answers and version == "1.1":
         raise CorruptDataError(
-            f"{place} must have an answer: it has none. Questions without one are in version 2.0 "
-            "alone. Set version='2.0'."
+            f"{place} must have an answer: it has none. Only version 2.0 has questions without "
+            "answers. Set version='2.0'."
         )
     for answer in answers:
         start: Any = answer.get("answer_start")
@@ -106,7 +106,7 @@ def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def normalised(text: str) -> str:
-    """Return an answer in lower case without punctuation, articles and further spaces.
+    """Return an answer in lower case without punctuation, articles and extra spaces.
 
     Equal to ``normalize_answer`` of the official evaluation.
 
@@ -118,21 +118,21 @@ def normalised(text: str) -> str:
 
 
 def exact_score(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if a prediction equals one of the answers after normalisation, else 0.
+    """Return 1 if a prediction equals a reference answer after normalisation, else 0.
 
     Args:
-        text: Predicted answer; empty for none.
-        answers: Right answers; none if the question has no answer.
+        text: Predicted answer; empty for no answer.
+        answers: Reference answers; empty if the question has no answer.
     """
     return max(float(normalised(one) == normalised(text)) for one in _comparable(answers))
 
 
 def f1_score(text: str, answers: Sequence[str]) -> float:
-    """Return the largest F1 of a prediction's words with those of an answer.
+    """Return the largest F1 between the words of a prediction and those of a reference answer.
 
     Args:
-        text: Predicted answer; empty for none.
-        answers: Right answers; none if the question has no answer.
+        text: Predicted answer; empty for no answer.
+        answers: Reference answers; empty if the question has no answer.
     """
     return max(_f1(text, one) for one in _comparable(answers))
 

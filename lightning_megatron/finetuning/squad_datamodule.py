@@ -19,33 +19,33 @@ from lightning_megatron.plan.settings import Count, Index, coerced_arguments
 
 
 class SquadDataModule(TaskDataModule):
-    """Batches of SQuAD: windows of contexts, each after its question.
+    """Batches of SQuAD: questions, each followed by a window of its context.
 
-    A context that is too long has several windows, which share ``doc_stride`` tokens. The labels of
-    a window without the whole answer are its first token. Results are ``val_exact_match`` and
-    ``val_f1`` of the questions, as shares of 1; :class:`SpanScores` lists those of version 2.0.
+    A context that is too long is divided into windows that share ``doc_stride`` tokens. If a window
+    does not contain the whole answer, its labels are its first token. Results are
+    ``val_exact_match`` and ``val_f1``, between 0 and 1; :class:`SpanScores` lists further ones of
+    version 2.0.
 
     Args:
         version: ``1.1``, or ``2.0`` with questions that have no answer.
         folder: Folder with ``train-v1.1.json`` and ``dev-v1.1.json``, or ``v2.0``.
         tokenizer: Local folder of a WordPiece tokenizer.
-        test: File of a test set, which SQuAD itself does not publish; None without one.
-        seq_length: Tokens of a window, with its question and special tokens (tokens).
-        doc_stride: Tokens of the context that successive windows share, as in transformers
-            (tokens).
-        question_length: Most tokens of a question; the end is cut (tokens).
-        num_best: Spans of each window that are considered.
-        answer_length: Most tokens of a predicted answer (tokens).
-        threshold: A question of version 2.0 has no answer if the score of having none is larger
-            than that of the best span by more than this.
+        test: File of a test set, which SQuAD itself does not publish; None means no test set.
+        seq_length: Length of a window with its question and special tokens (tokens).
+        doc_stride: Overlap of successive windows in the context, as in transformers (tokens).
+        question_length: Maximum length of a question, which is cut at its end (tokens).
+        num_best: Number of best spans of each window that are considered.
+        answer_length: Maximum length of a predicted answer (tokens).
+        threshold: The prediction for a question of version 2.0 is no answer if the no-answer score
+            exceeds the score of the best span by more than this.
         options: Arguments of ``TaskDataModule``: ``batch_size``, ``global_batch_size``,
             ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``, ``pin_memory``.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range, or windows have no
-            room for new tokens of a context.
+        ParallelPlanError: If a value has another type or is out of its range, or a window has no
+            room for new tokens of its context.
         UnsupportedError: If files are missing, or settings conflict.
-        CorruptDataError: If a file is damaged (in ``setup``), with its name and question.
+        CorruptDataError: If a file is damaged (in ``setup``); the message names file and question.
         MissingExtraError: If transformers is not installed.
     """
 
@@ -124,12 +124,12 @@ class SquadDataModule(TaskDataModule):
             part: ``train``, ``val`` or ``test``.
 
         Raises:
-            CorruptDataError: If the file is damaged; the message names it and the question.
+            CorruptDataError: If the file is damaged; the message names file and question.
         """
         if part not in self._questions:
             found = [one for path in self.files(part) for one in read_squad(path, self.version)]
             if part == "train":
-                return found  # Evaluation alone compares texts.
+                return found  # Only evaluation needs the texts later.
             self._questions[part] = found
         return self._questions[part]
 
@@ -159,11 +159,11 @@ def encoded_windows(
     Args:
         questions: Questions.
         tokenizer: Tokenizer.
-        seq_length: Most tokens of a window (tokens).
-        doc_stride: Tokens that successive windows share (tokens).
-        question_length: Most tokens of a question (tokens).
+        seq_length: Maximum length of a window (tokens).
+        doc_stride: Overlap of successive windows (tokens).
+        question_length: Maximum length of a question (tokens).
     """
-    # Some questions begin with many spaces, which would count when the pair is cut.
+    # Some questions begin with many spaces, which would affect where a pair is cut.
     texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
     found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
     owners = found["overflow_to_sample_mapping"]
@@ -181,7 +181,7 @@ def encoded_windows(
 
 
 def _label(question: SquadQuestion, types: npt.NDArray, offsets: npt.NDArray) -> tuple[int, int]:
-    """Return the first and the last token of the answer; the first token if it is not whole."""
+    """Return the answer's first and last token, or the window's first token for a cut answer."""
     if question.start < 0:
         return 0, 0
     start = question.start

@@ -1,4 +1,4 @@
-"""Tokens of texts and pairs of texts by the WordPiece tokenizer of a folder."""
+"""Tokenization of texts and pairs of texts with the WordPiece tokenizer of a folder."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokeniz
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 
-#: Side of a pair that loses tokens: the longer one at each token, or the second.
+#: Text of a pair that is truncated: always the one that is longer at the moment, or the second.
 Cut = Literal["longest_first", "only_second"]
-#: Pairs that are encoded at once, by the threads of the library (pairs).
+#: Number of pairs that are encoded at once, by the threads of the library (pairs).
 _CHUNK = 1024
 
 
 class PairTokenizer:
-    """Tokenizer of texts and pairs, with the special tokens of its model. No code of a folder runs.
+    """Tokenizer of texts and pairs of texts, with the special tokens of its model.
 
-    Equal to ``transformers.AutoTokenizer`` of the folder.
+    Equal to ``transformers.AutoTokenizer`` of the folder. Code in the folder is not run.
 
     Args:
         folder: Local folder with ``tokenizer.json`` or ``vocab.txt``.
 
     Raises:
-        UnsupportedError: If there is no such folder.
-        CorruptDataError: If transformers cannot read it.
+        UnsupportedError: If there is no such folder, or its tokenizer lacks CLS or SEP or is not a
+            fast one.
+        CorruptDataError: If transformers cannot read the tokenizer.
         MissingExtraError: If transformers is not installed.
     """
 
@@ -46,7 +47,7 @@ class PairTokenizer:
         if missing or not self._tokenizer.is_fast:
             raise UnsupportedError(
                 f"the tokenizer must be a fast one with the tokens CLS and SEP: that of {folder} "
-                f"lacks {', '.join(missing) or 'the fast kind'}. Use the folder of a BERT."
+                f"lacks {', '.join(missing) or 'a fast version'}. Use the folder of a BERT."
             )
 
     @property
@@ -56,12 +57,12 @@ class PairTokenizer:
 
     @property
     def padding(self) -> int:
-        """Id of the padding token, 0 without one."""
+        """Id of the padding token, or 0 if there is none."""
         return int(self._tokenizer.pad_token_id or 0)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that determines the tokens of texts."""
+        """Hash of everything that determines how texts are tokenized."""
         special = sorted((k, str(v)) for k, v in self._tokenizer.special_tokens_map.items())
         state = self._tokenizer.backend_tokenizer.to_str()
         version = import_extra("tokenizers", "text").__version__
@@ -70,13 +71,13 @@ class PairTokenizer:
     def pairs(
         self, first: Sequence[str], second: Sequence[str] | None, most: int, cut: Cut
     ) -> tuple[list[list[int]], list[list[int]], int]:
-        """Return the tokens of texts or pairs, each at most ``most`` long.
+        """Return the tokens of texts or pairs of texts, cut to at most ``most`` tokens.
 
         Args:
-            first: First texts, or the only ones.
-            second: Second texts; None without any.
-            most: Largest number of tokens, with the special ones (tokens).
-            cut: Side that loses tokens of a pair that is longer.
+            first: First texts of the pairs, or single texts.
+            second: Second texts; None for single texts.
+            most: Maximum number of tokens, with the special ones (tokens).
+            cut: Text that is truncated in a pair that is too long.
 
         Returns:
             Tokens, their types, and how many texts or pairs were cut
@@ -108,18 +109,18 @@ class PairTokenizer:
             for text, alone in zip(texts[0], self._call(texts[0])["input_ids"], strict=True):
                 if len(alone) + 2 > most:
                     raise CorruptDataError(
-                        f"a first text must leave room for one token of the second in seq_length "
+                        "a first text must leave room for one token of the second in seq_length "
                         f"({most} tokens): {text[:80]!r} has {len(alone) - 2}. Use a larger "
                         "seq_length."
                     )
         return self._call(*texts, truncation=side, max_length=most)
 
     def short(self, texts: Sequence[str], most: int) -> tuple[list[str], int]:
-        """Return the beginning of each text with at most ``most`` tokens, and how many were cut.
+        """Return texts cut to at most ``most`` tokens, and how many were cut.
 
         Args:
-            texts: Texts, without special tokens.
-            most: Largest number of tokens (tokens).
+            texts: Texts; special tokens are not counted.
+            most: Maximum number of tokens (tokens).
         """
         found = []
         num_cut = 0
@@ -135,7 +136,7 @@ class PairTokenizer:
     def windows(
         self, questions: Sequence[str], contexts: Sequence[str], most: int, shared: int
     ) -> Any:
-        """Return windows of long contexts, each with its question before it.
+        """Return the tokens of windows of contexts, each preceded by its question.
 
         Equal to transformers' ``return_overflowing_tokens``: ``input_ids``, ``token_type_ids``,
         ``offset_mapping`` and ``overflow_to_sample_mapping``.
@@ -143,8 +144,8 @@ class PairTokenizer:
         Args:
             questions: Questions.
             contexts: Context of each question.
-            most: Tokens of a window, with the question and special tokens (tokens).
-            shared: Tokens of the context that successive windows share (tokens).
+            most: Maximum length of a window with the question and special tokens (tokens).
+            shared: Overlap of successive windows in the context (tokens).
         """
         return self._call(
             list(questions), list(contexts), truncation="only_second", max_length=most,

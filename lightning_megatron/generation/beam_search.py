@@ -1,4 +1,4 @@
-"""Search for the likeliest words among several beams of each prompt."""
+"""Beam search: the most probable token sequences of several beams per prompt."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.shapes import Float, Int
 
-#: Score of what must not be chosen, as in transformers.
+#: Score that excludes a candidate, as in transformers.
 _LOWEST = -1.0e9
 
 
 class Candidates(NamedTuple):
-    """Likeliest continuations of the beams of each prompt, in falling order.
+    """Most probable continuations of the beams of each prompt, in descending order.
 
     Args:
-        scores: Logarithm of the probability of all new tokens.
-        places: Beam times the vocabulary plus the token.
+        scores: Log-probability of all new tokens (nats).
+        places: Index of the beam times the vocabulary size, plus the token id.
     """
 
     scores: Float[Tensor, "prompts kept"]
@@ -28,17 +28,18 @@ class Candidates(NamedTuple):
 
 
 class BeamSearch:
-    """Beams of each prompt, and the best of those that have ended.
+    """Live beams of each prompt, and its best finished sequences.
 
-    Equal to the beam search of transformers with ``early_stopping=False``: the score of words is
-    the logarithm of their probability, divided by their number to the power of ``length_penalty``.
+    Equal to the beam search of transformers with ``early_stopping=False``: the score of a sequence
+    is its log-probability, divided by its number of new tokens to the power of ``length_penalty``.
 
     Args:
-        settings: Number of beams, length penalty, and when to stop.
+        settings: Number of beams, length penalty and stop tokens.
         num_prompts: Number of prompts.
-        vocab_size: The vocabulary (tokens).
+        vocab_size: Vocabulary size (tokens).
         device: Device of the logits.
-        stops: Function that says whether tokens end a row; None means none does.
+        stops: Function of the new tokens of a sequence that returns whether they end it; None means
+            that only stop tokens and ``max_new_tokens`` do.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class BeamSearch:
         size = num_prompts, settings.beams
         most = settings.max_new_tokens
         self._stop_tokens = torch.tensor(settings.stop_tokens, dtype=torch.long, device=device)
-        #: Beams that go on. At first all but one of a prompt would say the same.
-        self._words = torch.zeros(*size, most, dtype=torch.long, device=device)
+        #: New tokens of the live beams. The beams of a prompt are identical at first, so only the
+        #: first one starts with a score that can be chosen.
+        self._tokens = torch.zeros(*size, most, dtype=torch.long, device=device)
         self._scores = torch.full(size, _LOWEST, device=device)
         self._scores[:, 0] = 0.0
-        self._ended_words = torch.zeros_like(self._words)
+        self._ended_tokens = torch.zeros_like(self._tokens)
         self._ended_scores = torch.full(size, _LOWEST, device=device)
         self._ended_lengths = torch.zeros(size, dtype=torch.long, device=device)
         self._has_ended = torch.zeros(size, dtype=torch.bool, device=device)
@@ -69,41 +71,41 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Return the continuations of a prompt of which enough go on if others end."""
+        """Return how many candidates per prompt leave enough live beams if some of them end."""
         most = self._settings.beams * self._vocab_size
         return min(most, self._settings.beams * max(2, 1 + len(self._settings.stop_tokens)))
 
     def candidates(self, logits: Float[Tensor, "rows vocab"]) -> Candidates:
-        """Return the likeliest continuations of the beams.
+        """Return the most probable continuations of the beams.
 
         Args:
-            logits: Logits of the next token of each beam, one prompt after the other.
+            logits: Next-token logits of each beam, one prompt after the other.
         """
-        chances = logits.float().log_softmax(-1).view(*self._scores.shape, -1)
-        sums = (chances + self._scores[:, :, None]).flatten(1)
+        log_probs = logits.float().log_softmax(-1).view(*self._scores.shape, -1)
+        sums = (log_probs + self._scores[:, :, None]).flatten(1)
         return Candidates(*sums.topk(self.num_candidates))
 
     def advance(self, given: Candidates) -> tuple[Tensor, Tensor]:
-        """Choose among continuations, and return the next token of each beam and what it follows.
+        """Choose the next beams among candidates, and return their new tokens and parents.
 
         Args:
-            given: Continuations; on all ranks those of the last stage.
+            given: Candidates; on all ranks those of the last pipeline stage.
 
         Returns:
-            Token of each beam, and the row of the beam whose tokens come before it.
+            New token of each beam, and the row of the beam that it continues.
         """
         beams = self._settings.beams
         parents = given.places // self._vocab_size
         tokens = given.places % self._vocab_size
-        words = _picked(self._words, parents)
-        words[:, :, self._length] = tokens
+        sequences = _selected(self._tokens, parents)
+        sequences[:, :, self._length] = tokens
         self._length += 1
-        ends = self._ends(words, tokens)
-        going = given.scores + ends * _LOWEST
-        chosen = going.topk(beams).indices
-        self._keep_ended(words, given.scores, ends)
-        self._words = _picked(words, chosen)
-        self._scores = going.gather(1, chosen)
+        ends = self._ends(sequences, tokens)
+        live_scores = given.scores + ends * _LOWEST
+        chosen = live_scores.topk(beams).indices
+        self._keep_ended(sequences, given.scores, ends)
+        self._tokens = _selected(sequences, chosen)
+        self._scores = live_scores.gather(1, chosen)
         best = self._scores[:, :1] / self._length**self._settings.length_penalty
         least = self._ended_scores.amin(1, keepdim=True)
         bar = torch.where(self._has_ended, least, _LOWEST)
@@ -113,27 +115,27 @@ class BeamSearch:
         return tokens.gather(1, chosen).flatten(), (parents.gather(1, chosen) + first).flatten()
 
     def best(self) -> list[list[int]]:
-        """Return the best words of each prompt, a stop token included."""
+        """Return the new tokens of the best sequence of each prompt, a stop token included."""
         lengths = self._ended_lengths[:, 0].tolist()
-        rows = self._ended_words[:, 0].tolist()
+        rows = self._ended_tokens[:, 0].tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def _ends(self, words: Tensor, tokens: Tensor) -> Tensor:
-        """Return which continuations are the last of their rows."""
+    def _ends(self, sequences: Tensor, tokens: Tensor) -> Tensor:
+        """Return which candidates end their sequences."""
         if self._length == self._settings.max_new_tokens:
             return torch.ones_like(tokens, dtype=torch.bool)
         ends = torch.isin(tokens, self._stop_tokens)
         if self._stops is not None:
-            rows = words[:, :, : self._length].flatten(0, 1).tolist()
+            rows = sequences[:, :, : self._length].flatten(0, 1).tolist()
             found = torch.tensor([self._stops(row) for row in rows], device=tokens.device)
             ends = ends | found.view_as(ends)
         return ends
 
-    def _keep_ended(self, words: Tensor, scores: Tensor, ends: Tensor) -> None:
-        """Keep the best of the rows that have ended."""
+    def _keep_ended(self, sequences: Tensor, scores: Tensor, ends: Tensor) -> None:
+        """Keep the best finished sequences."""
         beams = self._settings.beams
         has_ended = ends.clone()
-        # Continuations after the first ones are there to go on.
+        # Only the best ``beams`` candidates may finish; the others replace live beams that ended.
         has_ended[:, beams:] = False
         scaled = scores / self._length**self._settings.length_penalty
         scaled = scaled + ~self._may_improve * _LOWEST + ~has_ended * _LOWEST
@@ -141,10 +143,10 @@ class BeamSearch:
         chosen = every.topk(beams).indices
         lengths = torch.full_like(has_ended, self._length, dtype=torch.long)
         self._ended_scores = every.gather(1, chosen)
-        self._ended_words = _picked(torch.cat((self._ended_words, words), 1), chosen)
+        self._ended_tokens = _selected(torch.cat((self._ended_tokens, sequences), 1), chosen)
         self._ended_lengths = torch.cat((self._ended_lengths, lengths), 1).gather(1, chosen)
         self._has_ended = torch.cat((self._has_ended, has_ended), 1).gather(1, chosen)
 
 
-def _picked(words: Tensor, index: Tensor) -> Tensor:
-    return words.gather(1, index[:, :, None].expand(-1, -1, words.shape[2]))
+def _selected(sequences: Tensor, index: Tensor) -> Tensor:
+    return sequences.gather(1, index[:, :, None].expand(-1, -1, sequences.shape[2]))

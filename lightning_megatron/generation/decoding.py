@@ -1,4 +1,4 @@
-"""Continuation of prompts, one token of every row at a time."""
+"""Generation of the tokens after prompts, one token of every row at a time."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ def generate(
     settings: GenerationSettings | None = None,
     stops: StopFunction | None = None,
 ) -> list[list[int]]:
-    """Continue prompts, and return the tokens that follow each of them.
+    """Generate a continuation of each prompt, and return its tokens.
 
-    Equal to ``generate`` of Hugging Face's models with the same weights, and without a cache.
+    The tokens equal those of ``generate`` of a Hugging Face model with the same weights, and those
+    of passes without a cache.
 
     Args:
-        model: GPT, or module with one, such as ``CausalLM`` and replaced Hugging Face models.
-        prompts: Tokens of each prompt, which may have unequal lengths.
-        settings: Choice of the tokens, and when to stop; None means the defaults.
-        stops: Function of the new tokens of a row that says whether they are its last ones, equal
-            on all ranks, such as ``StopStrings``; None means that no further ones are.
+        model: GPT, or module that contains one, such as a ``CausalLM`` or a replaced Hugging Face
+            model.
+        prompts: Token ids of each prompt; lengths may differ.
+        settings: Settings of the generation; None means the defaults.
+        stops: Function of the new tokens of a row that returns whether they end the row, such as
+            ``StopStrings``; its results must be equal on all ranks. None means no further
+            condition.
 
     Returns:
-        Tokens after each prompt, a stop token included.
+        New tokens of each prompt, a stop token included.
 
     Raises:
-        UnsupportedError: If the module has no GPT, inside a step with pipeline stages, or for
-            prompts that the model cannot read.
-        ParallelPlanError: If a row could become longer than the model's longest one.
+        UnsupportedError: If the module has no GPT, the call is inside a step with pipeline stages,
+            or the model cannot read a prompt.
+        ParallelPlanError: If a row could become longer than ``max_seq_length``.
 
     Communication: see :func:`generated_tokens`. With pp and beams, the last stage broadcasts the
         candidates of each prompt instead.
     """
     if settings is not None and settings.beams > 1:
-        return _searched(model, prompts, settings, stops)
+        return _beam_searched(model, prompts, settings, stops)
     found: list[list[int]] = [[] for _ in prompts]
     for tokens in generated_tokens(model, prompts, settings, stops):
         for row, token in zip(found, tokens, strict=True):
@@ -62,16 +65,17 @@ def generated_tokens(
     settings: GenerationSettings | None = None,
     stops: StopFunction | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield the next token of each prompt until all have ended; None for those that have.
+    """Yield the next token of each row until all rows have ended; None for rows that have ended.
 
     Args:
-        model: GPT, or module with one.
-        prompts: Tokens of each prompt.
-        settings: Choice of the tokens, and when to stop; None means the defaults.
+        model: GPT, or module that contains one.
+        prompts: Token ids of each prompt.
+        settings: Settings of the generation; None means the defaults.
         stops: As for :func:`generate`.
 
     Raises:
-        UnsupportedError: As for :func:`generate`, and with beams, whose words are known at the end.
+        UnsupportedError: As for :func:`generate`, and with several beams, whose tokens are known
+            only at the end of the search.
         ParallelPlanError: As for :func:`generate`.
 
     Communication: that of the layers for each token; with pp a broadcast of the tokens from the
@@ -111,13 +115,13 @@ def generated_tokens(
             return
 
 
-def _searched(
+def _beam_searched(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
     stops: StopFunction | None,
 ) -> list[list[int]]:
-    """Return the best words of a beam search after each prompt."""
+    """Return the new tokens of each prompt that a beam search finds."""
     gpt = gpt_of(model)
     check_prompts(prompts, gpt.config.vocab_size)
     beams = settings.beams
@@ -129,7 +133,7 @@ def _searched(
             logits = session.logits(tokens)
             own = None if logits is None or search.is_over else search.candidates(logits)
             if search.is_over:
-                # Other replicas go on, with which this one shares experts.
+                # Replicas that share experts with this one are still searching.
                 tokens = session.filled(None)
             else:
                 found = session.shared_candidates(own, search.num_candidates, beams)
@@ -142,19 +146,20 @@ def _searched(
 
 
 def gpt_of(model: nn.Module) -> GPT:
-    """Return the GPT with which a module computes.
+    """Return the GPT that a module contains.
 
     Args:
-        model: GPT, or module with one.
+        model: GPT, or module that contains one.
 
     Raises:
-        UnsupportedError: If there is none, or more than one.
+        UnsupportedError: If the module has no GPT or more than one.
     """
     found = [one for _, one in pipelined_modules(model) if isinstance(one, GPT)]
     if len(found) != 1:
         raise UnsupportedError(
             f"generate needs a model with one GPT of this package: {type(model).__name__} has "
-            f"{len(found)}. Only its attention fills a cache. Pass the GPT itself, a configured "
-            "CausalLM or a replaced Hugging Face model; other models have their own generate."
+            f"{len(found)}. Only the attention of a GPT fills the key/value cache. Pass the GPT "
+            "itself, a configured CausalLM or a replaced Hugging Face model; other models have "
+            "their own generate."
         )
     return found[0]

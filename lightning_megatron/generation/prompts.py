@@ -1,4 +1,4 @@
-"""Rows of prompts of unequal lengths and of the tokens that follow them."""
+"""Padded rows of prompts of unequal lengths and of the tokens generated after them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True, eq=False)
 class PromptRows:
-    """Prompts with padding on their left, so that they end at the same position, and what follows.
+    """Prompts with padding on their left, and the tokens generated after them.
+
+    The padding makes all prompts end at the same position.
 
     Args:
-        tokens: Tokens of the prompts, and those that follow.
+        tokens: Tokens of the prompts, and the new tokens.
         before: Padding before each prompt; None means none (tokens).
-        multiple: Number that the length of the first call's rows must be a multiple of; positions
-            that are appended for it hold no tokens (tokens).
-        later_multiple: The same of later calls (tokens).
+        multiple: Number of which the row length of the first call must be a multiple; padding is
+            appended to reach it (tokens).
+        later_multiple: The same for later calls (tokens).
     """
 
     tokens: Int[Tensor, "batch seq"]
@@ -44,16 +46,15 @@ class PromptRows:
         multiple: int = 1,
         later_multiple: int = 1,
     ) -> PromptRows:
-        """Return the rows of prompts.
+        """Return the padded rows of prompts.
 
         Args:
-            prompts: Tokens of each prompt.
+            prompts: Token ids of each prompt.
             device: Device of the model.
-            num_rows: Number of rows; those after the prompts are fillers.
+            num_rows: Number of rows; the rows after those of the prompts are fillers.
             length: Length of the rows, at least that of the longest prompt (tokens).
-            multiple: Number that the length of the first call's rows must be a multiple of
-                (tokens).
-            later_multiple: The same of later calls (tokens).
+            multiple: Number of which the row length of the first call must be a multiple (tokens).
+            later_multiple: The same for later calls (tokens).
         """
         filled = [*prompts, *[[0] * length] * (num_rows - len(prompts))]
         before = [length - len(prompt) for prompt in filled]
@@ -62,7 +63,7 @@ class PromptRows:
         return cls(torch.tensor(rows, device=device), padding, multiple, later_multiple)
 
     def first(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the tokens of the prompts, and the span with which a model stores them.
+        """Return the tokens of the prompts, and the span that makes the model cache them.
 
         Args:
             cache: Empty cache.
@@ -85,17 +86,17 @@ class PromptRows:
         return replace(self, tokens=torch.cat((self.tokens, tokens[:, None]), 1))
 
     def reordered(self, rows: Int[Tensor, " _"]) -> PromptRows:
-        """Return the rows with others in the place of the first ones.
+        """Return the rows, with the first ones replaced by copies of others.
 
         Args:
-            rows: For each of these rows the number of the row whose tokens it gets. Both have the
-                same prompt.
+            rows: For each replaced row the index of the row to copy, which must have the same
+                prompt.
         """
         rest = torch.arange(len(rows), len(self.tokens), device=rows.device)
         return replace(self, tokens=self.tokens[torch.cat((rows, rest))])
 
     def last(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the last token of each row, and the span with which it follows the cache.
+        """Return the last token of each row, and its attention span after the cached tokens.
 
         Args:
             cache: Cache of all earlier tokens.
@@ -109,7 +110,7 @@ class PromptRows:
         return tokens, AttentionSpan(positions=positions, past=CachedTokens(cache, 1, visible))
 
     def _positions(self, first: int, length: int) -> Tensor:
-        """Return the position of each token in its prompt; that of padding counts as the next."""
+        """Return the position of each token in its row; padding has that of the nearest token."""
         last = self.tokens.shape[1] - 1
         index = torch.arange(first, first + length, device=self.tokens.device).clamp(max=last)
         if self.before is None:
@@ -118,14 +119,14 @@ class PromptRows:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Refuse prompts that a model cannot read.
+    """Raise if a model cannot read a prompt.
 
     Args:
-        prompts: Tokens of each prompt.
-        vocab_size: The vocabulary (tokens).
+        prompts: Token ids of each prompt.
+        vocab_size: Vocabulary size (tokens).
 
     Raises:
-        UnsupportedError: If there is no prompt, or one is empty or has a token outside of the
+        UnsupportedError: If there is no prompt, or one is empty or has a token outside the
             vocabulary.
     """
     if not prompts:
@@ -133,12 +134,12 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UnsupportedError(
-                f"a prompt needs at least one token, of which the next one follows: prompt "
-                f"{number} is empty. Begin it with the token that begins texts."
+                f"a prompt needs at least one token, whose logits give the next one: prompt "
+                f"{number} is empty. Start it with the beginning-of-text token."
             )
         wrong = [one for one in prompt if not 0 <= one < vocab_size]
         if wrong:
             raise UnsupportedError(
-                f"tokens must be from 0 to {vocab_size - 1}, the vocabulary of the model: prompt "
+                f"token ids must be from 0 to {vocab_size - 1}, the model's vocabulary: prompt "
                 f"{number} has {shown(wrong[0])}. Use the tokenizer of the model."
             )

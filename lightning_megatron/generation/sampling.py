@@ -1,4 +1,4 @@
-"""Choice of the next token from its logits."""
+"""Greedy or random choice of the next token from its logits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_megatron.shapes import Float, Int
 
 
 class Sampler:
-    """Choose the likeliest token, or draw one.
+    """Choose the most probable token, or sample one.
 
-    Ranks with the same logits choose the same tokens, because their draws have the same seed.
+    Ranks with the same logits choose the same tokens, because their generators have the same seed.
 
     Args:
-        settings: Settings of the draws.
+        settings: Settings of sampling.
         device: Device of the logits.
     """
 
@@ -27,7 +27,7 @@ class Sampler:
         """Return the next token of each row.
 
         Args:
-            logits: Logits of the last token of each row.
+            logits: Next-token logits of each row.
         """
         wide = logits.float()
         if not self.settings.sample:
@@ -39,13 +39,13 @@ class Sampler:
 def weighed(
     logits: Float[Tensor, "batch vocab"], settings: GenerationSettings
 ) -> Float[Tensor, "batch vocab"]:
-    """Return logits of whose softmax a token is drawn: minus infinity for those that are left out.
+    """Return logits for sampling: minus infinity for tokens that top-k or top-p excludes.
 
-    Equal to Hugging Face's processors of temperature, then top-k, then top-p.
+    Equal to the logits processors of Hugging Face for temperature, then top-k, then top-p.
 
     Args:
-        logits: Logits of the next token.
-        settings: Settings of the draws.
+        logits: Next-token logits.
+        settings: Settings of sampling.
     """
     logits = logits / settings.temperature
     if settings.top_k is not None and settings.top_k < logits.shape[-1]:
@@ -53,7 +53,8 @@ def weighed(
         logits = logits.masked_fill(logits < least, -torch.inf)
     if settings.top_p < 1.0:
         ordered, index = logits.sort(descending=False)
-        # A token stays if those that are likelier do not reach top_p. The likeliest always does.
+        # A token stays if the more probable tokens do not reach top_p. The most probable one
+        # always stays.
         is_rare = ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p
         is_rare[:, -1] = False
         logits = logits.masked_fill(is_rare.scatter(1, index, is_rare), -torch.inf)

@@ -1,4 +1,4 @@
-"""Rows of prompts, their cache, and the logits of the tokens that follow."""
+"""State of a generation: rows of prompts, their key/value cache, and the next-token logits."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class GenerationSession:
-    """Cache and rows of a group of prompts.
+    """Rows and key/value cache of a group of prompts.
 
     Args:
         gpt: The model.
-        prompts: Tokens of each prompt.
-        settings: Choice of the tokens.
+        prompts: Token ids of each prompt.
+        settings: Settings of the generation.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GenerationSession:
             all_reduce_(sizes, gpt.mesh.experts_cpu, "max")
         num_rows, length, most = sizes.tolist()
         _check_length(length, most, gpt.config.max_seq_length)
-        #: Most tokens that a row of any of these ranks gets (tokens).
+        #: Maximum number of new tokens of a row, over all ranks that share experts (tokens).
         self.most: int = most
         self._num_own = len(prompts)
         self._device = gpt.mesh.device
@@ -56,9 +56,9 @@ class GenerationSession:
             multiple=length_multiple(gpt.mesh),
             later_multiple=length_multiple(gpt.mesh, is_cut=False),
         )
-        # The last token is never read again.
+        # The last new token is never passed through the model.
         self._cache = KeyValueCache(length + most - 1)
-        self._stretched_after = _length_before_other_angles(gpt)
+        self._longest_short_row = _longest_short_row(gpt)
         self._num_rows = num_rows
         self._pass = self._token_pass(num_rows) if settings.record else None
         gpt.wait_for_parameters()
@@ -69,15 +69,15 @@ class GenerationSession:
         return self._device
 
     def logits(self, tokens: Int[Tensor, " batch"] | None) -> Tensor | None:
-        """Return the logits of the tokens that follow the given ones, for the rows of this rank.
+        """Return the next-token logits of the rows of this rank.
 
-        Those of a recorded pass are valid until the next call.
+        The logits of a recorded pass are valid until the next call.
 
         Args:
-            tokens: Latest token of each row; None gives the logits after the prompts.
+            tokens: Latest token of each row; None returns the logits after the prompts.
 
         Returns:
-            Logits on the stage of the last layers; None on others.
+            Logits on the pipeline stage of the last layers; None on other stages.
         """
         if tokens is not None and self._pass is not None:
             found: Tensor | None = self._pass(tokens)
@@ -87,7 +87,7 @@ class GenerationSession:
         return None if found is None else found[: self._num_own]
 
     def shared_tokens(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
-        """Return the next token of each row, those of fillers too.
+        """Return the next token of each row, filler rows included, on all stages.
 
         Args:
             own: Next tokens of the rows of this rank; None except on the last stage.
@@ -96,12 +96,13 @@ class GenerationSession:
         return broadcast_(self.filled(own), mesh.pp, mesh.layout.loss_stage)
 
     def filled(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
-        """Return a token of each row, any for fillers.
+        """Return a token of each row, an arbitrary one for filler rows.
 
         Args:
-            own: Tokens of the rows of this rank; None means any.
+            own: Tokens of the rows of this rank; None means arbitrary ones.
         """
-        # Fillers follow the rows of this rank. They draw nothing, so draws depend on own rows only.
+        # Filler rows come after the rows of this rank. Nothing is sampled for them, so samples
+        # depend on the rows of this rank only.
         tokens = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
         if own is not None:
             tokens[: self._num_own] = own
@@ -112,8 +113,8 @@ class GenerationSession:
 
         Args:
             own: Candidates; None except on the last stage.
-            kept: Candidates of a prompt.
-            beams: Beams of a prompt.
+            kept: Candidates per prompt.
+            beams: Beams per prompt.
         """
         mesh = self._gpt.mesh
         if own is None:
@@ -126,10 +127,10 @@ class GenerationSession:
         return Candidates(*found)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
-        """Replace the tokens of the rows of this rank by those of others.
+        """Replace the tokens and cached keys and values of this rank's rows by those of others.
 
         Args:
-            rows: For each row the number of the one whose tokens it gets.
+            rows: For each row the index of the row to copy.
         """
         self._cache.reorder(rows)
         self._rows = self._rows.reordered(rows)
@@ -137,8 +138,8 @@ class GenerationSession:
     def _logits_by_layers(self, tokens: Tensor | None) -> Tensor | None:
         if tokens is not None:
             self._rows = self._rows.followed_by(tokens)
-        if self._cache.length == self._stretched_after:
-            # The keys of all tokens were rotated by other angles.
+        if self._cache.length == self._longest_short_row:
+            # The cached keys were rotated by the angles of short rows; compute them again.
             self._cache.clear()
         if self._cache.length == 0:
             rows, span = self._rows.first(self._cache)
@@ -156,7 +157,7 @@ class GenerationSession:
         return found
 
     def is_over(self, is_own_over: bool) -> bool:
-        """Return whether all rows of all ranks that compute together have ended.
+        """Return whether the rows of all ranks that share experts have ended.
 
         Args:
             is_own_over: Whether the rows of this rank have ended.
@@ -167,10 +168,10 @@ class GenerationSession:
         return not all_reduce_(unfinished, self._gpt.mesh.experts_cpu, "max")
 
     def _token_pass(self, num_rows: int) -> TokenPass | None:
-        """Return the recorded pass of single tokens, if there can be one."""
+        """Return the recorded pass over single tokens; None if it cannot be recorded."""
         reason = why_not_recorded(self._gpt, self.most)
         if reason is not None:
-            _log.info("passes of single tokens are not recorded as a CUDA graph: %s", reason)
+            _log.info("passes over single tokens are not recorded as a CUDA graph: %s", reason)
             return None
         return TokenPass(self._gpt, self._cache, self._rows.before, num_rows)
 
@@ -184,8 +185,8 @@ class GenerationSession:
             )
 
 
-def _length_before_other_angles(gpt: GPT) -> int | None:
-    """Return the longest row whose tokens are rotated by the angles of short rows, if any."""
+def _longest_short_row(gpt: GPT) -> int | None:
+    """Return the length up to which longrope uses the angles of short rows; None without it."""
     scaling = gpt.config.rotary_scaling
     if gpt.config.position != "rotary" or scaling is None or scaling.kind != "longrope":
         return None
@@ -195,7 +196,7 @@ def _length_before_other_angles(gpt: GPT) -> int | None:
 def _check_length(length: int, most: int, limit: int) -> None:
     if length + most > limit:
         raise ParallelPlanError(
-            f"prompts and new tokens must not exceed max_seq_length ({limit}) together: the "
-            f"longest prompt has {length}, and max_new_tokens is {most}. The model has no later "
-            f"positions. Use at most {max(0, limit - length)} new tokens, or cut the prompt."
+            f"a prompt and its new tokens together must not exceed max_seq_length ({limit}): the "
+            f"longest prompt has {length} tokens, and max_new_tokens is {most}. The model has no "
+            f"later positions. Use at most {max(0, limit - length)} new tokens, or cut the prompt."
         )

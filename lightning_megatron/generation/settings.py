@@ -11,27 +11,28 @@ from lightning_megatron.plan.settings import Count, Index, Positive, Range, coer
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How prompts are continued.
+    """Settings of sampling, beam search and the end of rows.
 
     Args:
-        max_new_tokens: Most tokens that follow a prompt (tokens).
-        sample: Whether tokens are drawn at random; otherwise the likeliest token follows.
-        temperature: Divisor of the logits before a draw.
-        top_k: Number of likeliest tokens among which a draw chooses; None means all (tokens).
-        top_p: Probability that the likeliest tokens must reach together, among which a draw
-            chooses; 1 means all.
-        stop_tokens: Tokens that end a row. They are the last ones that it gets.
-        seed: Seed of the draws, equal on all ranks.
-        beams: Beams of a beam search, which looks for the likeliest words instead of the likeliest
-            next token; 1 means none.
-        length_penalty: Power of the number of new tokens by which the score of a beam is divided;
-            above 0 it favours long words.
-        record: Whether passes of single tokens run as one CUDA graph on a GPU, where the model and
-            the layout allow it; the log says why not. Without ranks that share the model, experts,
-            longrope, ALiBi, soft caps, sinks and products in 8 bits only.
+        max_new_tokens: Maximum number of new tokens per prompt (tokens).
+        sample: Whether to sample tokens; otherwise the most probable token is chosen.
+        temperature: Divisor of the logits before sampling.
+        top_k: Number of most probable tokens to sample from; None means all (tokens).
+        top_p: Cumulative probability of the most probable tokens to sample from; 1 means all
+            tokens.
+        stop_tokens: Tokens that end a row. A stop token is the last token of its row.
+        seed: Seed of sampling, equal on all ranks.
+        beams: Number of beams of a beam search, which looks for the most probable sequence instead
+            of the most probable next token; 1 means no beam search.
+        length_penalty: Exponent of the number of new tokens, by which the score of a beam is
+            divided; values above 0 favour long sequences.
+        record: Whether passes over single tokens run as one CUDA graph on a GPU. Models with
+            experts, longrope, ALiBi, soft caps, attention sinks or 8-bit products, and models that
+            several ranks share, run without a graph; the log gives the reason.
 
     Raises:
-        ParallelPlanError: If a value has a wrong type or is out of range, or beams are to be drawn.
+        ParallelPlanError: If a value has a wrong type or is out of range, or ``sample`` is combined
+            with a beam search.
     """
 
     max_new_tokens: Count = 64
@@ -49,6 +50,6 @@ class GenerationSettings:
         coerce_fields(self)
         if self.sample and self.beams > 1:
             raise ParallelPlanError(
-                f"a beam search cannot draw tokens: beams is {self.beams} and sample is true. Its "
-                "beams are the likeliest words. Use beams=1, or sample=False."
+                f"a beam search cannot sample tokens: beams is {self.beams} and sample is true. "
+                "Its beams are the most probable sequences. Use beams=1, or sample=False."
             )

@@ -1,4 +1,4 @@
-"""Text of tokens while they are produced, and where it stops."""
+"""Incremental decoding of generated tokens to text, and stop strings."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from collections.abc import Callable, Sequence
 
 from lightning_megatron.errors import UnsupportedError
 
-#: Function that returns the text of tokens, such as ``Tokenizer.decode``.
+#: Function that decodes tokens to text, such as ``Tokenizer.decode``.
 Decode = Callable[[Sequence[int]], str]
-#: Function that says of the new tokens of a row whether they are its last ones.
+#: Function of the new tokens of a row that returns whether they end the row.
 StopFunction = Callable[[Sequence[int]], bool]
 
-#: What stands for bytes that are no character, perhaps because the next token has its rest.
+#: Character that replaces bytes which are no character, perhaps because the next token completes
+#: them.
 _REPLACEMENT = "\ufffd"
 
 
 class StopStrings:
-    """Function that ends a row when its new text has one of some strings.
+    """Function that ends a row when its new text contains a stop string.
 
     Args:
-        decode: Function that returns the text of tokens.
-        strings: Strings that end a row.
+        decode: Function that decodes tokens to text.
+        strings: Stop strings.
 
     Raises:
-        UnsupportedError: If a string is empty.
+        UnsupportedError: If a stop string is empty.
     """
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         if "" in strings:
             raise UnsupportedError(
-                "a string that stops a text must have a character: one is empty, and every text "
-                "has that. Leave it out."
+                "a stop string must have at least one character: one is empty, and every text "
+                "contains it. Leave it out."
             )
         self._decode = decode
         self.strings = tuple(strings)
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of tokens has one of the strings.
+        """Return whether the text of the tokens contains a stop string.
 
         Args:
             tokens: New tokens of a row.
@@ -46,27 +47,27 @@ class StopStrings:
 
 
 def before_stop(text: str, strings: Sequence[str]) -> str:
-    """Return a text up to the first of some strings.
+    """Return the part of a text before its first stop string.
 
     Args:
         text: Text.
-        strings: Strings that stop it.
+        strings: Stop strings.
     """
     found = [place for string in strings if (place := text.find(string)) >= 0]
     return text[: min(found)] if found else text
 
 
 class TextStream:
-    """Text of a row that grows token by token.
+    """Text of a row, decoded token by token.
 
-    The pieces that it returns are together the text of all tokens, up to the first stop string. A
-    piece holds only what no later token changes: bytes of an unfinished character wait for its
-    rest, and so does the beginning of a stop string.
+    The returned pieces together are the text of all tokens, up to the first stop string. A piece
+    holds only characters that no later token changes: the bytes of an incomplete character and the
+    beginning of a possible stop string are held back until later tokens decide.
 
     Args:
-        decode: Function that returns the text of tokens.
-        strings: Strings that stop the text.
-        before: Tokens before the row, whose text is complete; they are not returned.
+        decode: Function that decodes tokens to text.
+        strings: Stop strings.
+        before: Tokens before the row, whose text is complete; their text is not returned.
     """
 
     def __init__(
@@ -74,16 +75,16 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._strings = tuple(strings)
-        # The last tokens whose text is complete, and all after them: some tokenizers decode a token
-        # in another way if it is the first.
+        # The last tokens whose text is complete, and all later tokens. The complete ones are kept,
+        # because some tokenizers decode the first token of a list differently.
         self._window = list(before)
         self._num_complete = len(self._window)
         self._num_decoded = len(decode(self._window))
-        self._waiting = ""
+        self._held_back = ""
         self._has_stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that is certain now.
+        """Add a token, and return the text that has become final.
 
         Args:
             token: Next token of the row.
@@ -100,30 +101,30 @@ class TextStream:
         return self._until_stop(new)
 
     def finish(self) -> str:
-        """Return the rest of the text."""
+        """Return the remaining text."""
         text = self._decode(self._window)[self._num_decoded :]
         self._num_decoded += len(text)
         found = self._until_stop(text)
-        rest = "" if self._has_stopped else self._waiting
-        self._waiting = ""
+        rest = "" if self._has_stopped else self._held_back
+        self._held_back = ""
         return found + rest
 
     def _until_stop(self, new: str) -> str:
-        """Return what of the waiting and new text comes before a stop string for certain."""
+        """Return the part of the held-back and new text that no stop string can still include."""
         if self._has_stopped:
             return ""
-        text = self._waiting + new
+        text = self._held_back + new
         found = before_stop(text, self._strings)
         self._has_stopped = len(found) < len(text)
         if self._has_stopped:
-            self._waiting = ""
+            self._held_back = ""
             return found
         held = max((_overlap(text, string) for string in self._strings), default=0)
-        self._waiting = text[len(text) - held :]
+        self._held_back = text[len(text) - held :]
         return text[: len(text) - held]
 
 
 def _overlap(text: str, string: str) -> int:
-    """Return how many characters at the end of a text begin a string."""
+    """Return how many characters at the end of a text are the beginning of a string."""
     most = min(len(text), len(string) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(string[:size])), 0)

@@ -1,4 +1,4 @@
-"""Pass of one new token of each row, recorded once in a CUDA graph."""
+"""Forward pass over one new token per row, recorded once as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.shapes import Float, Int
 
-#: New tokens that must follow for a recording, which takes as long as a few of them, to pay.
+#: Least number of new tokens for which recording pays off; it takes as long as a few tokens.
 _FEWEST_TOKENS = 16
 
 
 def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
-    """Return why passes of single tokens run one kernel after the other; None if a graph does.
+    """Return why passes over single tokens are not recorded as a CUDA graph; None if they are.
 
     Args:
         gpt: The model.
-        num_tokens: Most new tokens of a row (tokens).
+        num_tokens: Maximum number of new tokens per row (tokens).
     """
     if gpt.mesh.device.type != "cuda":
         return f"CUDA graphs need a GPU, and the model is on {gpt.mesh.device.type}"
     if num_tokens < _FEWEST_TOKENS:
-        return f"a recording pays from {_FEWEST_TOKENS} new tokens, and there are {num_tokens}"
+        return f"recording pays off from {_FEWEST_TOKENS} new tokens, and there are {num_tokens}"
     return why_place_unknown_to_host_is_refused(gpt)
 
 
 def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
-    """Return why the host must know the place of a token; None if the device alone may.
+    """Return why the host must know the position of a new token; None if it need not.
 
     Args:
         gpt: The model.
@@ -45,20 +45,20 @@ def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
     for name in ("tp", "pp", "cp"):
         size = getattr(mesh, name).size
         if size > 1:
-            return f"passes across ranks ({name}={size}) are not recorded"
+            return f"passes of models that several ranks share ({name}={size}) are not recorded"
     if config.experts is not None:
-        return "the host reads the numbers of rows of the experts"
+        return "the host reads how many rows each expert has"
     if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
-        return "the angles of longrope depend on the length of the rows"
+        return "the rotary angles of longrope depend on the length of the rows"
     if any(getattr(module, "scaling", None) is not None for module in gpt.modules()):
-        return "products in 8 bits, or of Transformer Engine, are not recorded"
+        return "8-bit products and those of Transformer Engine are not recorded"
     if torch.is_autocast_enabled(mesh.device.type):
-        return "autocast keeps copies of weights between operators"
+        return "autocast caches copies of weights between operators"
     hooked = next(iter(modules_with_user_hooks(gpt).items()), None)
     if hooked is not None:
-        return f"a hook on {hooked[0]} ({hooked[1]}) would not run at a replay"
+        return f"a hook on {hooked[0]} ({hooked[1]}) would not run in a replay"
     if any(getattr(module, "sinks", None) is not None for module in gpt.modules()):
-        return "the scores of its attention have sinks"
+        return "the attention of the model has sinks"
     reasons = (
         why_no_token_attention(attention_kind(config, index)) for index in range(config.num_layers)
     )
@@ -66,15 +66,16 @@ def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
 
 
 class TokenPass:
-    """Pass of one new token of each row, whose place only the device knows.
+    """Forward pass over one new token per row, at a position that only the device knows.
 
     Equal to ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call records a CUDA
-    graph, and later ones replay it: the host launches one graph in the place of hundreds of
-    kernels. The keys that a pass reads are those up to its place, so one graph serves all.
+    graph, and later calls replay it: the host launches one graph instead of hundreds of kernels. A
+    pass reads the keys up to its own position, which is a tensor on the device, so one graph serves
+    all positions.
 
     Args:
         gpt: The model.
-        cache: Cache of the earlier tokens, which is not empty.
+        cache: Cache of the earlier tokens; it must not be empty.
         padding: Padding before each row; None means none (tokens).
         num_rows: Number of rows.
     """
@@ -92,9 +93,9 @@ class TokenPass:
         self._logits: Tensor | None = None
 
     def __call__(self, tokens: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
-        """Store new tokens behind those of the cache, and return the logits of the next ones.
+        """Store the keys and values of new tokens after those of the cache, and return the logits.
 
-        The result of a replay is valid until the next call.
+        The logits of a replay are valid until the next call.
 
         Args:
             tokens: New token of each row.
@@ -125,13 +126,13 @@ class TokenPass:
             )
 
     def _record(self) -> Tensor:
-        """Record the pass, after one that loads kernels and takes the memory of libraries."""
+        """Record the pass, after a warm-up run that loads kernels and allocates workspaces."""
         current = torch.cuda.current_stream()
-        beside = torch.cuda.Stream()
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
+        side = torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             self._run()
-        current.wait_stream(beside)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._logits = self._run()
@@ -142,7 +143,7 @@ class TokenPass:
 
 @contextmanager
 def evaluating(gpt: GPT) -> Iterator[None]:
-    """Run a model in evaluation mode.
+    """Keep a model in evaluation mode inside the ``with`` block.
 
     Args:
         gpt: The model.

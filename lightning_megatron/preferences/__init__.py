@@ -1,1 +1,1 @@
-"""Training of language models on which of two answers is better."""
+"""Preference training (DPO) of language models on pairs of a chosen and a rejected answer."""

@@ -25,10 +25,10 @@ _ENTRY = "reference_log_probs"
 class DPO(HuggingFaceCausalLM):
     """Train a Hugging Face decoder to prefer chosen answers to rejected ones.
 
-    This is direct preference optimization. Batches are those of ``PreferenceDataModule``. The loss
-    is the mean over the pairs of all data ranks and microbatches. The reference is the model before
-    training: its log-probabilities of all pairs are computed once, before the first step, kept as
-    two numbers for each pair, and saved in checkpoints. There is never a second model.
+    This is direct preference optimization (DPO) on batches of ``PreferenceDataModule``. The loss is
+    the mean over the pairs of all data-parallel ranks and microbatches. The reference model is the
+    model before training. Its log-probabilities of all pairs are computed once, before the first
+    step, and saved in checkpoints, as two numbers per pair. No second copy of the model is kept.
 
     The module logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``
     and ``rewards/accuracies`` of each step, and the same of an evaluation as ``val_loss``,
@@ -36,21 +36,22 @@ class DPO(HuggingFaceCausalLM):
 
     Args:
         path: Local folder with ``config.json`` and the weights in safetensors files.
-        beta: Weight of the log-ratios; smaller values allow a greater distance from the reference.
+        beta: Weight of the log-ratios; smaller values allow larger deviations from the reference
+            model.
         loss_type: Loss of a pair; see ``PairLoss``.
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
-        reference_free: Whether the reference gives all answers the same probability; then nothing
-            is computed before the first step.
+        reference_free: Whether to assume that the reference model gives all answers the same
+            probability; then nothing is computed before the first step.
         dtype: Dtype of the weights, as in ``HuggingFaceCausalLM``.
-        lora: Low-rank adapters to train in place of the model's weights; None trains these.
+        lora: Low-rank adapters to train instead of the model's weights; None trains the weights.
         training: Other arguments of ``HuggingFaceCausalLM``, except ``token_weighted`` and
             ``bytes_per_token``, which have no meaning for pairs.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        UnsupportedError: If the data are no pairs, or the reference cannot be computed any more
-            because the model was trained (at the start of training or of an evaluation).
-        CheckpointMismatchError: If a checkpoint has the reference of other pairs.
+        UnsupportedError: If the data are not preference pairs, or the reference can no longer be
+            computed because the model was trained (at the start of training or of an evaluation).
+        CheckpointMismatchError: If a checkpoint has the reference log-probabilities of other pairs.
         Exception: As for ``HuggingFaceCausalLM``.
     """
 
@@ -85,7 +86,7 @@ class DPO(HuggingFaceCausalLM):
         )
 
     def log_probs(self, batch: Mapping[str, Int[Tensor, "pairs ..."]]) -> Float[Tensor, "pairs 2"]:
-        """Return the log-probability of each answer, the sum over its tokens (nats).
+        """Return the log-probability of each answer, summed over its tokens (nats).
 
         The logits stay sharded over tp.
 
@@ -124,18 +125,18 @@ class DPO(HuggingFaceCausalLM):
         return self.log_probs(batch)
 
     def on_train_start(self) -> None:
-        """Compute the reference of all pairs, also of those of the validation set."""
+        """Compute the reference log-probabilities of the training and validation pairs."""
         self._prepare("train")
         if self.trainer.limit_val_batches:
             self._prepare("val")
         self.reference.was_trained = True
 
     def on_validation_start(self) -> None:
-        """Compute the reference of the validation set, unless it is known."""
+        """Compute the reference log-probabilities of the validation set, unless they are known."""
         self._prepare("val")
 
     def on_test_start(self) -> None:
-        """Compute the reference of the test set, unless it is known."""
+        """Compute the reference log-probabilities of the test set, unless they are known."""
         self._prepare("test")
 
     @override
@@ -149,10 +150,10 @@ class DPO(HuggingFaceCausalLM):
 
     @override
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
-        # Lightning adds the index of the loader to the names of logs, if there are several.
+        # Lightning appends the index of the dataloader to logged names, if there are several.
         loss, rewards = self._measured(batch, part)
-        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
-        # read.
+        # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
+        # int would make the host wait for the device.
         weight: Any = (batch["pairs"] >= 0).sum().to(loss.dtype)
         self.log(f"{part}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
         for key, value in rewards.items():
@@ -162,7 +163,7 @@ class DPO(HuggingFaceCausalLM):
         """Return the mean loss of a batch's pairs and the means of their rewards."""
         found = self.log_probs(batch)
         ratios = found if self.reference_free else found - self.reference.of(part, batch["pairs"])
-        # A sample that only fills a batch up is no pair.
+        # Samples that pad a batch are not pairs.
         is_pair = (batch["pairs"] >= 0).to(ratios.dtype)
         num_pairs = is_pair.sum().clamp(min=1)
         losses = self.pair_loss.of(ratios, (batch["labels"] != IGNORED).sum(-1))
@@ -179,13 +180,13 @@ class DPO(HuggingFaceCausalLM):
         return (losses * is_pair).sum() / num_pairs, means
 
     def _prepare(self, part: str) -> None:
-        """Compute the reference of a part of the data, unless it is known or not needed."""
+        """Compute the reference log-probabilities of a part of the data, where they are missing."""
         if self.reference_free:
             return
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, PreferenceDataModule):
             raise UnsupportedError(
-                "DPO with a reference must have the data module PreferenceDataModule, which "
+                "DPO with a reference model needs the data module PreferenceDataModule, which "
                 f"numbers the pairs: the Trainer has {type(data).__name__}. Use it, or "
                 "reference_free=True."
             )

@@ -13,17 +13,17 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import Positive, Probability, coerce_fields
 from lightning_megatron.shapes import Float, Int
 
-#: Losses that know how often labels are wrong.
+#: Losses that support label smoothing.
 _SMOOTHED = ("sigmoid", "robust")
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Loss of a pair, from what the model and its reference say of both answers.
+    """Loss of a pair, from the log-ratios of its answers between the model and the reference model.
 
-    With ``margin`` the difference between the log-ratios of the chosen and the rejected answer:
+    ``margin`` is the log-ratio of the chosen answer minus that of the rejected answer.
 
-    - ``sigmoid``: ``-log sigmoid(beta margin)`` (Rafailov et al. 2023, arXiv:2305.18290), and with
+    - ``sigmoid``: ``-log sigmoid(beta margin)`` (Rafailov et al. 2023, arXiv:2305.18290); with
       ``label_smoothing`` the mean over both labels (cDPO).
     - ``robust``: the unbiased estimate for labels that are wrong with the probability
       ``label_smoothing`` (Chowdhury et al. 2024, arXiv:2403.00409).
@@ -35,11 +35,11 @@ class PairLoss:
 
     Args:
         loss_type: Name of the loss.
-        beta: Weight of the log-ratios; for ``ipo`` that of the regularization.
+        beta: Weight of the log-ratios; for ``ipo`` the weight of the regularization.
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
 
     Raises:
-        ParallelPlanError: If a value is out of its range, or the loss has no smoothing.
+        ParallelPlanError: If a value is out of its range, or the loss has no label smoothing.
     """
 
     loss_type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero"] = "sigmoid"
@@ -51,14 +51,14 @@ class PairLoss:
         if self.label_smoothing and self.loss_type not in _SMOOTHED:
             raise ParallelPlanError(
                 f"label_smoothing ({self.label_smoothing}) must be 0 with loss_type "
-                f"{self.loss_type!r}, which has no form for wrong labels. Use 'sigmoid' or "
+                f"{self.loss_type!r}, which does not support label smoothing. Use 'sigmoid' or "
                 "'robust', or leave it out."
             )
         if self.label_smoothing >= 0.5:
             raise ParallelPlanError(
                 f"label_smoothing must be below 0.5: it is {self.label_smoothing}, so that the "
-                "rejected answers would be preferred. Exchange chosen and rejected, or use a "
-                "smaller value."
+                "rejected answers would be preferred. Swap the chosen and rejected answers, or use "
+                "a smaller value."
             )
 
     def of(
@@ -67,8 +67,9 @@ class PairLoss:
         """Return the loss of each pair.
 
         Args:
-            ratios: Log-probability of each answer minus that of the reference, chosen first (nats).
-            num_tokens: Tokens of each answer.
+            ratios: Log-probability of each answer by the model minus that by the reference model,
+                the chosen answer first (nats).
+            num_tokens: Number of tokens of each answer (tokens).
         """
         beta = self.beta
         chosen = ratios[:, 0]

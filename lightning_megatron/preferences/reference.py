@@ -1,4 +1,4 @@
-"""Log-probabilities of answers by the model before training, two numbers for each pair."""
+"""Log-probabilities of preference pairs by the reference model, the model before training."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Log-probabilities of the pairs of some files, and the key of their tokens."""
+    """Log-probabilities of the pairs of one part of the data, and the key of their tokens."""
 
     key: str
     values: Tensor
 
 
 class ReferenceLogProbs:
-    """Log-probabilities of the answers of all pairs by the reference, the model before training.
+    """Log-probabilities of the answers of all pairs by the reference model.
 
-    A pass over the data computes them once, by the strategy's prediction steps, which work in every
-    layout. With adapters the reference is the model without them.
+    The reference model is the model before training, or without its adapters if it has any. One
+    pass over the data computes the values with the strategy's prediction steps, which work in every
+    layout.
     """
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
-        #: Whether the model has other weights than at the start of its training.
+        #: Whether the weights may differ from those before training.
         self.was_trained = False
 
     def of(self, part: str, pairs: Int[Tensor, " pairs"]) -> Float[Tensor, "pairs 2"]:
@@ -42,7 +43,7 @@ class ReferenceLogProbs:
 
         Args:
             part: ``train``, ``val`` or ``test``.
-            pairs: Numbers of the pairs in the files; -1 gives any number.
+            pairs: Indices of the pairs in the part; -1 returns an arbitrary value.
         """
         return self._parts[part].values[pairs]
 
@@ -57,24 +58,26 @@ class ReferenceLogProbs:
         """Restore the values of a checkpoint.
 
         Args:
-            state: What :meth:`state` returned.
+            state: Return value of :meth:`state`.
         """
         self._parts = {name: _Part(part["key"], part["values"]) for name, part in state.items()}
 
     def prepare(self, module: LightningModule, data: PreferenceDataModule, part: str) -> None:
-        """Make the values of a part known on the module's device.
+        """Move the values of a part to the module's device, and compute them if they are missing.
 
         Args:
             module: Module whose ``predict_step`` returns log-probabilities, and whose ``model`` is
-                the reference, without its adapter if it has one.
+                the reference model, without its adapter if it has one.
             data: Pairs.
             part: ``train``, ``val`` or ``test``.
 
         Raises:
-            CheckpointMismatchError: If the known values are of other pairs and cannot be computed.
-            UnsupportedError: If no values are known and they cannot be computed.
+            CheckpointMismatchError: If the known values belong to other pairs, and those of these
+                pairs cannot be computed.
+            UnsupportedError: If no values are known, and they cannot be computed.
 
-        Communication: the first time that of the prediction steps, and a gather over data ranks.
+        Communication: the first time that of the prediction steps, and a gather over data-parallel
+            ranks.
         """
         key = data.encoded(part).key
         known = self._parts.get(part)
@@ -88,14 +91,14 @@ class ReferenceLogProbs:
 
 def _refuse(part: str, are_others: bool) -> None:
     remedy = (
-        "Use the data that training began with, adapters (lora), whose reference is the model "
-        "without them, or reference_free=True."
+        "Use the data that training started with, adapters (lora), whose reference model is the "
+        "model without them, or reference_free=True."
     )
     if are_others:
         raise CheckpointMismatchError(
             f"the {part} pairs must be those whose reference log-probabilities the checkpoint has: "
             "files, tokenizer, template, seq_length or too_long differ, and the model before "
-            f"training, which would compute them, is gone. {remedy}"
+            f"training, which could compute new ones, no longer exists. {remedy}"
         )
     raise UnsupportedError(
         f"the reference log-probabilities of the {part} pairs must be computed before training, "
@@ -110,7 +113,7 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
     rank_zero_info(f"Computing the reference log-probabilities of {num_pairs:,} {part} pairs.")
     numbers: list[Tensor] = []
     values: list[Tensor] = []
-    # An evaluation runs in inference mode, whose tensors no training step could use.
+    # Evaluations run in inference mode, whose tensors cannot be used in training steps.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -132,7 +135,7 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and leave every part in its mode afterwards."""
+    """Switch dropout off inside the ``with`` block, and restore the modules' modes afterwards."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -143,7 +146,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _has_adapter(module: Any) -> bool:
-    # This method of peft's wrappers exists before and after a swap.
+    # Wrappers of peft have this method before and after the strategy replaces their modules.
     return hasattr(module.model, "disable_adapter")
 
 
