@@ -73,12 +73,8 @@ def cached_span(
     assert past is not None, "the rows have a cache"
     if past.cache.place is not None:
         return AttentionSpan(past=past)
-    first = past.cache.length
     keys = past.cache.places(kind.window, past.count, device)
-    # Padding after the tokens attends to what the last token does: no position is without keys.
-    queries = torch.arange(first, first + seq_length, device=device).clamp(
-        max=first + past.count - 1
-    )
+    queries = past.query_places(seq_length, device)
     exceeds = kind.window is not None and len(keys) > kind.window
     mask: Tensor | None = None
     if past.visible is not None or seq_length > 1 or exceeds:

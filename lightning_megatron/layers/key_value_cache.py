@@ -96,6 +96,20 @@ class CachedTokens:
     key_places: Int[Tensor, "#batch _"] | None = None
     padding: Int[Tensor, " batch"] | None = None
 
+    def query_places(self, seq_length: int, device: torch.device) -> Int[Tensor, " seq"]:
+        """Return the place in its row of each new position.
+
+        Padding after the tokens has the place of the last token, and so attends to what that token
+        does: no position is without keys.
+
+        Args:
+            seq_length: New positions of each row, with padding after the tokens (tokens).
+            device: Device of the result.
+        """
+        first = self.cache.length
+        places = torch.arange(first, first + seq_length, device=device)
+        return places.clamp(max=first + self.count - 1)
+
 
 class KeyValueCache:
     """Memory for the keys and values of rows of up to a number of tokens.

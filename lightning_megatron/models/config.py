@@ -23,7 +23,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
-from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.model_shape import ModelShape, window_of_layer
 from lightning_megatron.plan.partition import LayerPartition, partition_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import (
@@ -266,9 +266,7 @@ class GPTConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer; None means no window (tokens)."""
-        return (
-            self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
-        )
+        return window_of_layer(self.sliding_window, self.window_layers, layer)
 
     def rotates_in(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import require_positive
@@ -97,23 +96,19 @@ def estimate_generation_memory(
     Raises:
         ParallelPlanError: For sizes that do not fit together.
     """
-    step = TrainingShape(
-        seq_length=generation.padded_prompt(layout),
-        sequence_parallel=generation.sequence_parallel,
-    )
     stages = partition_of(model.costs(tp=layout.tp), layout).by_stage(layout.placement)
     features = model.cached_features(layout.tp)
     found = []
-    for memory, chunks in zip(estimate_memory(model, layout, step), stages, strict=True):
-        tokens = sum(
-            generation.tokens_in_cache(model.window_of(layer), layout)
-            for layers in chunks
-            for layer in layers
-        )
+    for stage, chunks in enumerate(stages):
+        layers = [layer for chunk in chunks for layer in chunk]
+        mixtures = sum(map(model.has_experts_in, layers))
+        parameters = model.stage_parameters(layout, stage, len(layers), mixtures)
+        parameters += mixtures * model.expert_parameters(layout)
+        tokens = sum(generation.tokens_in_cache(model.window_of(layer), layout) for layer in layers)
         found.append(
             GenerationMemory(
-                stage=memory.stage,
-                parameters=memory.num_parameters * generation.element_bytes,
+                stage=stage,
+                parameters=parameters * generation.element_bytes,
                 cache=generation.rows * tokens * features * generation.element_bytes,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,20 @@ EMBEDDING_COST = 0.1
 COUNTED_LENGTH = 4096
 #: Size of a logit of half type (bytes).
 _LOGIT_BYTES = 2
+
+
+def window_of_layer(
+    window: int | None, window_layers: Sequence[bool] | None, layer: int
+) -> int | None:
+    """Return the sliding window of a layer; None means no window (tokens).
+
+    Args:
+        window: Window of the layers that have one; None means that none has (tokens).
+        window_layers: Flag for each layer that is true if it has the window; None means all have
+            it.
+        layer: Index of the layer.
+    """
+    return window if window_layers is None or window_layers[layer] else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +128,7 @@ class ModelShape:
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer; None means no window (tokens)."""
-        return self.window if self.window_layers is None or self.window_layers[layer] else None
+        return window_of_layer(self.window, self.window_layers, layer)
 
     def cached_features(self, tp: int) -> int:
         """Return the features of a token's key and value on one tensor-parallel rank."""

@@ -104,12 +104,8 @@ def held_span(
     """
     past = rows.past
     assert past is not None, "the rows have a cache"
-    first = past.cache.length
-    keys = _held(past.cache.held).places_with(first, past.count)
-    # Padding after the tokens attends to what the last token does: no position is without keys.
-    queries = torch.arange(first, first + seq_length, device=device).clamp(
-        max=first + past.count - 1
-    )
+    keys = _held(past.cache.held).places_with(past.cache.length, past.count)
+    queries = past.query_places(seq_length, device)
     distance = queries[:, None] - keys[:, None]
     seen = (distance >= 0) & (keys >= 0)[:, None]
     if kind.window is not None:

@@ -195,9 +195,9 @@ class HuggingFaceEncoder(ReplacedModel):
         elif problem is None:
             is_single = labels.dtype in (torch.long, torch.int)
             problem = "single_label_classification" if is_single else "multi_label_classification"
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if problem == "single_label_classification":
-            return F.cross_entropy(logits.view(-1, count), labels.view(-1))
+            return _cross_entropy(logits.view(-1, count), labels)
+        logits = _widened(logits)
         labels = labels.to(logits.dtype)
         if problem == "regression":
             return (
@@ -227,8 +227,11 @@ def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels.view(-1), ignore_index=ignored)
+    return F.cross_entropy(_widened(logits), labels.view(-1), ignore_index=ignored)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
