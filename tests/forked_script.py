@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
+
+from tests.world import preloaded_context
 
 
 def run_script(
@@ -22,11 +23,9 @@ def run_script(
         variables: Environment.
         timeout: Limit of its time (s).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
     with tempfile.TemporaryDirectory() as outputs:
-        process = context.Process(
-            target=_enter, args=(str(script), str(folder), variables, str(outputs))
+        process = preloaded_context().Process(
+            target=_enter, args=(str(script), str(folder), variables, outputs)
         )
         process.start()
         process.join(timeout)

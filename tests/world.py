@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ import torch.distributed as dist
 from tests.gpu.shared_gpu import gpu_of, is_shared, share
 
 _TIMEOUT = timedelta(seconds=240)
+
+
+def preloaded_context() -> ForkServerContext:
+    """Return the context of processes that start with the slow imports done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
 
 
 def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Any]:
@@ -28,8 +36,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     first one: see ``tests/gpu/shared_gpu.py``. The variables that a launcher would set are there,
     so that a Trainer in ``fn`` takes these processes for its own.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context = preloaded_context()
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")

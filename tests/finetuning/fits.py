@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from lightning_megatron import (
     SquadDataModule,
 )
 from lightning_megatron.checkpoint.stored import Stored
-from lightning_megatron.training.clip import grad_norm
+from tests.fit_report import Record, Report
 
 STEPS, BATCH, LENGTH = 4, 8, 16
 RATE, DECAY = 0.01, 0.01
@@ -34,27 +33,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp2 recomputed": {"pp": 2, "recompute": "full", "microbatch_size": 4},
 }
-
-
-@dataclass
-class Report:
-    """Hold what a run computed."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    results: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Record(pl.Callback):
-    def __init__(self) -> None:
-        self.report = Report()
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.report.norms.append(float(grad_norm(trainer.strategy.run.state.main)))
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 def module_and_data(kind: str, folder: str) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +20,7 @@ from lightning_megatron import BERTPretraining, EncoderConfig, MegatronStrategy
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training.clip import grad_norm
+from tests.fit_report import Record, Report
 from tests.models.test_bert import SIZES, VOCABULARY, renamed, theirs
 from tests.world import run_world
 
@@ -60,27 +59,6 @@ class Pairs(Dataset):
             "valid": valid,
             "order": torch.randint(2, (), generator=draw),
         }
-
-
-@dataclass
-class Report:
-    """Hold what a run computed."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    val_losses: list[float] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Record(pl.Callback):
-    def __init__(self) -> None:
-        self.report = Report()
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.report.norms.append(float(grad_norm(trainer.strategy.run.state.main)))
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 def module_of(order: str) -> BERTPretraining:
