@@ -35,8 +35,8 @@ DEFAULT_TIMEOUTS = {
 #: Time that the ranks wait for each other in a save; one may have much more to write, to a slow
 #: disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
-#: Axes whose small messages must not queue behind large ones on a GPU.
-_HIGH_PRIORITY = ("pp", "ep")
+#: Axes whose messages must not queue behind large ones on a GPU.
+_HIGH_PRIORITY = ("cp", "pp", "ep")
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class GroupBuilder:
             starts = range(0, layout.cp, inner)
             runs = [ranks[i : i + inner] for ranks in lists["cp"] for i in starts]
             rings = [ranks[i::inner] for ranks in lists["cp"] for i in range(inner)]
-            axes["cp_inner"] = self._axis("cp_inner", runs, self.backend)
-            axes["cp_outer"] = self._axis("cp_outer", rings, self.backend)
+            axes["cp_inner"] = self._axis("cp_inner", runs, self.backend, "cp")
+            axes["cp_outer"] = self._axis("cp_outer", rings, self.backend, "cp")
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
 
@@ -177,7 +177,7 @@ class GroupBuilder:
         found = []
         for size in context_group_sizes(cp)[1:-1]:
             runs = [ranks[i : i + size] for ranks in whole for i in range(0, cp, size)]
-            found.append(self._axis(f"cp_of_{size}", runs, self.backend))
+            found.append(self._axis(f"cp_of_{size}", runs, self.backend, "cp"))
         return tuple(found)
 
     def _checkpoint_axis(self) -> MeshAxis:
@@ -190,9 +190,15 @@ class GroupBuilder:
         self.created.append(group)
         return MeshAxis("checkpoint_cpu", tuple(ranks), ranks.index(self.rank), group)
 
-    def _axis(self, name: str, groups: Sequence[Sequence[int]], backend: str) -> MeshAxis:
-        options = self.options.get(name, {}) if backend == "nccl" else {}
-        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())))
+    def _axis(
+        self, name: str, groups: Sequence[Sequence[int]], backend: str, part_of: str = ""
+    ) -> MeshAxis:
+        """Return an axis, with the NCCL settings of the axis that it is a part of, if any."""
+        options = self.options.get(part_of or name, {}) if backend == "nccl" else {}
+        # The messages of one group queue on one stream. cp often has the ranks of data, and its
+        # layers would wait there for the gradients and parameters that data moves beside them.
+        is_apart = "cp" in (name, part_of)
+        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), is_apart)
         if key not in self._cache:
             self._cache[key] = self._create(groups, backend, options)
         one = self._cache[key]

@@ -17,6 +17,7 @@ from lightning_megatron import MegatronStrategy, ParallelPlanError
 from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
+from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.notes import notes_on
 
@@ -64,25 +65,49 @@ def test_a_file_of_megatron_lm_says_what_a_mapping_says(tmp_path: Path) -> None:
     assert read_nccl_options(str(tmp_path / "empty.yaml")) == {} == read_nccl_options(None)
 
 
-@pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize("rank", range(8))
-def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[tuple[int, ...], Any]] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the NCCL groups that a mesh of 8 ranks creates, with ranks and options."""
+    found: list[tuple[tuple[int, ...], Any]] = []
 
     def new_group(ranks: list[int], **options: Any) -> Any:
         if options["backend"] == "nccl":
-            made.append((tuple(ranks), options["pg_options"]))
+            found.append((tuple(ranks), options["pg_options"]))
         return SimpleNamespace(options=options.get("pg_options"))
 
-    for name, value in {
-        "is_initialized": True,
-        "get_world_size": 8,
-        "get_rank": rank,
-        "new_group": None,
-    }.items():
-        monkeypatch.setattr(dist, name, new_group if value is None else lambda value=value: value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(mesh_groups, "check_same_in_store", lambda *_: 0)
     monkeypatch.setattr(mesh_groups, "default_store", lambda: None)
+    return found
+
+
+@pytest.mark.usefixtures("nccl", "made")
+@pytest.mark.parametrize("data", [False, True], ids=["data as it is", "data high, too"])
+def test_messages_of_cp_do_not_queue_behind_those_of_data(
+    data: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    built = ParallelMesh.create(
+        ParallelLayout(8, cp=8),
+        backend="nccl",
+        context=ContextLinks(inner=4, groups="documents"),
+        options={"data": {"high_priority": data}},
+    )
+    assert built.cp.ranks == built.data.ranks
+    assert built.cp.group is not built.data.group
+    parts = [built.cp, built.cp_inner, built.cp_outer, *built.cp_groups]
+    assert [part.group.options.is_high_priority_stream for part in parts] == [True] * len(parts)
+    assert built.data.group.options.is_high_priority_stream == data
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("rank", range(8))
+def test_settings_reach_the_group_of_their_axis(
+    rank: int, monkeypatch: pytest.MonkeyPatch, made: list[tuple[tuple[int, ...], Any]]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
     given = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
     layout = ParallelLayout(8, tp=2, pp=2)
     built = ParallelMesh.create(
@@ -103,7 +128,7 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
         else:
             assert (found.config.max_ctas, found.is_high_priority_stream) == (
                 number + 1,
-                name in ("pp", "ep"),
+                name in ("cp", "pp", "ep"),
             ), name
     assert ((0, 1), 3) in [(ranks, options.config.min_ctas) for ranks, options in made]
 
