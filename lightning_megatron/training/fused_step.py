@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,20 +35,43 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
+class UpdatePiece:
+    """Slices that are updated one after the other, before those of the next piece.
+
+    Args:
+        calls: Calls of the kernel.
+        names: Names of the parameters whose slices the calls update.
+    """
+
+    calls: Sequence[KernelCall]
+    names: Sequence[str]
+
+
+@dataclass(frozen=True)
 class FusedStep:
     """One step over all slices of an optimizer that have a gradient.
 
     Args:
-        calls: Calls of the kernel.
+        pieces: Parts of the step, in the order in which the next forward pass reads the parameters.
         tensors: Object that stands for all tensors of the calls: steps with the same object have
             the same tensors.
         is_static: Whether later steps can have the same tensors, because all gradients lie in the
             flat buffers.
     """
 
-    calls: Sequence[KernelCall]
+    pieces: Sequence[UpdatePiece]
     tensors: object
     is_static: bool
+
+    @property
+    def calls(self) -> Iterator[KernelCall]:
+        """Return the calls of all pieces."""
+        return (call for piece in self.pieces for call in piece.calls)
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of the parameters whose slices are updated."""
+        return {name for piece in self.pieces for name in piece.names}
 
     @property
     def form(self) -> Hashable:
@@ -66,23 +89,31 @@ class FusedStep:
         )
 
     @torch.no_grad()
-    def run(self, coefficient: Float[Tensor, ""] | None) -> None:
+    def run(
+        self,
+        coefficient: Float[Tensor, ""] | None,
+        updated: Callable[[Sequence[str]], None] = lambda names: None,
+    ) -> None:
         """Update the slices and round them into the model's parameters.
 
         A CUDA graph can capture it after an ordinary run of a step with the same tensors.
 
         Args:
             coefficient: Factor for the gradients before they are used; None means 1.
+            updated: Function that gets the names of a piece's parameters when the current stream
+                has its update.
         """
         factor = None if coefficient is None else coefficient.float()
-        for call in self.calls:
-            call.kernel(
-                *call.columns,
-                factor,
-                call.numbers,
-                has_decay=call.has_decay,
-                is_decoupled=call.is_decoupled,
-            )
+        for piece in self.pieces:
+            for call in piece.calls:
+                call.kernel(
+                    *call.columns,
+                    factor,
+                    call.numbers,
+                    has_decay=call.has_decay,
+                    is_decoupled=call.is_decoupled,
+                )
+            updated(piece.names)
 
     def end(self) -> None:
         """Set the gradients to None, so that the optimizer's own step finds nothing to update."""

@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slow_path
-from lightning_megatron.training.fused_step import FusedStep, Kernel, KernelCall
+from lightning_megatron.training.fused_step import FusedStep, Kernel, KernelCall, UpdatePiece
 from lightning_megatron.training.group_numbers import GroupNumbers
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.same_objects import same_objects
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = (*_MOMENTS, "step")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+#: Size of a piece of a step: about half a millisecond of an H200 (elements).
+_PIECE = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ class _Taken:
 
     Args:
         objects: Parameters, gradients and states from which the arguments were collected.
-        columns: Parameters, gradients, both moments, steps and half-precision views, by group and
-            dtypes.
+        columns: Parameters, gradients, both moments, steps and half-precision views, by piece,
+            group and dtypes, in the order of the pieces.
+        names: Names of the parameters of each piece.
         lasts: Whether all gradients lie in the flat buffers, so that caching them costs no memory.
     """
 
     objects: list[object]
     columns: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
+    names: dict[int, list[str]]
     lasts: bool
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -174,20 +178,19 @@ class FusedUpdate:
         numbers = self._numbers.setdefault(optimizer, GroupNumbers(main.mesh.device))
         numbers.fill(groups, are_decoupled)
         rows = numbers.rows
-        calls = [
-            KernelCall(
-                self._kernel(main, optimizer, key),
-                columns,
-                rows[key[0]],
-                groups[key[0]]["weight_decay"] != 0.0,
-                are_decoupled[key[0]],
+        calls: dict[int, list[KernelCall]] = {piece: [] for piece in taken.names}
+        for key, columns in taken.columns.items():
+            piece, group, *_ = key
+            has_decay = groups[group]["weight_decay"] != 0.0
+            kernel = self._kernel(main, optimizer, key)
+            calls[piece].append(
+                KernelCall(kernel, columns, rows[group], has_decay, are_decoupled[group])
             )
-            for key, columns in taken.columns.items()
-        ]
-        return FusedStep(calls, taken, taken.lasts)
+        pieces = [UpdatePiece(calls[piece], names) for piece, names in taken.names.items()]
+        return FusedStep(pieces, taken, taken.lasts)
 
     def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:
-        """Return the kernel for slices of one group with the same dtypes."""
+        """Return the kernel for slices of one piece and group with the same dtypes."""
         kernels = self._kernels.setdefault(optimizer, {})
         kernel = kernels.get(key)
         if kernel is None:
@@ -197,25 +200,34 @@ class FusedUpdate:
         return kernel
 
     def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
-        """Collect the kernel's arguments for each slice, by group and dtypes."""
-        slices = {id(one.main): one for one in main.slices.values()}
+        """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
+        groups = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
         rows: dict[tuple[Any, ...], list[_Row]] = {}
+        names: dict[int, list[str]] = {}
         lasts = True
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                one = slices.get(id(parameter))
-                if gradient is None or one is None or parameter.numel() == 0:
-                    continue
-                state = self._state_of(optimizer, parameter)
-                lasts &= gradient is one.gradient
-                row = (parameter, gradient.contiguous(), *map(state.__getitem__, _STATE), one.half)
-                # One kernel call handles one dtype each; `serves` has checked that of main
-                # parameters.
-                half_dtype = None if one.half is None else one.half.dtype
-                rows.setdefault((number, gradient.dtype, half_dtype), []).append(row)
+        num_taken = 0
+        for name, one in main.slices_in_order_of_use():
+            parameter = one.main
+            gradient = parameter.grad
+            number = groups.get(id(parameter))
+            if gradient is None or number is None or parameter.numel() == 0:
+                continue
+            state = self._state_of(optimizer, parameter)
+            lasts &= gradient is one.gradient
+            average, square, step = (state[name] for name in _STATE)
+            row = (parameter, gradient.contiguous(), average, square, step, one.half)
+            # One kernel call handles one dtype each; `serves` has checked that of main parameters.
+            half_dtype = None if one.half is None else one.half.dtype
+            piece = num_taken // _PIECE
+            rows.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
+            names.setdefault(piece, []).append(name)
+            num_taken += parameter.numel()
         columns = {key: tuple(zip(*same, strict=True)) for key, same in rows.items()}
-        return _Taken(_objects_of(optimizer), columns, lasts)
+        return _Taken(_objects_of(optimizer), columns, names, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state, initialized like torch's, in the right dtypes."""

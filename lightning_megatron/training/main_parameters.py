@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,12 @@ class MainParameters:
     def slices(self) -> Mapping[str, MainSlice]:
         """Return the slices that this rank's optimizers train, by name."""
         return self._slices
+
+    def slices_in_order_of_use(self) -> Iterator[tuple[str, MainSlice]]:
+        """Return the slices of this rank, by name, as the next forward pass reads them."""
+        for buffer in self.buffers:
+            # Buckets are laid out in the order of the backward pass.
+            yield from reversed(buffer.slices.items())
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -237,6 +243,28 @@ class MainParameters:
         self._put_main_parameters_into(optimizer)
         self.buffers += made
         return made
+
+    def gather_during_update(self, names: Collection[str]) -> None:
+        """Let updated parameters be gathered while others are updated, before :meth:`publish`.
+
+        Args:
+            names: Names of the parameters that this rank is about to update, each of which
+                :meth:`note_update` must get.
+
+        Communication: that of :meth:`wait`.
+        """
+        if self.config.zero:
+            self.gather.start_during_update(self.buffers, names)
+
+    def note_update(self, names: Collection[str]) -> None:
+        """Gather what waited for the update of these parameters of this rank, and of no others.
+
+        Args:
+            names: Names of parameters whose rounded values the current stream has.
+
+        Communication: that of :meth:`publish` for some of the buckets.
+        """
+        self.gather.updated(names, self.buffers, self.mesh)
 
     def publish(self, wait: bool = True, stored: bool = False) -> None:
         """Round main parameters into the model's parameters, and gather all ranks' parts.

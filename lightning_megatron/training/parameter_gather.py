@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,19 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 
 #: A bucket: (index of its buffer, index in the buffer).
 _BucketKey = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _DuringUpdate:
+    """All-gathers that start while parameters are updated.
+
+    Args:
+        left: Buckets whose all-gathers have not started, in order.
+        missing: Names of the parameters of each bucket that this rank has yet to update.
+    """
+
+    left: deque[_BucketKey]
+    missing: Mapping[_BucketKey, set[str]]
 
 
 @dataclass
@@ -36,7 +50,8 @@ class ParameterGather:
 
     With :attr:`defers` the parts of other ranks stay out of date until someone reads parameters:
     :meth:`begin`, :meth:`wait` and :meth:`wait_for` start all of them at once. A CUDA graph of the
-    next step can then contain them.
+    next step can then contain them. Without it they can start during the update of the parameters:
+    see :meth:`start_during_update`.
     """
 
     def __init__(self) -> None:
@@ -44,6 +59,7 @@ class ParameterGather:
         #: must have the same value, and must read at the same place of their programs.
         self.defers = False
         self._deferred: tuple[tuple[FlatBuffer, ...], ParallelMesh] | None = None
+        self._during_update: _DuringUpdate | None = None
         self._recorded: RecordedGather | None = None
         self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
@@ -64,15 +80,64 @@ class ParameterGather:
         have started.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket;
-        with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`.
+        with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`. Those that
+        :meth:`updated` has started do not start again.
         """
-        self.wait()
+        if self._during_update is None:
+            self.wait()
         # A stage without trained parameters defers, too, so that all ranks choose the same graph.
         # Experts can have replicas where other parameters have none, if etp is smaller than tp.
         if mesh.data.size > 1 or mesh.edp.size > 1:
             self._deferred = tuple(buffers), mesh
         if not self.defers:
             self.begin()
+
+    def start_during_update(self, buffers: Sequence[FlatBuffer], names: Collection[str]) -> None:
+        """Let all-gathers start as soon as the parameters of their buckets are updated.
+
+        :meth:`updated` must name these parameters, and :meth:`start` must follow.
+
+        Args:
+            buffers: Buffers that :meth:`start` will get.
+            names: Names of the parameters that this rank is about to update.
+
+        Communication: that of :meth:`wait`.
+        """
+        self.wait()
+        order = _buckets_in_order(buffers)
+        if self.defers or not order:
+            return
+        missing: dict[_BucketKey, set[str]] = {key: set() for key in order}
+        for index, buffer in enumerate(buffers):
+            for one in buffer.plan.slices(buffer.part):
+                key = index, one.bucket
+                if key in missing and one.name in names:
+                    missing[key].add(one.name)
+        self._during_update = _DuringUpdate(deque(order), missing)
+
+    def updated(
+        self, names: Iterable[str], buffers: Sequence[FlatBuffer], mesh: ParallelMesh
+    ) -> None:
+        """Start the all-gathers that waited for these parameters only.
+
+        They start in the order of :meth:`start`, which is the same on all ranks: a bucket waits for
+        those before it.
+
+        Args:
+            names: Names of parameters whose update the current stream has.
+            buffers: Buffers of :meth:`start_during_update`.
+            mesh: Groups of this rank.
+
+        Communication: one all-gather over the data axis, or over that of experts, for each bucket.
+        """
+        during = self._during_update
+        if during is None:
+            return
+        updated = set(names)
+        for missing in during.missing.values():
+            missing -= updated
+        while during.left and not during.missing[during.left[0]]:
+            self._start_bucket(during.left.popleft(), buffers, mesh)
 
     def begin(self) -> None:
         """Start the all-gathers that were left to the first reader, if there are any.
@@ -85,17 +150,10 @@ class ParameterGather:
         self._deferred = None
         if self._recorded is not None:
             self._recorded.gathers = True
-        for index, buffer in enumerate(buffers):
-            if buffer.plan.num_parts == 1:
-                continue
-            # Buckets are laid out in the order of the backward pass.
-            for number in reversed(range(len(buffer.plan.buckets))):
-                bucket = buffer.plan.buckets[number]
-                whole = buffer.parameters[bucket.start : bucket.stop]
-                own = buffer.own_part(buffer.parameters, number)
-                self._pending[index, number] = start_all_gather(
-                    whole, own, mesh.copies(buffer.is_expert)
-                )
+        during = self._during_update
+        self._during_update = None
+        for key in _buckets_in_order(buffers) if during is None else during.left:
+            self._start_bucket(key, buffers, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
     def wait(self) -> None:
@@ -191,6 +249,7 @@ class ParameterGather:
         waited for all parameters before.
         """
         self._deferred = None
+        self._during_update = None
         self.wait_for_started()
         for hook in self._hooks:
             hook.remove()
@@ -198,11 +257,32 @@ class ParameterGather:
         self._awaited.clear()
         self._buckets_of = {}
 
+    def _start_bucket(
+        self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
+    ) -> None:
+        index, number = key
+        buffer = buffers[index]
+        bucket = buffer.plan.buckets[number]
+        whole = buffer.parameters[bucket.start : bucket.stop]
+        own = buffer.own_part(buffer.parameters, number)
+        self._pending[key] = start_all_gather(whole, own, mesh.copies(buffer.is_expert))
+
     def _complete(self, buckets: Iterable[_BucketKey]) -> None:
         for bucket in buckets:
             pending = self._pending.pop(bucket, None)
             if pending is not None:
                 pending.wait()
+
+
+def _buckets_in_order(buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
+    """List the buckets that ranks share, as the next forward pass reads them."""
+    return [
+        (index, number)
+        for index, buffer in enumerate(buffers)
+        if buffer.plan.num_parts > 1
+        # Buckets are laid out in the order of the backward pass.
+        for number in reversed(range(len(buffer.plan.buckets)))
+    ]
 
 
 def _waiting(

@@ -10,8 +10,10 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.training import fused_update
 from tests.strategy.tiny import TinyLM, loader
 from tests.training.fused_fits import FIND, FITS, Fit, FusedLM, PlainKernel, check_equal, run
+from tests.world import run_world
 
 
 @pytest.fixture
@@ -70,3 +72,63 @@ def test_moments_are_kept_in_their_type(kernel: type[PlainKernel]) -> None:
         torch.bfloat16
     }
     assert module.losses[-1] < module.losses[0]
+
+
+def test_parameters_are_gathered_while_others_are_updated() -> None:
+    for num_started, kept, one_piece, many_pieces in run_world(_two_ranks, 2):
+        # Of the gathers of a step some start before the last piece is updated.
+        assert num_started == {
+            "one piece": 0,
+            "hooked": 0,
+            "many pieces": num_started["many pieces"],
+        }
+        assert num_started["many pieces"] > 2
+        assert many_pieces == one_piece == kept
+
+
+def _two_ranks(rank: int, size: int) -> tuple[dict[str, int], *tuple[list[float], ...]]:
+    num_started, losses = {}, []
+    for name, piece in {"hooked": 1, "one piece": 10**9, "many pieces": 1}.items():
+        fused_update._PIECE = piece
+        module = _Watched(is_hooked=name == "hooked")
+        fused_update._find_kernel = lambda device, module=module: (module.make_kernel, "")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=size,
+            strategy=MegatronStrategy(bucket_size=500, overlap_parameters=True),
+            precision="bf16-mixed",
+            gradient_clip_val=0.1,
+            max_epochs=1,
+            barebones=True,
+        )
+        trainer.fit(module, loader(batch_size=2))
+        num_started[name] = max(one[-1] - one[0] for one in module.started)
+        losses.append(module.losses)
+    return num_started, *losses
+
+
+class _Watched(FusedLM):
+    """Count the collectives that have started at each call of the kernel, step by step."""
+
+    def __init__(self, is_hooked: bool) -> None:
+        super().__init__()
+        self.is_hooked = is_hooked
+        self.started: list[list[int]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.started.append([])
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        if self.is_hooked:
+            found["optimizer"].register_step_post_hook(lambda *_: None)
+        return found
+
+    def make_kernel(self) -> Any:
+        kernel = PlainKernel()
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.started[-1].append(sum(self.device_mesh.journal.counts.values()))
+            kernel(*args, **kwargs)
+
+        return call

@@ -117,3 +117,54 @@ def _defer(rank: int, size: int) -> dict[str, Any]:
         main.publish(wait=False)
         found[f"nothing is {name}"] = main.gather.is_deferred
     return found
+
+
+def test_gathers_start_in_one_order_as_soon_as_their_parameters_are_updated() -> None:
+    for seen in run_world(_update, 2):
+        assert seen == {
+            "second": 0,
+            "first": 2,
+            "published": 3,
+            "whole": [1.0, 1.0, 1.0],
+            "again": 3,
+            "deferred": 0,
+        }
+
+
+def _update(rank: int, size: int) -> dict[str, Any]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
+    # Both ranks have a part of each of the three buckets.
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
+    named = {f"{number}.weight": layer.weight for number, layer in enumerate(layers)}
+    main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=256))
+    main.attach(torch.optim.SGD(named.values(), lr=0.1))
+    main.gather.wait_before(layers, main.buffers)
+
+    def started(from_: int) -> int:
+        return sum(mesh.journal.counts.values()) - from_
+
+    found: dict[str, Any] = {}
+    before = started(0)
+    main.gather_during_update(list(named))
+    with torch.no_grad():
+        for name, number in {"second": 1, "first": 0}.items():
+            layers[number].weight.fill_(1.0)
+            main.note_update([f"{number}.weight"])
+            # The second bucket waits for the first one, as on all ranks.
+            found[name] = started(before)
+        layers[2].weight.fill_(1.0)
+    main.publish(wait=False, stored=True)
+    found["published"] = started(before)
+    main.wait()
+    found["whole"] = [float(layer.weight.detach().min()) for layer in layers]
+    before = started(0)
+    main.publish()
+    found["again"] = started(before)
+    main.gather.defers = True
+    before = started(0)
+    main.gather_during_update(list(named))
+    main.note_update(list(named))
+    main.publish(wait=False, stored=True)
+    found["deferred"] = started(before)
+    main.wait()
+    return found

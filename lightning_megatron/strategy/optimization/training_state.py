@@ -251,10 +251,12 @@ class TrainingState:
         # The closure may have changed the optimizer's parameters.
         if self._fused_update.serves(self.main, optimizer):
             step = self._fused_update.begin(self.main, optimizer)
-            self._clip_and_step(step, self.clipping.take())
-            step.end()
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
+            if stored and self.update_graph is None:
+                self.main.gather_during_update(step.names)
+            self._clip_and_step(step, self.clipping.take())
+            step.end()
         else:
             self.clipping.apply()
         optimizer.step(**options)
@@ -265,7 +267,7 @@ class TrainingState:
 
         def run() -> Tensor | None:
             norm, factor = (None, None) if clipping is None else clipping.begin()
-            step.run(factor)
+            step.run(factor, self.main.note_update)
             return norm
 
         if self.update_graph is None:
