@@ -1,10 +1,10 @@
-"""Graph of the update of the parameters, with the gradient norm and the clipping."""
+"""Graphs of the update of the parameters, with the gradient norm and the clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -36,16 +36,29 @@ class Update(Generic[T]):
         tensors: Object that stands for all tensors that outlive the update; updates with the same
             object use the same ones. The graph keeps it alive.
         addresses: Function that returns the addresses of the tensors.
-        run: Function that updates the parameters, with no effects but collectives and writes to
-            tensors.
+        parts: Functions that update the parameters one after the other, with no effects but
+            collectives and writes to tensors. Each has a graph of its own. The result of the first
+            one is that of the update.
         reason_against: Why later updates cannot use the same tensors; None if they can.
+        after_part: Function that gets the number of each part when the current stream has its
+            work; no graph contains what it does.
     """
 
     form: Hashable
     tensors: object
     addresses: Callable[[], Hashable]
-    run: Callable[[], T]
+    parts: Sequence[Callable[[], Any]]
     reason_against: str | None = None
+    after_part: Callable[[int], None] = lambda number: None
+
+    def run(self) -> T:
+        """Run all parts eagerly."""
+        found = []
+        for number, part in enumerate(self.parts):
+            found.append(part())
+            self.after_part(number)
+        result: T = found[0]
+        return result
 
 
 @dataclass(frozen=True)
@@ -55,20 +68,25 @@ class _Captured(Generic[T]):
     Args:
         key: Form of the update, with addresses if they are checked.
         tensors: Object that stands for its tensors.
-        graph: The graph.
+        graphs: The graph of each part.
         collectives: Collectives that each replay starts.
-        result: What the update returned, in tensors of the graph.
+        result: What the update returned, in tensors of the first graph.
     """
 
     key: Hashable
     tensors: object
-    graph: CapturedGraph
+    graphs: tuple[CapturedGraph, ...]
     collectives: tuple[RecordedCall, ...]
     result: T
 
+    def release(self) -> None:
+        """Destroy the graphs, in the reverse order of their captures."""
+        for graph in reversed(self.graphs):
+            graph.release()
+
 
 class UpdateGraph(Generic[T]):
-    """Graph of the updates of one optimizer.
+    """Graphs of the updates of one optimizer, one for each part.
 
     Updates on the same tensors run eagerly first, which makes what a capture needs, such as tables
     of addresses and compiled kernels. The next one is captured, which runs nothing on a GPU, and
@@ -108,14 +126,14 @@ class UpdateGraph(Generic[T]):
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs."""
-        return 0 if self._captured is None else 1
+        return 0 if self._captured is None else len(self._captured.graphs)
 
     @torch.no_grad()
     def run(self, update: Update[T]) -> T:
-        """Run an update: eagerly, by a new graph or by the old one.
+        """Run an update: eagerly, by new graphs or by the old ones.
 
         Returns:
-            What the update returned. If a graph ran it, the tensors are those of the graph: the
+            What the update returned. If graphs ran it, the tensors are those of the first one: the
             next replay overwrites them.
 
         Raises:
@@ -139,22 +157,24 @@ class UpdateGraph(Generic[T]):
         number = len(captured.collectives)
         label = f"replay of {_NAME}, {number} collective{'' if number == 1 else 's'}"
         self._mesh.journal.repeat(captured.collectives, label)
-        captured.graph.replay()
+        for part, graph in enumerate(captured.graphs):
+            graph.replay()
+            update.after_part(part)
         return captured.result
 
     def release(self) -> None:
-        """Destroy the graph, and start again with eager updates.
+        """Destroy the graphs, and start again with eager updates.
 
-        Process groups whose collectives the graph holds must still exist.
+        Process groups whose collectives the graphs hold must still exist.
         """
         if self._captured is not None:
-            self._captured.graph.release()
+            self._captured.release()
         self._captured = None
         self._eager = (None, None)
         self._num_eager = 0
 
     def close(self) -> None:
-        """Destroy the graph, and run everything eagerly from now on."""
+        """Destroy the graphs, and run everything eagerly from now on."""
         self.release()
         self.is_off = True
 
@@ -190,7 +210,7 @@ class UpdateGraph(Generic[T]):
     def _captures(self, update: Update[T], key: Hashable) -> bool:
         """Capture an update; return whether all ranks could do so."""
         if self._captured is not None:
-            self._captured.graph.release()
+            self._captured.release()
         self._captured = None
         failure = None
         try:
@@ -199,7 +219,12 @@ class UpdateGraph(Generic[T]):
             failure = f"{_NAME}: {type(error).__name__}: {error}"
         failure = failure_of_any(failure, self._mesh.world_cpu)
         if failure is None:
-            line = f"CUDA graphs (optimizer): {_NAME}, with norm and clipping, in 1 graph."
+            number = len(update.parts)
+            plural = "" if number == 1 else "s"
+            line = (
+                f"CUDA graphs (optimizer): {_NAME}, with norm and clipping, in {number} "
+                f"graph{plural}."
+            )
             self._once(self._say, line)
             return True
         self.close()
@@ -214,6 +239,16 @@ class UpdateGraph(Generic[T]):
 
     def _capture(self, update: Update[T], key: Hashable) -> _Captured[T]:
         pool = self._backend.make_pool()
-        with collection_paused(), self._mesh.journal.recording() as collectives:
-            graph, result = self._backend.capture(update.run, pool)
-        return _Captured(key, update.tensors, graph, tuple(collectives), result)
+        graphs: list[CapturedGraph] = []
+        results = []
+        try:
+            with collection_paused(), self._mesh.journal.recording() as collectives:
+                for part in update.parts:
+                    graph, result = self._backend.capture(part, pool)
+                    graphs.append(graph)
+                    results.append(result)
+        except BaseException:
+            for graph in reversed(graphs):
+                graph.release()
+            raise
+        return _Captured(key, update.tensors, tuple(graphs), tuple(collectives), results[0])

@@ -46,6 +46,25 @@ class UpdatePiece:
     calls: Sequence[KernelCall]
     names: Sequence[str]
 
+    @torch.no_grad()
+    def run(self, coefficient: Float[Tensor, ""] | None) -> None:
+        """Update the slices and round them into the model's parameters.
+
+        A CUDA graph can capture it after an ordinary run of a step with the same tensors.
+
+        Args:
+            coefficient: Factor for the gradients before they are used; None means 1.
+        """
+        factor = None if coefficient is None else coefficient.float()
+        for call in self.calls:
+            call.kernel(
+                *call.columns,
+                factor,
+                call.numbers,
+                has_decay=call.has_decay,
+                is_decoupled=call.is_decoupled,
+            )
+
 
 @dataclass(frozen=True)
 class FusedStep:
@@ -87,33 +106,6 @@ class FusedStep:
             for one in column
             if one is not None
         )
-
-    @torch.no_grad()
-    def run(
-        self,
-        coefficient: Float[Tensor, ""] | None,
-        updated: Callable[[Sequence[str]], None] = lambda names: None,
-    ) -> None:
-        """Update the slices and round them into the model's parameters.
-
-        A CUDA graph can capture it after an ordinary run of a step with the same tensors.
-
-        Args:
-            coefficient: Factor for the gradients before they are used; None means 1.
-            updated: Function that gets the names of a piece's parameters when the current stream
-                has its update.
-        """
-        factor = None if coefficient is None else coefficient.float()
-        for piece in self.pieces:
-            for call in piece.calls:
-                call.kernel(
-                    *call.columns,
-                    factor,
-                    call.numbers,
-                    has_decay=call.has_decay,
-                    is_decoupled=call.is_decoupled,
-                )
-            updated(piece.names)
 
     def end(self) -> None:
         """Set the gradients to None, so that the optimizer's own step finds nothing to update."""

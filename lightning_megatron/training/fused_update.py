@@ -154,8 +154,8 @@ class FusedUpdate:
     def begin(self, main: MainParameters, optimizer: Optimizer) -> FusedStep:
         """Prepare the step over every slice that has a gradient.
 
-        :meth:`FusedStep.run`, :meth:`FusedStep.end` and the optimizer's own ``step`` must follow.
-        The host does not wait for the device.
+        :meth:`UpdatePiece.run` of each piece, :meth:`FusedStep.end` and the optimizer's own
+        ``step`` must follow. The host does not wait for the device.
 
         Args:
             main: Parameters that the optimizer is attached to.

@@ -35,7 +35,7 @@ class Parameters:
     fails: bool = False
 
     def update(self, form: str = "", reason: str | None = None) -> Update[Tensor]:
-        return Update(form, self.value, self.value.data_ptr, self.run, reason)
+        return Update(form, self.value, self.value.data_ptr, (self.run,), reason)
 
     def run(self) -> Tensor:
         self.num_calls += 1
@@ -127,6 +127,34 @@ def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_named_once() -> N
     graph = graph_of(parameters, said)
     assert run(graph, parameters, 5, reason="a reason") == [True] * 5
     assert said == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
+
+
+def test_each_part_has_a_graph_and_the_host_acts_after_each() -> None:
+    mesh = ParallelMesh.single()
+    value, factor = torch.zeros(()), torch.ones(())
+    seen: list[tuple[int, float]] = []
+    doubled: Tensor | None = None
+
+    def first() -> Tensor:
+        nonlocal doubled
+        doubled = factor * 2
+        return doubled
+
+    def second() -> None:
+        value.add_(doubled)
+
+    graph = graph_of(Parameters(mesh))
+    for number in range(5):
+        factor.fill_(number + 1.0)
+        parts = (first, second)
+        result = graph.run(
+            Update("", value, value.data_ptr, parts, None, lambda n: seen.append((n, float(value))))
+        )
+        assert float(result) == 2.0 * (number + 1)
+    assert graph.num_graphs == 2
+    # The sums of 2, 4, 6, 8 and 10, before and after each second part.
+    sums = [0.0, 2.0, 6.0, 12.0, 20.0, 30.0]
+    assert seen == [(n, sums[step + n]) for step in range(5) for n in (0, 1)]
 
 
 def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:

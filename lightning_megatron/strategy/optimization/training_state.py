@@ -24,7 +24,7 @@ from lightning_megatron.strategy.optimization.step_clipping import (
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.training.buffer_planner import DistributedOptimizerConfig
-from lightning_megatron.training.fused_step import FusedStep
+from lightning_megatron.training.fused_step import FusedStep, UpdatePiece
 from lightning_megatron.training.fused_update import FusedUpdate, has_step_hooks
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
@@ -113,7 +113,7 @@ class TrainingState:
         self.gradients = StepGradients(module, self.main, self._reducer, self.checks, loss_scale)
         #: Clipping of the gradients of each step.
         self.clipping = StepClipping(self.main, self.checks.note)
-        #: Graph of the update; None updates eagerly.
+        #: Graphs of the update; None updates eagerly.
         self.update_graph: UpdateGraph[Tensor | None] | None = None
         for optimizer in optimizers:
             self.gradients.watch_zero_grad(optimizer)
@@ -253,7 +253,7 @@ class TrainingState:
             step = self._fused_update.begin(self.main, optimizer)
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
-            if stored and self.update_graph is None:
+            if stored:
                 self.main.gather_during_update(step.names)
             self._clip_and_step(step, self.clipping.take())
             step.end()
@@ -263,19 +263,29 @@ class TrainingState:
         return stored
 
     def _clip_and_step(self, step: FusedStep, clipping: DeferredClipping | None) -> None:
-        """Do the deferred clipping and the fused step, by a graph if there is one."""
+        """Do the deferred clipping and the fused step, by graphs if there are some."""
+        factor: Tensor | None = None
 
-        def run() -> Tensor | None:
+        def begin() -> Tensor | None:
+            nonlocal factor
             norm, factor = (None, None) if clipping is None else clipping.begin()
-            step.run(factor, self.main.note_update)
+            if step.pieces:
+                step.pieces[0].run(factor)
             return norm
 
-        if self.update_graph is None:
-            norm = run()
-        else:
-            form = (step.form, None if clipping is None else clipping.form)
-            reason = None if step.is_static else "gradients are not in the flat buffers"
-            norm = self.update_graph.run(Update(form, step.tensors, step.addresses, run, reason))
+        def after(part: int) -> None:
+            if step.pieces:
+                self.main.note_update(step.pieces[part].names)
+
+        def part_of(piece: UpdatePiece) -> Callable[[], None]:
+            # The factor is known when the first part has run, or is captured.
+            return lambda: piece.run(factor)
+
+        form = (step.form, None if clipping is None else clipping.form)
+        reason = None if step.is_static else "gradients are not in the flat buffers"
+        parts = (begin, *map(part_of, step.pieces[1:]))
+        update = Update[Tensor | None](form, step.tensors, step.addresses, parts, reason, after)
+        norm = update.run() if self.update_graph is None else self.update_graph.run(update)
         if clipping is not None:
             clipping.receive(norm)
 
