@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -201,32 +202,33 @@ class FusedUpdate:
 
     def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
         """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
-        groups = {
-            id(parameter): number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        rows: dict[tuple[Any, ...], list[_Row]] = {}
-        names: dict[int, list[str]] = {}
+        name_of = {id(one.main): name for name, one in main.slices.items()}
+        rows: dict[str, tuple[int, _Row]] = {}
         lasts = True
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                name = name_of.get(id(parameter))
+                if gradient is None or name is None or parameter.numel() == 0:
+                    continue
+                one = main.slices[name]
+                lasts &= gradient is one.gradient
+                average, square, step = itemgetter(*_STATE)(self._state_of(optimizer, parameter))
+                row = (parameter, gradient.contiguous(), average, square, step, one.half)
+                rows[name] = number, row
+        alike: dict[tuple[Any, ...], list[_Row]] = {}
+        names: dict[int, list[str]] = {}
         num_taken = 0
-        for name, one in main.slices_in_order_of_use():
-            parameter = one.main
-            gradient = parameter.grad
-            number = groups.get(id(parameter))
-            if gradient is None or number is None or parameter.numel() == 0:
-                continue
-            state = self._state_of(optimizer, parameter)
-            lasts &= gradient is one.gradient
-            average, square, step = (state[name] for name in _STATE)
-            row = (parameter, gradient.contiguous(), average, square, step, one.half)
+        for name in filter(rows.__contains__, main.names_in_order_of_use()):
+            number, row = rows[name]
+            parameter, gradient, *_, half = row
             # One kernel call handles one dtype each; `serves` has checked that of main parameters.
-            half_dtype = None if one.half is None else one.half.dtype
+            half_dtype = None if half is None else half.dtype
             piece = num_taken // _PIECE
-            rows.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
+            alike.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
             names.setdefault(piece, []).append(name)
             num_taken += parameter.numel()
-        columns = {key: tuple(zip(*same, strict=True)) for key, same in rows.items()}
+        columns = {key: tuple(zip(*same, strict=True)) for key, same in alike.items()}
         return _Taken(_objects_of(optimizer), columns, names, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -90,11 +90,11 @@ class MainParameters:
         """Return the slices that this rank's optimizers train, by name."""
         return self._slices
 
-    def slices_in_order_of_use(self) -> Iterator[tuple[str, MainSlice]]:
-        """Return the slices of this rank, by name, as the next forward pass reads them."""
+    def names_in_order_of_use(self) -> Iterator[str]:
+        """Return the names of :attr:`slices` as the next forward pass reads the parameters."""
         for buffer in self.buffers:
             # Buckets are laid out in the order of the backward pass.
-            yield from reversed(buffer.slices.items())
+            yield from reversed(buffer.slices)
 
     @property
     def trained(self) -> tuple[str, ...]:
