@@ -3,12 +3,16 @@
     python -m benchmarks.finetune --create FOLDER --tokenizer tokenizer.json
     python -m benchmarks.finetune --folder FOLDER --layouts tp4 tp2_pp2 dp4 --table runs/finetune.md
     python -m benchmarks.finetune --folder FOLDER --layouts tp2_pp2 --export trained --steps 4
+    python -m benchmarks.finetune --folder FOLDER --layouts dp4 --chat conversations.jsonl
 
 ``--create`` writes random weights of a shape with transformers (``--shape``, by default
 Llama-3-8B). Every layout sees the same samples in every step. Times are those of whole steps, after
 each of which the host waits for the device. ``benchmarks/measure.py`` computes tokens, FLOPs
 (causal half) and memory. ``--export`` converts the recipe's checkpoint to a Hugging Face folder.
-The command fails if the losses of two layouts differ by more than ``--tolerance``."""
+With ``--chat`` samples are packed conversations; their FLOPs count attention to the whole sample,
+as if it were one document. The command fails if the losses of two layouts differ by more than
+``--tolerance``.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,10 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape]), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="4GB")
-    shutil.copy(tokenizer, folder / "tokenizer.json")
+    if Path(tokenizer).is_dir():
+        shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+    else:
+        shutil.copy(tokenizer, folder / "tokenizer.json")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(
         f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB",
@@ -88,10 +95,13 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
         "trainer.log_every_n_steps": 1,
         "trainer.default_root_dir": f"{args.out}/{layout.name}",
         "data.seq_length": args.seq_length,
-        "data.batch_size": args.batch // layout.dp,
-        "data.data_dir": f"{args.out}/data",
         "data.tokenizer": args.folder,
     }
+    if args.chat:
+        given |= {"data.train": args.chat, "data.val": args.chat}
+        given |= {"data.global_batch_size": args.batch}
+    else:
+        given |= {"data.batch_size": args.batch // layout.dp, "data.data_dir": f"{args.out}/data"}
     if args.export:
         given |= {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
     else:
@@ -120,7 +130,9 @@ def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", args.recipe]
+    own = "sft_hf" if args.chat else "finetune_hf"
+    recipe = args.recipe or f"recipe:{own}"
+    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
     begin = time.perf_counter()
     subprocess.run(line + options_of(args, layout), check=True, timeout=args.timeout)
     took = time.perf_counter() - begin
@@ -176,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", default="llama3_8b", choices=list(SHAPES), help="shape of those weights"
     )
-    parser.add_argument("--tokenizer", help="tokenizer.json to put there")
+    parser.add_argument("--tokenizer", help="tokenizer.json, or its folder, to put there")
     parser.add_argument("--folder", help="Hugging Face folder to fine-tune")
     parser.add_argument(
         "--layouts",
@@ -185,8 +197,9 @@ def main() -> None:
         default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))),
     )
     parser.add_argument(
-        "--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml")
+        "--chat", metavar="FILE", help="conversations (.jsonl) to pack into samples, by sft_hf"
     )
+    parser.add_argument("--recipe", help="file of another recipe than finetune_hf or sft_hf")
     parser.add_argument("--steps", type=int, default=12, help="steps in all")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
     parser.add_argument("--batch", type=int, default=4, help="samples of a step, of all ranks")

@@ -133,15 +133,18 @@ class Measure(Callback):
         median = statistics.median(counted)
         rate = self._tokens / median / trainer.world_size
         model: Any = getattr(pl_module, "model", None)
-        config: GPTConfig = model.gpt.config if hasattr(model, "gpt") else pl_module.config
+        config: Any = model.gpt.config if hasattr(model, "gpt") else pl_module.config
         self.figures = {
             "label": self.label,
             "step_ms": round(median * 1e3, 2),
             "fastest_ms": round(min(counted) * 1e3, 2),
             "tokens_per_second_per_rank": round(rate),
-            "model_tflops_per_rank": round(
-                rate * flops_per_token(config, self.seq_length or config.max_seq_length) / 1e12, 1
-            ),
+        }
+        # The rule counts causal attention, which encoders do not have.
+        if isinstance(config, GPTConfig):
+            flops = flops_per_token(config, self.seq_length or config.max_seq_length)
+            self.figures["model_tflops_per_rank"] = round(rate * flops / 1e12, 1)
+        self.figures |= {
             "peak_gib": round(float(peak) / 2**30, 2),
             "seconds_to_first_step": round(self._to_first_step, 1),
             "losses": self.losses,
