@@ -1,12 +1,14 @@
-"""Speed of text generation on one GPU: recorded passes, passes that are not, and transformers'.
+"""Speed of text generation: recorded passes, passes that are not, and on one GPU transformers'.
 
     python -m benchmarks.generation --shape llama3_8b --batch 1 8 32 --table runs/generation.md
+    torchrun --nproc-per-node 4 -m benchmarks.generation --batch 1 8 32
 
 Random weights of a shape of benchmarks/finetune.py in bfloat16, prompts of ``--prompt`` tokens and
 ``--new`` likeliest tokens after each. The time of a token is that between the first new token and
 the last one, divided by their number; the pass over the prompt is told apart. The bound is the time
-in which the GPU's memory gives the weights of all layers and of the head once, and the keys and
+in which a GPU's memory gives its weights of all layers and of the head once, and its keys and
 values of the average length, at the speed at which this GPU copies memory here, measured first.
+Several processes share each matrix product (tp).
 Words are compared in tests/gpu/test_gpu_generation.py.
 """
 
@@ -14,17 +16,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.finetune import SHAPES
 from lightning_megatron import GPT, GenerationSettings
 from lightning_megatron.generation.decoding import generated_tokens, gpt_of
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 
 HEAD = (
@@ -48,7 +53,7 @@ def copy_speed() -> float:
 
 
 def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
-    """Return what a pass of one token of each row must read (bytes).
+    """Return what this rank must read for a pass of one token of each row (bytes).
 
     Args:
         gpt: The model.
@@ -60,7 +65,8 @@ def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
     if gpt.head is not None and gpt.embedding is not None:
         # Of the embedding a pass reads a line a row.
         weights -= gpt.embedding.word.weight.nbytes
-    width = config.kv_heads * (config.head_size + config.value_size)
+    heads = max(1, config.kv_heads // gpt.mesh.tp.size)
+    width = heads * (config.head_size + config.value_size)
     return weights + batch * length * config.num_layers * width * gpt.dtype.itemsize
 
 
@@ -118,6 +124,15 @@ def theirs(model: Any, prompts: list[list[int]], new: int, how: dict[str, Any]) 
     return found, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
 
 
+def mesh_of(world: int) -> ParallelMesh:
+    """Return the groups of this process, which shares matrix products with all others."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if world == 1:
+        return ParallelMesh.single(device)
+    dist.init_process_group("nccl", device_id=device)
+    return ParallelMesh.create(ParallelLayout(world, tp=world), device=device)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,6 +147,8 @@ def main() -> None:
 
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     speed = copy_speed()
     gc.collect()
     torch.cuda.empty_cache()
@@ -143,7 +160,7 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     results: dict[tuple[int, str], tuple[float, float]] = {}
     prompts = {batch: torch.randint(1, 1000, (batch, args.prompt)).tolist() for batch in args.batch}
-    kinds: dict[str, dict[str, Any]] = {"transformers": {}}
+    kinds: dict[str, dict[str, Any]] = {"transformers": {}} if world == 1 else {}
     if args.compiled:
         kinds["transformers, static cache, compiled"] = {"cache_implementation": "static"}
     with torch.no_grad():
@@ -153,7 +170,12 @@ def main() -> None:
                     _, first, each = theirs(model, prompts[batch], args.new, how)
                     keep(results, (batch, name), first, each)
     root = torch.nn.ModuleDict({"model": model})
-    parallelize(root, ParallelMesh.single("cuda"))
+    mesh = mesh_of(world)
+    parallelize(root, mesh)
+    # What this rank has no part of is freed.
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
     gpt = gpt_of(root)
     for batch in args.batch:
         for name, record in (("recorded", True), ("not recorded", False)):
@@ -170,7 +192,10 @@ def main() -> None:
                     f"{batch / each:,.0f} | {1e3 * bound:.2f} | {bound / each:.0%} |"
                 )
     device = torch.cuda.get_device_name()
-    lines.insert(0, f"{device}, copies at {speed / 1e12:.2f} TB/s, {args.shape}\n")
+    gpus = device if world == 1 else f"{world} x {device}, tp={world}"
+    lines.insert(0, f"{gpus}, copies at {speed / 1e12:.2f} TB/s, {args.shape}\n")
+    if mesh.world.rank > 0:
+        return
     print("\n".join(lines))
     if args.table is not None:
         args.table.parent.mkdir(parents=True, exist_ok=True)
