@@ -19,7 +19,9 @@ RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
 #: Names of popularities in the table, the exponent 1.0 or 0.6, and whether busy experts are neighbours.
 POPULARITIES = {
-    "(1 + index)^-1.0, a new random order of experts in each layer": Popularity(1.0, is_ordered=False),
+    "(1 + index)^-1.0, a new random order of experts in each layer": Popularity(
+        1.0, is_ordered=False
+    ),
     "(1 + index)^-0.6, experts in the order of their popularity": Popularity(0.6, is_ordered=True),
 }
 _STYLE = "font-family='sans-serif' font-size='13' fill='#333'"
