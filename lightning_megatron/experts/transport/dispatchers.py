@@ -48,9 +48,9 @@ class Dispatcher(Protocol):
 
     The steps are :meth:`prepare`, :meth:`send`, :meth:`receive`, the experts, :meth:`send_back` and
     :meth:`combine`. The sizes in the first and the last step follow from input shapes, and the host
-    waits for nothing. A dispatcher has no state: all that a step needs is in the result of the one
-    before. Computation between :meth:`send` and :meth:`receive` overlaps with the communication,
-    forward and backward.
+    does not wait. A dispatcher has no state: everything that a step needs is in the result of the
+    previous one. Computation between :meth:`send` and :meth:`receive` overlaps with the
+    communication, forward and backward.
     """
 
     @property
@@ -82,7 +82,7 @@ class Dispatcher(Protocol):
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
     def rows_again(self, dispatched: Dispatched) -> Recipe | None:
-        """Return how the backward pass makes the rows of the experts again; None if it keeps them.
+        """Return how the backward pass recomputes the rows of the experts; None if it keeps them.
 
         The tokens of ``dispatched`` are then kept, and :meth:`combine` may send them again in its
         backward pass.
@@ -214,7 +214,7 @@ class GatherDispatcher:
         return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
 
     def rows_again(self, dispatched: Dispatched) -> Recipe | None:
-        """Return how the inner dispatcher makes the rows again, from the gathered tokens."""
+        """Return how the inner dispatcher recomputes the rows from the gathered tokens."""
         return self.inner.rows_again(dispatched)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
@@ -307,7 +307,7 @@ class AllToAllDispatcher:
         assert sizes is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
         back = all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis)
-        # With the rows of dropped selections, which nothing reads, the size is static again.
+        # With rows for dropped selections, which nothing reads, the size is static again.
         missing = sizes.row_map.num_rows - back.shape[0]
         return Returned(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
 

@@ -95,7 +95,7 @@ class PeerTransfer(Protocol):
     """
 
     def begin(self) -> None:
-        """Wait until no rank reads any more what the last transfer has brought."""
+        """Wait until no rank reads the data of the last transfer any more."""
 
     def spread(
         self,
@@ -117,7 +117,7 @@ class PeerTransfer(Protocol):
     def spread_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
-        """Transfer tokens a second time, into a buffer of their own.
+        """Transfer tokens a second time, into a separate buffer.
 
         They have arrived when the next :meth:`spread` returns, and are valid until the next call.
         """
