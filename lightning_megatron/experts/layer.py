@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         #: Factor of the current microbatch's main loss, which also scales the router losses.
         self.loss_weight = LossWeight()
         self.statistics = RouterStatistics(config, mesh.device)
-        # Rows of this rank's experts in a step, counted once the counter is on.
+        #: Rows of this rank's experts in a step, counted once the counter is on.
         self.rank_rows = RankRows(mesh.device)
         #: Limit on the rows of this rank's experts; None without one.
         self.row_limit: LayerRows | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.graphs.values import TENSOR, flatten
 
-# Shape, strides, dtype and ``requires_grad`` of a tensor.
+#: Shape, strides, dtype and ``requires_grad`` of a tensor.
 _Described = tuple[tuple[int, ...], tuple[int, ...], str, bool]
 
 

@@ -106,7 +106,7 @@ class ChunkObserver:
         self._fixed: dict[int, Tensor] = {}
         #: Generators from which each static piece has drawn, by its number.
         self.draws: dict[int, GeneratorPool] = {}
-        # Numbers of the static pieces whose backward passes read nothing from the forward passes
+        #: Numbers of the static pieces whose backward passes read nothing from the forward passes
         #: but the inputs of the segments.
         self.keeping_inputs: set[int] = set()
 

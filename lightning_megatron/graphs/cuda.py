@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # Data loaders and the watchdog of NCCL call CUDA from other threads during a capture.
 _ERROR_MODE = "thread_local"
-# Identity of the pool for everything but graphs.
+#: Identity of the pool for everything but graphs.
 _SHARED_POOL = (0, 0)
 
 

@@ -43,7 +43,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         #: What a replay does.
         self.entries: list[Entry] = []
-        # Tensors that operators created.
+        #: Tensors that operators created.
         self.made: list[Tensor] = []
         self._generators = generators
         self._before: list[tuple[Tensor, Tensor]] = []

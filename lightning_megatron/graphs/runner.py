@@ -89,7 +89,7 @@ class GraphRunner:
         self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
         self._slots: dict[tuple[int, int | None], Slot] = {}
-        # Keys that have or will have graphs, in order, by chunk and kind of step.
+        #: Keys that have or will have graphs, in order, by chunk and kind of step.
         self._keys: dict[tuple[int, StepKind], list[ChunkKey]] = {}
         # The schedules are kept alive, so that no other schedule gets the ``id`` of one of them.
         self._plans: dict[int, tuple[Schedule, GraphSlots]] = {}
@@ -100,7 +100,7 @@ class GraphRunner:
         self._kind: StepKind | None = TRAINING
         self._begun: set[StepKind] = set()
         self._is_permitted = True
-        # Number of eager runs of a microbatch or a piece, by its name and the reason.
+        #: Number of eager runs of a microbatch or a piece, by its name and the reason.
         self.eager: dict[tuple[str, str], int] = {}
 
     def begin(self, kind: StepKind = TRAINING) -> None:

@@ -34,7 +34,7 @@ class SharedMemory(PieceMemory):
         super().__init__(backend)
         #: Tensors of graphs that the backward passes of microbatches read.
         self._read: dict[Tenant, list[Tensor]] = {}
-        # Copies of these tensors for microbatches whose values are not in the graphs' tensors.
+        #: Copies of these tensors for microbatches whose values are not in the graphs' tensors.
         self._copies: dict[Tenant, list[Tensor]] = {}
 
     def enter(self, tenant: Tenant) -> None:

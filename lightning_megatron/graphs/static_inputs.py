@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lightning_megatron.nest import leaves, rebuild
 from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
 
-# Values that are part of the form of a microbatch, because a graph repeats what Python computed
-# from
-#: them.
+#: Types of values that are part of the form of a microbatch, because a graph repeats what Python
+#: computed from them.
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 

@@ -32,7 +32,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 T = TypeVar("T")
 
-# Number of shapes that the log names; batches with other plain values each time would fill it.
+#: Number of shapes that the log names; batches with other plain values each time would fill it.
 _MOST_NAMED = 8
 
 

@@ -30,8 +30,8 @@ from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
-# Function that returns the transfers of the first and of the second matrix between homes and
-# clones.
+#: Function that returns the transfers of the first and of the second matrix between homes and
+#: clones.
 SourcesOfClones = Callable[[PlacedClones], Sequence[CloneCollectives | PeerSource]]
 
 

@@ -1,8 +1,8 @@
 """One-sided transfer of weights to the clones of experts, and of gradients back to their homes.
 
-All layers share three memories, in addition to that of tokens: counts, ``places`` times the matrices
-of an expert in the dtype of weights, and as many float32 gradients. The transfers for clones share
-the barriers of the tokens:
+All layers share three memories, in addition to that of tokens: counts, ``places`` times the
+matrices of an expert in the dtype of weights, and as many float32 gradients. The transfers for
+clones share the barriers of the tokens:
 
 ====================================  =========================================================
 forward                               backward
@@ -18,8 +18,8 @@ products read the weights             **wait**; homes add their clones' gradient
 No memory is overwritten while it is read, because its writer first passes a barrier that its reader
 reaches only after its last read:
 
-- Counts are put before a barrier that follows the last barrier of the previous layer's tokens. Every
-  rank has planned the previous layer before it reaches that last barrier.
+- Counts are put before a barrier that follows the last barrier of the previous layer's tokens.
+  Every rank has planned the previous layer before it reaches that last barrier.
 - Weights are put after the first barrier of a transfer. On every rank the products that read the
   previous weights come before that barrier: in the forward pass before the sums of outputs are put,
   in the backward pass before the sums of gradients are put.

@@ -20,16 +20,16 @@ class RowSum:
 
     #: Rows that the rank computed, homes and clones.
     ROWS: Final = 0
-    # Rows that clones on the rank received.
+    #: Rows that clones on the rank received.
     ARRIVED: Final = 1
-    # Rows of the rank's own experts that were sent to clones on other ranks.
+    #: Rows of the rank's own experts that were sent to clones on other ranks.
     LEFT: Final = 2
     #: Places of the rank that had a clone.
     CLONES: Final = 3
     #: Clones of the rank's own experts on other ranks.
     AWAY: Final = 4
     NUM_MICROBATCHES: Final = 5
-    # Largest number of rows that the rank needed in one microbatch: a maximum, not a sum.
+    #: Largest number of rows that the rank needed in one microbatch: a maximum, not a sum.
     NEEDED: Final = 6
     SIZE: Final = 7
 

@@ -13,7 +13,7 @@ from lightning_megatron.shapes import Int
 
 #: Value of the host's copy before the device has written it; no number of rows is so small.
 _UNREAD = torch.iinfo(torch.int32).min
-# Interval between reads of the host's copy (seconds).
+#: Interval between reads of the host's copy (seconds).
 _PAUSE = 20e-6
 
 
