@@ -13,16 +13,16 @@ from lightning_megatron.errors import MissingExtraError, ParallelPlanError, Unsu
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
-#: Precisions that Transformer Engine serves here.
+#: Precisions that are supported with Transformer Engine.
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-#: Questions to Transformer Engine whether a device has the products of a recipe.
+#: Functions of Transformer Engine that say whether a device supports a recipe.
 _QUESTIONS = {
     "tensorwise": "is_fp8_available",
     "delayed": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-#: What the layers need besides the classes that users see.
+#: Names that the layers need besides the public classes.
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 
@@ -30,7 +30,7 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
     """Return the options with the recipe of Lightning's plugin for Transformer Engine.
 
     The plugin would replace modules of torch and enter the recipe around every step. Here the
-    layers of this package take the recipe themselves.
+    layers of this package use the recipe.
 
     Args:
         options: Options of the strategy.
@@ -60,7 +60,7 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:
-    """Refuse Transformer Engine where it is not installed, or does not serve a run.
+    """Refuse Transformer Engine if it is not installed, or does not support a run.
 
     Args:
         options: Options of the strategy, with ``backend="te"``.
@@ -69,7 +69,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
 
     Raises:
         MissingExtraError: If it is not installed, or too old.
-        ParallelPlanError: If it does not serve the run.
+        ParallelPlanError: If it does not support the run.
     """
     engine = _installed()
     if precision not in _PRECISIONS:
