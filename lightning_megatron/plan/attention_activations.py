@@ -110,7 +110,9 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
 def _of_hidden(
     model: ModelShape, table: KeptActivations, batch: MicrobatchShape
 ) -> tuple[int, int]:
-    """Return what is kept, and what waits but for the gradient of the output (bytes)."""
+    """Return the kept bytes, and those that wait for the weight half, except the gradient of the
+    output (bytes).
+    """
     query, key = model.widths(batch.tp)
     element = batch.num_tokens * batch.activation_bytes
     # The output of the QKV projection (values are a view of it), rotated or repeated copies of

@@ -22,7 +22,7 @@ ContextGroupsChoice = Literal["whole", "documents"]
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """Cut of rows into windows, each of which ``size`` neighbouring ranks of cp share.
+    """Cut of rows into windows, each of which is divided over ``size`` neighbouring ranks of cp.
 
     Group ``g`` holds the positions from ``g * window`` to ``(g + 1) * window``, cut zig-zag over
     its ranks as in :class:`~lightning_megatron.plan.context.ContextCut`. With ``size`` equal to
@@ -108,12 +108,12 @@ class ContextGroups:
 def check_groups_option(
     groups: ContextGroupsChoice, cp: int, transport: str, has_graphs: bool
 ) -> None:
-    """Refuse groups that documents choose where there are none, or where they cannot change.
+    """Refuse ``cp_groups="documents"`` without cp, or with fixed groups.
 
     Args:
         groups: Ranks that share a document.
         cp: Ranks that share a sequence (ranks).
-        transport: Transport that is asked for.
+        transport: Requested transport.
         has_graphs: Whether steps are captured as CUDA graphs.
 
     Raises:

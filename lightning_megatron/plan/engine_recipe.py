@@ -9,7 +9,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 Backend = Literal["own", "te"]
 """Library whose matrix products and norms the layers of this package use."""
 
-#: Questions that recipes answer, with the names of their settings here.
+#: Methods by which recipes name their kind, with the names of that kind in this package.
 _KINDS = {
     "delayed": "delayed",
     "float8_current_scaling": "tensorwise",

@@ -32,7 +32,7 @@ class LiveMicrobatches:
         slots: For each chunk, microbatches between their forward and the end of their backward,
             weight half included. That many sets of buffers serve the chunk; `GraphSlots` assigns
             one to each microbatch.
-        waiting: For each chunk, how many of them wait for their weight half alone.
+        waiting: For each chunk, how many of them wait only for their weight half.
         total: Microbatches over all chunks at one time; at most the sum of ``slots``.
     """
 
@@ -115,7 +115,7 @@ def stage_peaks(
 
 
 def is_within(size: float, limit: float) -> bool:
-    """Return whether a size is at most a limit, up to the last digits of sums of fractions."""
+    """Return whether a size is at most a limit, up to rounding in sums of fractions."""
     return size <= limit * (1 + 1e-9)
 
 

@@ -46,7 +46,7 @@ class OwnOrder:
     _built: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
-        # Ranks compare this text: a file may have another path on each of them, but has the same
+        # Ranks compare this text: a file may have another path on each rank, but must have the same
         # rows.
         sizes = f"pp={self.placement.num_stages}, vpp={self.placement.num_chunks}"
         if self.table is None:
