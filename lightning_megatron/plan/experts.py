@@ -136,7 +136,7 @@ class ExpertsConfig:
         if self.linear_bias:
             raise UnsupportedError(
                 "clones need experts without biases: linear_bias of experts is True. Only weight "
-                "matrices travel to the places of clones. Leave clones out."
+                "matrices are sent to the places of clones. Leave clones out."
             )
 
     def check_num_layers(self, num_layers: int) -> None:

@@ -164,10 +164,14 @@ def test_files_that_are_no_text_say_why(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
     assert len(read_schedule(path).actions(0)) == 2
     path.write_bytes(b"0F0,\xff\n")
-    with pytest.raises(CorruptDataError, match=r"mine\.csv is not a text file: invalid start byte\. Use comma"):
+    with pytest.raises(
+        CorruptDataError, match=r"mine\.csv is not a text file: invalid start byte\. Use comma"
+    ):
         read_schedule(path)
     path.write_text('0F0,"0B0\n')
-    with pytest.raises(CorruptDataError, match=r"mine\.csv is not valid CSV: unexpected end of data"):
+    with pytest.raises(
+        CorruptDataError, match=r"mine\.csv is not valid CSV: unexpected end of data"
+    ):
         read_schedule(path)
     path.write_bytes(b"," * ((1 << 23) + 1))
     with pytest.raises(CorruptDataError, match=r"mine\.csv has more than 8388608 bytes"):

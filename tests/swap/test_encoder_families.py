@@ -186,7 +186,7 @@ def test_a_missing_layer_is_no_head(tmp_path: Path) -> None:
         CheckpointMismatchError, match=r"'classifier.bias', 'classifier.weight' missing"
     ):
         load_from(model, twin.state_dict(), family)
-    with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' left over"):
+    with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' unexpected"):
         load_from(model, {**twin.state_dict(), "extra": torch.ones(2)}, family, 1)
 
 

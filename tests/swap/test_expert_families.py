@@ -303,7 +303,7 @@ def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
         ((5, 41, 24), r"'model.layers.0.mlp.experts.gate_up_proj' has shape \(5, 41, 24\)"),
         ((40,), r"2 parts must have experts and equally many rows for each: .* has shape \(40,\)"),
         ((4, 40, 24), r"'model.layers.0.block_sparse_moe.experts.4.w1.weight'.* missing"),
-        ((6, 40, 24), r"'model.layers.0.block_sparse_moe.experts.5.w1.weight'.* left over"),
+        ((6, 40, 24), r"'model.layers.0.block_sparse_moe.experts.5.w1.weight'.* unexpected"),
         ((5, 38, 24), r"w1.weight' \(19, 24\) instead of \(20, 24\)"),
     ],
 )

@@ -137,7 +137,7 @@ def test_earlier_names_of_gpt_neox_are_read() -> None:
     ("change", "message"),
     [
         ({"model.norm.weight": None}, "'model.norm.weight' missing"),
-        ({"model.extra.weight": torch.ones(2)}, "'model.extra.weight' left over"),
+        ({"model.extra.weight": torch.ones(2)}, "'model.extra.weight' unexpected"),
         ({"model.norm.weight": torch.ones(5)}, r"'model.norm.weight' \(5,\) instead of \(48,\)"),
         ({"lm_head.weight": None}, "'lm_head.weight' missing"),
         (
