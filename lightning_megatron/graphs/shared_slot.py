@@ -69,7 +69,7 @@ class SharedMemory(PieceMemory):
 
     @override
     def leave(self, unit: PipelineUnit) -> None:
-        """Forget a microbatch, after its backward pass."""
+        """Release the values of a microbatch, after its backward pass."""
         for tenant in [one for one in self._read if one.unit == unit]:
             del self._read[tenant]
             self._copies.pop(tenant, None)
@@ -78,7 +78,7 @@ class SharedMemory(PieceMemory):
 
     @override
     def clear(self) -> None:
-        """Forget all microbatches."""
+        """Release the values of all microbatches."""
         self.tenant = None
         self._read.clear()
         self._copies.clear()

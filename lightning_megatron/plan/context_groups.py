@@ -35,8 +35,8 @@ class ContextGroups:
         seq_length: Length of the rows (tokens).
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2, ``size`` is no power of two
-            up to it, or the length is not a multiple of ``2 cp``.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2, ``size`` is not a power of
+            two up to it, or the length is not a multiple of ``2 cp``.
     """
 
     cp: int
@@ -66,7 +66,7 @@ class ContextGroups:
             cp: Ranks that share the rows (ranks).
 
         Raises:
-            ParallelPlanError: If ``cp`` is no power of two of at least 2, the length is not a
+            ParallelPlanError: If ``cp`` is not a power of two of at least 2, the length is not a
                 multiple of ``2 cp``, or a document lies in two rows.
         """
         for size in context_group_sizes(cp):
@@ -117,7 +117,7 @@ def check_groups_option(
         has_graphs: Whether steps are captured as CUDA graphs.
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2.
         UnsupportedError: If the transport is hierarchical, or steps are captured.
     """
     if groups == "whole":
@@ -149,7 +149,7 @@ def context_group_sizes(cp: int) -> list[int]:
         cp: Ranks that share the rows (ranks).
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2.
     """
     require_positive("cp", cp)
     if cp == 1 or cp & (cp - 1):

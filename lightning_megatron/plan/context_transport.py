@@ -61,7 +61,7 @@ class ContextLinks:
                 raise ParallelPlanError(
                     f"cp_transport 'hierarchical' needs a cp of two levels: cp is {cp}, and "
                     f"{neighbours} of its ranks are neighbours on a host. The inner ranks exchange "
-                    "heads, the outer ones form a ring. Use a cp that is no prime, 'ring' or "
+                    "heads, the outer ones form a ring. Use a cp that is not prime, 'ring' or "
                     "'all_to_all'."
                 )
         return cls(transport, inner, neighbours == cp, groups)

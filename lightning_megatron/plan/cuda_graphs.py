@@ -237,26 +237,26 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
     if conditions.overlap_tensor_parallel:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with overlap_tensor_parallel, whose "
-            "products run on streams and in shared memory that torch manages by itself. Leave one "
-            "of them out."
+            "products run on streams and in shared memory that torch manages itself. Leave one of "
+            "them out."
         )
     if conditions.offloads:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with recompute.offload, whose copies to "
-            "the host run on streams of their own and in memory that torch gives to each of them "
-            "anew. Leave one of them out."
+            "the host run on separate streams and in memory that torch allocates for each copy. "
+            "Leave one of them out."
         )
     if conditions.keeps_core:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with recompute of full_except_core, whose "
-            "results of the attention core lie between the graphs of two passes over a block. Use "
-            "recompute of full or selective, or leave cuda_graphs out."
+            "results of the attention core are kept between the graphs of two passes over a block. "
+            "Use recompute of full or selective, or leave cuda_graphs out."
         )
     modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
     if modes:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with torch.compile(mode={modes[0]!r}), "
-            "which captures CUDA graphs of its own, and a graph cannot capture another one. Use "
+            "which captures its own CUDA graphs, and a graph cannot capture another one. Use "
             "mode 'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out."
         )
     yield from _reasons_of_memory(graphs, conditions.environment)

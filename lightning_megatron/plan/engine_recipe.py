@@ -26,7 +26,7 @@ def settings_of_recipe(recipe: Any) -> dict[str, Any]:
         recipe: Object of ``transformer_engine.common.recipe``.
 
     Raises:
-        ParallelPlanError: If it is no such recipe.
+        ParallelPlanError: If it is not such a recipe.
         UnsupportedError: If it has a setting without a counterpart here.
     """
     shown = type(recipe).__name__

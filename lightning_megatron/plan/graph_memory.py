@@ -62,7 +62,7 @@ def graph_memory(
         schedule: Order of actions.
         stage: Position on the pp axis.
         chunks: Costs of the blocks of every chunk.
-        ends: Costs beside the blocks.
+        ends: Costs of the layers outside of the blocks.
         num_tokens: Tokens of a microbatch, those of all ranks of cp included (tokens).
         input_bytes: Size of a microbatch's inputs for each token (bytes).
         transfers: Transfers in flight between stages (bytes).

@@ -22,7 +22,7 @@ class GreedyRule:
 
     Args:
         limit: Size of the activations that a stage may keep (the unit of ``kept``).
-        kept: What a forward keeps for its backward, for each virtual stage.
+        kept: Activations that a forward keeps for its backward, for each virtual stage.
         weight_half_share: Part of it that the weight half needs after the input half.
         alternate: Whether a forward follows each input half where both could run; otherwise input
             halves go first.

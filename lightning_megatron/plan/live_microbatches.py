@@ -105,7 +105,7 @@ def stage_peaks(
 
     Args:
         schedule: Order of actions.
-        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
         weight_half_share: Part of it that the weight half needs after the input half.
     """
     return tuple(
@@ -130,7 +130,7 @@ def check_peak(
     Args:
         schedule: Order of actions.
         limit: Memory of a stage for activations (the unit of ``kept``).
-        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
         weight_half_share: Part of it that the weight half needs after the input half.
 
     Raises:

@@ -74,7 +74,7 @@ class OwnOrder:
 
         Raises:
             ParallelPlanError: If a file has another number of microbatches, if the function fails,
-                or if its rows are no legal schedule.
+                or if its rows are not a legal schedule.
         """
         if forward_only:
             return forward_schedule(self.name, self.placement, num_microbatches)
@@ -121,8 +121,8 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
         num_chunks: Chunks per stage (vpp) of the training.
 
     Raises:
-        ParallelPlanError: If the file cannot be read, is no legal schedule, has other sizes, or has
-            no backwards.
+        ParallelPlanError: If the file cannot be read, is not a legal schedule, has other sizes, or
+            has no backwards.
     """
     try:
         table = read_schedule(Path(path))

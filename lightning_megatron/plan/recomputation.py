@@ -71,14 +71,14 @@ class Recomputation:
             )
         if {"experts", "expert_inputs"} <= set(self.parts):
             raise ParallelPlanError(
-                f"recompute.parts must name experts or expert_inputs: it is {given}. What is "
-                "recomputed inside of experts starts from their inputs. Leave one of them out."
+                f"recompute.parts must name experts or expert_inputs: it is {given}. The "
+                "recomputation inside of experts starts from their inputs. Leave one of them out."
             )
         if self.offload and self.parts[0] not in WHOLE:
             raise ParallelPlanError(
                 f"recompute.offload needs parts of {' or '.join(WHOLE)}: it is {given}. Only "
-                "layers that are computed again from their input leave it to the host. Use one of "
-                "these, or leave offload out."
+                "layers that are recomputed from their input can offload it to the host. Use one "
+                "of these, or leave offload out."
             )
 
     @classmethod

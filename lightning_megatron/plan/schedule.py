@@ -188,9 +188,9 @@ def build_schedule(
       microbatches to fill the pipeline.
     - "zb-v": halves, and two chunks per stage in a V. No bubble where F, I and W are equal, memory
       p on all stages.
-    - "dualpipe-v": two chunks per stage in a V; most backwards are whole, beside a forward of the
-      other chunk. With FB for both together, the bubble is at most (p - 1) (FB + I - 2 W) in times
-      of a chunk; memory p + 1/2.
+    - "dualpipe-v": two chunks per stage in a V; most backwards are whole, paired with a forward of
+      the other chunk. With FB for both together, the bubble is at most (p - 1) (FB + I - 2 W) in
+      times of a chunk; memory p + 1/2.
 
     Args:
         name: Name of the schedule, from the list above.

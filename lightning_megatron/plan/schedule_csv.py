@@ -74,8 +74,8 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
     Raises:
         CorruptDataError: If the text is not valid CSV.
-        ParallelPlanError: If a cell is no action, the virtual stages do not lie in a loop or a V,
-            or the schedule is not legal, as for ``own_schedule``.
+        ParallelPlanError: If a cell is not an action, the virtual stages do not lie in a loop or a
+            V, or the schedule is not legal, as for ``own_schedule``.
     """
     try:
         table = [row for row in csv.reader(io.StringIO(text), strict=True) if row]

@@ -128,11 +128,11 @@ class LocalDispatcher:
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
     ) -> Prepared:
-        """Return the tokens as they are."""
+        """Return the tokens unchanged."""
         return Prepared(hidden, probabilities, experts)
 
     def send(self, prepared: Prepared) -> Sent:
-        """Return the tokens as they are, without communication."""
+        """Return the tokens unchanged, without communication."""
         return Sent(
             InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
         )
@@ -152,7 +152,7 @@ class LocalDispatcher:
         return Recipe.of(_sort_again, dispatched.tokens, *dispatched.row_map.tensors)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
-        """Return the outputs as they are."""
+        """Return the outputs unchanged."""
         return Returned(outputs, dispatched.row_map)
 
     def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
@@ -164,7 +164,7 @@ class LocalDispatcher:
 class GatherDispatcher:
     """Dispatcher that all-gathers the tokens of an axis and reduce-scatters the outputs.
 
-    No token is dropped, whatever the routing. The ranks of the axis hold different tokens, in equal
+    No token is dropped, for any routing. The ranks of the axis hold different tokens, in equal
     numbers. Over etp the ranks hold parts of the inner features of the same experts, so the sum
     over ranks is also the reduction that tensor parallelism needs.
 
@@ -197,7 +197,7 @@ class GatherDispatcher:
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
     ) -> Prepared:
-        """Return the tokens as they are."""
+        """Return the tokens unchanged."""
         return Prepared(hidden, probabilities, experts)
 
     def send(self, prepared: Prepared) -> Sent:

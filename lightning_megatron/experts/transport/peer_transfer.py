@@ -1,9 +1,9 @@
 """One-sided transfers of tokens to the ranks of their experts, and of sums of outputs back.
 
-A rank writes a token once into the memory of each rank that has one of its selected experts,
-at a row that depends only on the token. Ranks therefore need not exchange counts. On the way back
-each rank writes one sum per token over its experts. Each of the two transfers is the backward pass
-of the other.
+A rank writes a token once into the memory of each rank that has one of its selected experts, at a
+row that depends only on the token. Ranks therefore need not exchange counts. In return each rank
+writes one sum per token over its experts. Each of the two transfers is the backward pass of the
+other.
 """
 
 from __future__ import annotations

@@ -46,14 +46,14 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
         raise UnsupportedError(
             "TransformerEnginePrecision(replace_layers=False) cannot be used: it leaves the choice "
             "of layers to the module, but this strategy chooses the linear layers of its models. "
-            "Leave replace_layers out, and name layers that stay out in fp8.keep with "
+            "Leave replace_layers out, and name layers to keep in bfloat16 in fp8.keep with "
             "backend='te'."
         )
     found = FP8(te_recipe=plugin.recipe)
     own = options.products
     if own is not None and own.te_recipe is not plugin.recipe:
         raise UnsupportedError(
-            f"fp8 ({own.recipe}) cannot be used beside TransformerEnginePrecision "
+            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision "
             f"({found.recipe}): both name a recipe. Leave one of them out."
         )
     return replace(options, backend="te", fp8=own or found)
@@ -79,7 +79,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
         )
     if device.type != "cuda" or torch.version.hip is not None:
         raise ParallelPlanError(
-            f"backend ('te') needs a GPU of NVIDIA: the device is {device}. Use backend='own'."
+            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='own'."
         )
     settings = options.products
     if settings is None:
@@ -87,7 +87,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     is_available, reason = getattr(engine, _QUESTIONS[settings.recipe])(return_reason=True)
     if not is_available:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) with backend='te' needs a GPU with its products: Transformer "
+            f"fp8 ({settings.recipe}) with backend='te' needs a GPU that supports it: Transformer "
             f"Engine says {reason!r} Use another recipe, or fp8=None."
         )
 

@@ -35,7 +35,7 @@ def check_graphs(
     module: nn.Module | None = None,
     trainer: Trainer | None = None,
 ) -> None:
-    """Check that a run can capture CUDA graphs, if they are asked for.
+    """Check that a run can capture CUDA graphs, if they are requested.
 
     Args:
         options: Options of the strategy.

@@ -170,7 +170,7 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
 
 
 def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
-    """Refuse a value that is no kind of a plan.
+    """Refuse a value that is not a kind of a plan.
 
     Args:
         pattern: Pattern that is given the kind.

@@ -232,7 +232,7 @@ class ConfigTable:
         return found
 
     def record(self, config: Values) -> Any:
-        """Return a configuration of the fields with rules, whatever other fields there are.
+        """Return a configuration of the fields with rules, regardless of other fields.
 
         Args:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.

@@ -35,8 +35,8 @@ from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, Replace
 
 T = TypeVar("T")
 
-#: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
-#: swapped model ignores them.
+#: Arguments of Hugging Face's call that do not change the result, only how it is computed. A
+#: replaced model ignores them.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_seq_lens_k"})
 
 
@@ -300,8 +300,8 @@ class HuggingFaceLM(ReplacedModel):
                 raise UnsupportedError(
                     f"loss_chunk ({self.gpt.loss_chunk!r}) stores no logits, and those of a call "
                     "with labels have no gradient: output.logits was read with gradients enabled. "
-                    "Read them under torch.no_grad(), which computes them again, leave labels out "
-                    "of the call, or use loss_chunk=None."
+                    "Read them under torch.no_grad(), which recomputes them, leave labels out of "
+                    "the call, or use loss_chunk=None."
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order
