@@ -128,7 +128,7 @@ def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_cou
     assert missing_ranks(statuses, {}, 3) == [0, 1, 2]
 
 
-def test_neighbours_in_a_pipeline_are_told_apart_by_who_waits_not_by_counts() -> None:
+def test_neighbours_in_a_pipeline_are_distinguished_by_who_waits_not_by_counts() -> None:
     exchange = Call("exchange", "pp neighbours", 8, (1,))
     computing = at(1, Call("exchange", "pp neighbours", 11, (0, 2)), False)
     assert missing_ranks({0: at(0, exchange), 1: computing, 2: at(2, exchange)}, {}, 3) == [1]

@@ -57,7 +57,7 @@ def test_a_change_is_named(change: Callable[[Any], Any], words: str) -> None:
     assert Addresses.of(module).change_from(before) == words
 
 
-def test_new_values_at_the_same_addresses_are_no_change() -> None:
+def test_new_values_at_the_same_addresses_are_not_a_change() -> None:
     module = net()
     before = Addresses.of(module)
     module.load_state_dict({name: one + 1 for name, one in net().state_dict().items()})

@@ -46,14 +46,14 @@ def check_round_trip(schedule: Schedule) -> None:
 @seed(17)
 @MANY
 @given(schedules())
-def test_every_named_schedule_comes_back_from_its_csv(schedule: Schedule) -> None:
+def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> None:
     check_round_trip(schedule)
 
 
 @seed(17)
 @MANY
 @given(own_rows())
-def test_any_own_schedule_comes_back_from_its_csv(
+def test_any_own_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
     placement, microbatches, rows, _ = drawn
@@ -153,13 +153,13 @@ def test_schedules_of_torch_are_read(
         ),
     ],
 )
-def test_texts_that_are_no_schedule_say_why(text: str, message: str) -> None:
+def test_errors_say_why_a_text_is_not_a_schedule(text: str, message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
         parse_schedule(text, "mine.csv")
     assert message in str(error.value)
 
 
-def test_files_that_are_no_text_say_why(tmp_path: Path) -> None:
+def test_errors_say_why_a_file_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
     assert len(read_schedule(path).actions(0)) == 2

@@ -121,7 +121,7 @@ def _with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> l
     return [first, run(graphs, devices, ckpt_path=loads.path, max_steps=8, **options)]
 
 
-def test_updates_are_captured_again_after_a_load_and_go_on_after_a_resume(
+def test_updates_are_captured_again_after_a_load_and_continue_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _with_a_load(None, tmp_path / "eager")

@@ -33,7 +33,7 @@ def loaded(case: str, twin: nn.Module) -> GPT:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_dict_comes_back_bit_for_bit(case: str) -> None:
+def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
     twin = twin_of(case)
     model = loaded(case, twin)
     ours = full_tensors(model)
