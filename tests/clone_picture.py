@@ -1,4 +1,4 @@
-"""The picture `docs/clones.svg`, and the table of its page: rows of ranks as plans of clones say."""
+"""The picture `docs/clones.svg`, and the table of its page: rows of ranks under plans of clones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
 #: Names of popularities in the table, the exponent 1.0 or 0.6, and whether busy experts are neighbours.
 POPULARITIES = {
-    "(1 + place)^-1.0, another random order in each layer": Popularity(1.0, is_ordered=False),
-    "(1 + place)^-0.6, in order": Popularity(0.6, is_ordered=True),
+    "(1 + index)^-1.0, a new random order of experts in each layer": Popularity(
+        1.0, is_ordered=False
+    ),
+    "(1 + index)^-0.6, experts in the order of their popularity": Popularity(0.6, is_ordered=True),
 }
 _STYLE = "font-family='sans-serif' font-size='13' fill='#333'"
 _COLOURS = ("#c0504d", "#f0ad4e", "#4f81bd")
@@ -82,8 +84,8 @@ def _counts(name: str, layer: int) -> list[list[int]]:
 def table() -> str:
     """Return the table of the page."""
     lines = [
-        "| popularity of experts | places a rank | rows of the busiest rank over the mean | moved | "
-        "clones | predicted gain a layer |",
+        "| popularity of experts | places per rank | rows of the busiest rank over the mean | rows "
+        "moved | clones | predicted gain per layer |",
         "|---|---|---|---|---|---|",
     ]
     for name in POPULARITIES:
@@ -107,7 +109,7 @@ def picture() -> str:
         "Qwen3-30B-A3B's shape (plan)</text>",
     ]
     for place, colour in zip(PLACES, _COLOURS, strict=True):
-        label = "without clones" if not place else f"{place} place{'s' * (place > 1)} a rank"
+        label = "without clones" if not place else f"{place} place{'s' * (place > 1)} per rank"
         x = 10 + 170 * place
         lines.append(f"<rect x='{x}' y='32' width='12' height='12' fill='{colour}'/>")
         lines.append(f"<text x='{x + 18}' y='43' {_STYLE}>{label}</text>")

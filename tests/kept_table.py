@@ -15,7 +15,7 @@ from tests.readme_blocks import DOCS
 
 PAGE = DOCS / "experts.md"
 TABLE = re.compile(r"(?<=<!-- kept bytes -->\n)(?:\|.*\n)+")
-#: Part, its name in the table, and why it stays.
+#: Part, its name in the table, and what needs it.
 PARTS = (
     (
         "inputs",
@@ -25,10 +25,10 @@ PARTS = (
     (
         "products",
         "gate and up values",
-        "backward pass of the activation, and the activation again for the second product",
+        "backward pass of the activation, and recomputation of the input of the second product",
     ),
     ("probabilities", "probability of each row", "backward pass of the activation"),
-    ("maps", "maps between choices and rows", "way of gradients back to tokens"),
+    ("maps", "maps between choices and rows", "return of gradients to tokens"),
     ("router", "logits and choices of the router", "gradients of the router"),
 )
 
@@ -41,9 +41,9 @@ def kept(expert_rows: float | None, sends_again: bool = False) -> KeptByMixture:
 
 
 def table() -> str:
-    """Return the table of the page, in bytes a token."""
+    """Return the table of the page, in bytes per token."""
     lines = [
-        "| kept by a layer | worst routing | `expert_rows=1.25` | even routing | for |",
+        "| kept by a layer | worst routing | `expert_rows=1.25` | even routing | needed for |",
         "|---|---|---|---|---|",
     ]
     limits = (None, 1.25, 1.0)
@@ -51,7 +51,7 @@ def table() -> str:
     for part, name, why in PARTS:
         cells = [f"{getattr(one, part) // 4096:,}" for one in costs]
         lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
-    for name, sends_again in (("together", False), ('with `recompute="expert_inputs"`', True)):
+    for name, sends_again in (("total", False), ('with `recompute="expert_inputs"`', True)):
         totals = [f"{kept(rows, sends_again).total // 4096:,}" for rows in limits]
         lines.append(f"| {name} | {' | '.join(totals)} | |")
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.md"
 _TYPES = {
     bool: "`True`, `False`",
-    str: "a text",
+    str: "a string",
     int: "an integer",
     float: "a number",
     timedelta: "a `timedelta`",
@@ -29,7 +29,7 @@ _INTRODUCTION = """\
 # Options
 
 Every argument of `MegatronStrategy`. This page is generated from the code:
-`python -m tests.readme_blocks` writes it again, and a test fails if it is old. In a recipe, an
+`python -m tests.readme_blocks` regenerates it, and a test fails if it is outdated. In a recipe, an
 option is a key under `trainer.strategy.init_args`; on the command line it is
 `--trainer.strategy.NAME VALUE`.
 
@@ -95,7 +95,7 @@ def options_page() -> str:
         if name == "self":
             continue
         words = _legal(kinds[name])
-        if "a text" in words:  # the signature may list the texts
+        if "a string" in words:  # the signature may list the strings
             words = _legal(declared[name])
         legal = ", ".join(words)
         rows.append(f"| [`{name}`](#{name}) | `{parameter.default!r}` | {legal} |\n")

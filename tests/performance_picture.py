@@ -18,7 +18,7 @@ _TOP = 34
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row of the table: times of a step in milliseconds, their quotient, and whether a slow host bound them."""
+    """A row of the table: times of a step in milliseconds, their quotient, and whether a slow host limited them."""
 
     name: str
     ours: float
@@ -36,7 +36,7 @@ def measurements() -> list[Measurement]:
         cells = (cell.strip() for cell in line.strip("|").split("|"))
         model, layout, ours, peer, speed_up, host = cells
         name = f"{model}; {layout}"
-        is_slow = host.startswith("slow")
+        is_slow = host.startswith("yes")
         rows.append(Measurement(name, _number(ours), _number(peer), speed_up, is_slow))
     return rows
 
@@ -53,7 +53,7 @@ def performance_picture() -> str:
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}'>",
         f"<rect width='{width}' height='{height}' fill='white'/>",
-        f"<text x='10' y='20' {_STYLE}>Milliseconds a step, four H200s (shorter is faster)</text>",
+        f"<text x='10' y='20' {_STYLE}>Milliseconds per step, four H200s (shorter is faster)</text>",
     ]
     for number, row in enumerate(rows):
         y = _TOP + _ROW * number

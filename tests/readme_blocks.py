@@ -45,7 +45,7 @@ MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
 #: Rooms in the order of their imports; those after them stand apart.
 ROOMS = (
-    "plan kernels groups layers experts models swap generation training pipeline graphs checkpoint "
+    "plan kernels groups layers experts models swap training pipeline graphs generation checkpoint "
     "strategy"
 )
 ROOMS_APART = "data corpus evaluation preferences finetuning cli"

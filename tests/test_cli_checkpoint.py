@@ -132,7 +132,7 @@ def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path)
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(
+def test_paths_that_are_not_checkpoints_are_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_refused_in_a_sentence(
     )
 
 
-def test_objects_are_refused_unless_told_otherwise(
+def test_objects_are_refused_unless_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Keeps(ModelCheckpoint):
@@ -181,7 +181,7 @@ def test_the_command_needs_no_lightning(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_file_that_is_no_checkpoint_ends_every_command_that_reads_it_with_1(
+def test_a_file_that_is_not_a_checkpoint_ends_every_command_that_reads_it_with_1(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "notes.ckpt"

@@ -83,7 +83,7 @@ def test_mappings_keep_what_is_not_among_their_items() -> None:
     assert user["a"] == [2]
 
 
-def test_mappings_that_cannot_be_written_are_built_anew() -> None:
+def test_mappings_that_cannot_be_written_are_rebuilt() -> None:
     rebuilt = doubled(MappingProxyType({"a": 1}))
     assert isinstance(rebuilt, Mapping)
     assert dict(rebuilt) == {"a": 2}

@@ -72,7 +72,7 @@ def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns(of_parallel
 def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order(
     of_parallelize: Walk,
 ) -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("## The way of a module")[2]
+    section = PAGE.read_text(encoding="utf-8").partition("## Path of a module")[2]
     listed = re.findall(r"^\| `(\S+\.py)` \|", section.partition("\n## ")[0], re.MULTILINE)
     assert [f"swap/{file}" for file in listed] == of_parallelize.files
 

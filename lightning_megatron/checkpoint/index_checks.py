@@ -87,7 +87,7 @@ def check_ranks(index: Metadata, world_size: int) -> None:
         world_size: Number of ranks of the job that saved it (ranks).
 
     Raises:
-        ValueError: If values of ranks are missing or left over.
+        ValueError: If values of ranks are missing or unexpected.
     """
     found = {
         name

@@ -89,7 +89,7 @@ def _load(path: str, safe: bool) -> Any:
 
 @contextmanager
 def _naming_damage(path: str) -> Iterator[None]:
-    """Turn what a damaged file raises while it is read into an error that names the file."""
+    """Convert exceptions from reading a damaged file to an error that names the file."""
     try:
         yield
     except UnsupportedError:

@@ -32,7 +32,7 @@ class FileRecord:
 
     The checksum is CRC-32. It detects accidental damage: every burst of up to 32 wrong bits, and
     other damage except for one case in 2^32. It runs at 4.3 GB/s and releases the interpreter lock;
-    SHA-256 with processor support reaches 1.8 GB/s and BLAKE2b 0.9 GB/s. CRC-32 does not detect
+    SHA-256 with hardware support reaches 1.8 GB/s and BLAKE2b 0.9 GB/s. CRC-32 does not detect
     manipulation, and loading does not rely on it for safety.
 
     Args:

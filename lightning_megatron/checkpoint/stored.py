@@ -116,7 +116,7 @@ Source = str | os.PathLike[str] | Stored
 
 
 def opened(source: Source) -> Stored:
-    """Return an opened checkpoint; several reads of one that is given opened parse its index once.
+    """Return an opened checkpoint; if it is passed opened, several reads parse its index only once.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.

@@ -130,7 +130,7 @@ def _check_content(checkpoint: Checkpoint, name: str) -> None:
 def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
     """Run a check on every rank and return the error of the first rank that failed, or None.
 
-    All ranks return an error of the same type, because they must go on in the same way.
+    All ranks return an error of the same type, because they must continue in the same way.
     """
     with CaughtError(BaseException) as caught:
         check()
@@ -145,7 +145,7 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
 
 
 def _to_send(error: BaseException | None) -> BaseException | None:
-    """Return an error that can be sent to other ranks and says what a rank has found."""
+    """Return an error that describes a rank's error and can be sent to other ranks."""
     if error is None or isinstance(
         error, (CorruptDataError, CheckpointMismatchError, UnsupportedError)
     ):

@@ -97,15 +97,15 @@ class CheckpointWriter:
         if not background:
             save.run()
             return
-        # The copies may still be on their way to the host. Unless the caller waits for them before
-        # it changes a tensor, wait here.
+        # The copies to the host may not be complete. Unless the caller waits for them before it
+        # changes a tensor, wait here.
         if not self._defer_copies:
             self.wait_for_snapshot()
         self._running = _Background(save)
         # From now on the path exists for callers, although the thread publishes it later.
         self._will_exist = {_key(path): True}
         self._running.start()
-        # The thread tells the other ranks of any error. An interrupt must also end this rank's
+        # The thread reports any error to the other ranks. An interrupt must also end this rank's
         # training now, instead of at the next `poll`.
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
@@ -213,7 +213,9 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Change:
-    """Removal of a path, or link to a target, to apply when a newer checkpoint is complete."""
+    """Removal of a path, or link to a target, that is applied when a newer checkpoint is
+    complete.
+    """
 
     path: str | os.PathLike[str]
     target: str | os.PathLike[str] | None = None
@@ -287,7 +289,7 @@ class _Background:
         self.failure = caught.error
         if caught.error is not None and not isinstance(caught.error, CheckpointSaveError):
             self.failure = CheckpointSaveError(
-                "all ranks must take part in a save: this one lost the others while saving "
+                "all ranks must take part in a save: this rank lost the others while saving "
                 f"{os.fspath(self.save.path)} ({describe(caught.error)}). The checkpoint is not "
                 "complete; earlier checkpoints are unchanged. Look for the rank that failed first."
             )

@@ -52,8 +52,9 @@ class MixtureOfExperts(nn.Module):
         mesh: The groups and random streams of this rank.
         activation: Activation of all experts, one of those of ``layers.mlp``.
         transport: Transport of tokens over ep.
-        clones: Places for clones of busy experts, by which ranks with many rows send some to ranks
-            with few; None means none. The results are the same but for the order of sums.
+        clones: Places for clones of busy experts, with which ranks with few rows compute some of
+            those of ranks with many; None means none. Results are the same up to the order of
+            summation.
         initializer: Initializer of the router and of the first matrix of each expert.
         output_initializer: Initializer of the second matrix of each expert.
 
@@ -100,7 +101,7 @@ class MixtureOfExperts(nn.Module):
         #: Factor of the current microbatch's main loss, which also scales the router losses.
         self.loss_weight = LossWeight()
         self.statistics = RouterStatistics(config, mesh.device)
-        #: Rows of this rank's experts in a step; they are counted once they are on.
+        #: Rows of this rank's experts in a step, counted once the counter is on.
         self.rank_rows = RankRows(mesh.device)
         #: Limit on the rows of this rank's experts; None without one.
         self.row_limit: LayerRows | None = None
@@ -166,8 +167,8 @@ class MixtureOfExperts(nn.Module):
             Segment("send", self._send, ("prepared",), ("sent",), starts_transfer=True, **dispatch),
         ]
         if self.shared is not None:
-            # Between send and receive, it overlaps with the transport of tokens, and its backward
-            # pass with that of their gradients.
+            # Between send and receive, where it overlaps with the transport of tokens, and its
+            # backward pass with that of their gradients.
             found.append(
                 Segment(
                     "shared",
@@ -220,8 +221,8 @@ class MixtureOfExperts(nn.Module):
         return SegmentList(found, ("hidden",), ("output",))
 
     def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # The view adds up the gradients of all that reads it. Whoever runs this segment apart from
-        # others then gets one gradient, and the same sum as in a pass through the whole layer.
+        # The view sums the gradients of all its readers. If this segment runs separately, it then
+        # gets one gradient, with the same sum as in a pass through the whole layer.
         hidden = hidden.view_as(hidden)
         routing = self.router(hidden)
         # A recomputed forward pass must not count its tokens twice.

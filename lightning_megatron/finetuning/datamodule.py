@@ -166,7 +166,7 @@ class TaskDataModule(RowDataModule):
         notify = rank_zero_warn if num_left_out + num_cut else rank_zero_info
         notify(
             f"Rows of {', '.join(map(str, paths))}: {len(rows)} read, {num_left_out} malformed "
-            f"ones left out, {num_cut} texts cut (seq_length: {self.seq_length} tokens)."
+            f"rows left out, {num_cut} texts truncated to {self.seq_length} tokens (seq_length)."
         )
         self._encoded[part] = rows
         return rows

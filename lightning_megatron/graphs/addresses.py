@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.layers.gradient_slot import slot_of
 
-#: Address, shape, dtype and need of a gradient of a tensor, with the address of its gradients.
+#: Address, shape, dtype and ``requires_grad`` of a tensor, with the address of its gradients.
 _Entry = tuple[int, tuple[int, ...], str, bool, int]
 
 
@@ -17,12 +17,12 @@ _Entry = tuple[int, tuple[int, ...], str, bool, int]
 class Addresses:
     """Addresses of a module's parameters, gradients and buffers; modes and hooks of its parts.
 
-    A graph uses the memory that its capture has seen. It computes on old values if a parameter has
-    moved since, and skips the gradient of a parameter that has been thawed since, or a hook that
-    has been registered since.
+    A graph uses the memory of its capture. It would compute with old values if a parameter has
+    moved since, and skip the gradient of a parameter that was unfrozen since, or a hook that was
+    registered since.
 
     Args:
-        tensors: Address, shape, dtype and need of a gradient, by name.
+        tensors: Address, shape, dtype and ``requires_grad``, by name.
         modes: Names of the parts that are in training mode.
         hooks: Name of a user's hook, by the name of its part.
     """
@@ -33,7 +33,7 @@ class Addresses:
 
     @classmethod
     def of(cls, module: nn.Module) -> Addresses:
-        """Return the addresses of a module as they are now.
+        """Return the current addresses of a module.
 
         Args:
             module: Module whose parts graphs may have captured.
@@ -61,7 +61,7 @@ class Addresses:
         for name in {**earlier.hooks, **self.hooks}:
             hook = self.hooks.get(name)
             if hook != earlier.hooks.get(name):
-                has = f"now has the hook {hook}" if hook else "has its hook no longer"
+                has = f"now has the hook {hook}" if hook else "no longer has its hook"
                 return f"{name or 'the module'} {has}"
         return None
 
@@ -82,4 +82,4 @@ def _difference(before: _Entry | None, now: _Entry | None) -> str:
         return f"is now {list(now[1])} {now[2]}, it was {list(before[1])} {before[2]}"
     if before[3] != now[3]:
         return "is now trained" if now[3] else "is now frozen"
-    return "has moved" if before[0] != now[0] else "has its gradients elsewhere"
+    return "has moved" if before[0] != now[0] else "has its gradients at another address"

@@ -16,7 +16,7 @@ _LONGEST = 400
 
 
 def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
-    """Return what went wrong in the captures of all ranks; None if every rank has its graphs.
+    """Return the failure of any rank's captures; None if every rank has its graphs.
 
     Graphs may hold collectives, which wait for ever if another rank runs without them.
 
@@ -40,12 +40,12 @@ def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
 
 
 def eager_warning(failure: str, raises: bool, keeps_update: bool = False) -> str:
-    """Return the warning that all ranks go on without graphs.
+    """Return the warning that all ranks continue without graphs.
 
     Args:
         failure: Result of :func:`failure_of_any`.
         raises: Whether the user asked for an error instead.
-        keeps_update: Whether the update of the parameters has a graph of its own, which stays.
+        keeps_update: Whether the update of the parameters keeps its own graph.
 
     Raises:
         CaptureError: If the user asked for it.
@@ -58,9 +58,9 @@ def eager_warning(failure: str, raises: bool, keeps_update: bool = False) -> str
     if keeps_update:
         return (
             f"CUDA graphs of steps are off: {failure} All ranks run their steps eagerly. The "
-            "update of the parameters has a graph of its own, which stays."
+            "update of the parameters keeps its own graph."
         )
-    return f"CUDA graphs are off: {failure} All ranks go on eagerly."
+    return f"CUDA graphs are off: {failure} All ranks continue eagerly."
 
 
 def is_true_anywhere(flag: bool, world: MeshAxis) -> bool:

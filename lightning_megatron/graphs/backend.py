@@ -46,10 +46,10 @@ class CapturedGraph(Protocol):
     """Captured computation."""
 
     def replay(self) -> None:
-        """Run the computation again, on the tensors that it read and wrote when it was captured.
+        """Run the computation again, on the tensors that it read and wrote at the capture.
 
-        No Python code of the captured function runs, so that neither counters of versions nor
-        anything else outside of the tensors changes.
+        No Python code of the captured function runs, so nothing outside of the tensors changes, not
+        even their version counters.
 
         Raises:
             RuntimeError: If the graph has been released.
@@ -62,13 +62,13 @@ class CapturedGraph(Protocol):
 class CaptureBackend(Protocol):
     """Backend that captures computations.
 
-    A capture leaves all tensors that existed before it as they were. Tensors that the captured
-    function makes lie in the pool. They have undefined values until the first replay. Each replay
-    writes into the same tensors. The function must therefore not read values on the host, and
-    whatever it does in Python happens once, in the capture.
+    A capture does not change tensors that existed before it. Tensors that the captured function
+    creates are in the pool. They have undefined values until the first replay. Each replay writes
+    into the same tensors. The function must therefore not read values on the host, and its Python
+    code runs once, in the capture.
 
-    What must exist before a capture, such as workspaces and communicators, is made by ordinary
-    calls of the same function.
+    Ordinary calls of the same function create what must exist before a capture, such as workspaces
+    and communicators.
     """
 
     @property
@@ -97,8 +97,8 @@ class CaptureBackend(Protocol):
             The graph, and what the function returned.
 
         Raises:
-            UnsupportedError: If this place does not permit a capture, or if the function does what
-                a replay could not repeat.
+            UnsupportedError: If a capture is not possible here, or if the function does something
+                that a replay cannot repeat.
             Exception: What the function raises. The capture has then ended, and others may follow.
         """
 
@@ -120,7 +120,7 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause the collection of garbage for a series of captures, as :func:`without_collection` does.
+    """Pause garbage collection for a series of captures, as :func:`without_collection` does.
 
     Garbage is collected once before.
     """

@@ -1,4 +1,4 @@
-"""What the captures of one model share, and what they capture."""
+"""Objects that all captures of one model share, and the pieces that they capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
 
 @dataclass
 class CaptureNotes:
-    """What became of the captures of one model.
+    """Outcome of the captures of one model.
 
     Args:
         failures: What could not be captured, and why.
@@ -33,7 +33,7 @@ class CaptureNotes:
 
 @dataclass(frozen=True)
 class CaptureTools:
-    """What all captures of one model share.
+    """Objects that all captures of one model share.
 
     Args:
         backend: Backend that captures and replays.
@@ -41,7 +41,7 @@ class CaptureTools:
         random: Random streams.
         queue: Queue of the weight gradients of split backward passes.
         gradient_copies: Memory for gradients that eager code computes.
-        notes: What became of the captures.
+        notes: Outcome of the captures.
     """
 
     backend: CaptureBackend

@@ -164,7 +164,9 @@ class CapturedPiece:
         return self._memory.tenant
 
     def recall(self, tenant: Tenant) -> bool:
-        """Return whether the activations of a microbatch lie in the slot, or are again there."""
+        """Bring the activations of a microbatch back into the slot, and return whether they are
+        there.
+        """
         return self._memory.recall(tenant)
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> StreamPosition:

@@ -1,4 +1,4 @@
-"""Everything about a chunk's call that its graphs take as given."""
+"""Everything about a chunk's call that its graphs assume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.graphs.values import TENSOR, flatten
 
-#: Shape, strides, dtype and need of a gradient of a tensor.
+#: Shape, strides, dtype and ``requires_grad`` of a tensor.
 _Described = tuple[tuple[int, ...], tuple[int, ...], str, bool]
 
 
@@ -29,7 +29,7 @@ class PassMode:
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Key of a chunk's graphs: calls with equal keys differ in the values of tensors alone.
+    """Key of a chunk's graphs: calls with equal keys differ only in the values of tensors.
 
     Args:
         mode: Mode of the call.
@@ -83,7 +83,7 @@ def _described(tensor: Tensor) -> _Described:
 
 
 def _compared(one: _Described, other: _Described) -> tuple[str, str]:
-    """Return words for two tensors, as many as show the difference."""
+    """Describe two tensors in as many words as show their difference."""
     names = ("", " with strides", "", " with requires_grad")
     place = next(place for place in (0, 2, 1, 3) if one[place] != other[place])
     if place == 0:
@@ -95,7 +95,7 @@ def _compared(one: _Described, other: _Described) -> tuple[str, str]:
 
 
 def _words(form: Hashable) -> str:
-    """Return words for the form of a nest, such as the value of a plain one."""
+    """Describe the form of a nest in words, such as the value of a plain one."""
     if form is None or form == TENSOR:
         return "None" if form is None else "a tensor"
     if isinstance(form, tuple) and len(form) == 2:

@@ -1,4 +1,4 @@
-"""Pieces of a chunk, static and eager, and what its first eager passes show of them."""
+"""Static and eager pieces of a chunk, and properties of them that its first eager passes show."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ChunkObserver:
         self._fixed: dict[int, Tensor] = {}
         #: Generators from which each static piece has drawn, by its number.
         self.draws: dict[int, GeneratorPool] = {}
-        #: Numbers of the static pieces whose backward passes read nothing of the forward passes
+        #: Numbers of the static pieces whose backward passes read nothing from the forward passes
         #: but the inputs of the segments.
         self.keeping_inputs: set[int] = set()
 
@@ -126,7 +126,7 @@ class ChunkObserver:
 
     @property
     def constants(self) -> frozenset[int]:
-        """Return the addresses of inputs that had them in all passes."""
+        """Return the addresses of inputs that had the same address in all passes."""
         return frozenset(self._fixed if self._num_passes > 1 else ())
 
     def _run(self, number: int, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 # Data loaders and the watchdog of NCCL call CUDA from other threads during a capture.
 _ERROR_MODE = "thread_local"
-#: Identity of the pool that serves everything but graphs.
+#: Identity of the pool for everything but graphs.
 _SHARED_POOL = (0, 0)
 
 
@@ -93,7 +93,7 @@ class CudaBackend:
 
         Raises:
             UnsupportedError: If the current stream is the default one.
-            RuntimeError: If the function does what CUDA cannot capture.
+            RuntimeError: If the function does something that CUDA cannot capture.
 
         Communication: none; collectives of the function run in each replay.
         """

@@ -28,7 +28,7 @@ class Effects:
         gradients: Gradients that the computation adds.
         collectives: Collectives that it starts.
         draws: Random streams that it draws from.
-        gathers: Whether it gathers the updated parameters of other ranks.
+        gathers: Whether it all-gathers the updated parameters of other ranks.
         parts: Parts of it that the device counts, as ``Journal.begin_part`` describes.
     """
 
@@ -96,9 +96,9 @@ class EffectObservers:
 
     * Gradients: the slots that the computation wrote are marked as filled. Each gradient that
       arrived is reported again, so that sums over the ranks start when they are complete.
-    * Collectives: they are counted again, so that a report of a hang compares true counts. The
-      parts that the device counts inside the replay are named, so that the report says where the
-      device stands.
+    * Collectives: they are counted again, so that a hang report compares true counts. The parts
+      that the device counts inside the replay are named, so that the report says which part the
+      device has reached.
     * Random draws: each stream has a generator of its own, which is seeded by the position of the
       replay.
     * Updated parameters: those of other ranks that the computation has gathered are complete.
@@ -132,10 +132,10 @@ class EffectObservers:
     ) -> Iterator[EffectRecorder]:
         """Record the effects of the computation inside the block, which have no other effect.
 
-        Gradient slots, gathers of parameters, counts of collectives and torch's default generators
-        are as before when the block ends. Random streams move as they do without a recording, so
-        that the captures of a chunk can follow one another. ``RandomStreams.kept_position`` around
-        all of them brings the streams back.
+        When the block ends, gradient slots, gathers of parameters, counts of collectives and
+        torch's default generators are restored. Random streams move as they do without a recording,
+        so that the captures of a chunk can follow one another. ``RandomStreams.kept_position``
+        around all of them restores the streams.
 
         Args:
             label: Description of the computation, such as ``layers 3..4, backward``.
@@ -144,8 +144,8 @@ class EffectObservers:
                 its slots ``empty`` overwrites them, and one that finds them ``filled`` adds to
                 them. None leaves the states that they have.
 
-            holds_sums: Whether the computation also sums gradients over the ranks; it must end with
-                ``GradientReducer.sum_up``.
+            holds_sums: Whether the computation also reduces gradients over the ranks; it must end
+                with ``GradientReducer.sum_up``.
 
         Returns:
             Object whose ``effects`` is the result when the block has ended.

@@ -26,8 +26,8 @@ class Operator:
         function: The operator.
         args: Its arguments; those that it mutates are written by the operator itself.
         kwargs: Its arguments by name.
-        made: Tensors that the recorded run made, each with its position among the results.
-        generator: Generator that takes the place of torch's default one; None keeps the default.
+        made: Tensors that the recorded run created, each with its position among the results.
+        generator: Generator that replaces torch's default one; None keeps the default.
     """
 
     function: Any
@@ -46,7 +46,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Constant:
-    """Values that the recorded function made from numbers of the host.
+    """Tensor that the recorded function created from numbers on the host.
 
     Args:
         tensor: Tensor of the values, which later entries may change.
@@ -62,7 +62,7 @@ class Constant:
 
 
 class RecordedWork:
-    """Asynchronous collective that a tape starts and waits for by two entries.
+    """Asynchronous collective, recorded as two entries of a tape: its start and its wait.
 
     Args:
         collective: Start of the collective.
@@ -76,7 +76,7 @@ class RecordedWork:
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether the collective has been started and not waited for."""
+        """Return whether the collective has been started but not waited for."""
         return self._work is not None
 
     def start(self) -> None:

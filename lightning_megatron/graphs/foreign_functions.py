@@ -1,4 +1,6 @@
-"""Search of an autograd graph for functions that may keep tensors in ways of their own."""
+"""Search of an autograd graph for functions that may keep tensors outside of
+``save_for_backward``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers that Python draws on the host, which no replay could draw again."""
+"""Random numbers that Python draws on the host, which a replay cannot draw again."""
 
 from __future__ import annotations
 

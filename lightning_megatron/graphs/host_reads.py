@@ -1,4 +1,4 @@
-"""Operators that read values of tensors on the host, which no replay could repeat."""
+"""Operators that read values of tensors on the host, which a replay cannot repeat."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from torch import Tensor
 class PieceInputs:
     """Tensors from which a graph reads its inputs.
 
-    An input that lies at the same address whenever the graph runs is read where it lies. Every
-    other input is copied into memory of its own before each replay.
+    An input that has the same address whenever the graph runs is read in place. Every other input
+    is copied into separate memory before each replay.
 
     Args:
         tensors: Inputs for which the graph is captured.
@@ -59,7 +59,7 @@ class PieceInputs:
     def give_up(
         self, is_written: Callable[[Tensor], bool], give_up: Callable[[Tensor], Tensor]
     ) -> None:
-        """Keep no memory that a graph of the slot writes.
+        """Release the references to memory that graphs of the slot write.
 
         Args:
             is_written: Function that returns whether a graph of the slot writes a tensor.
@@ -85,9 +85,9 @@ class PieceInputs:
 class OutputGradients:
     """Tensors from which the graph of a backward pass reads the gradients of its outputs.
 
-    A gradient that an earlier graph of the same slot has written is read where it lies. All others
-    are copied. Copies of equal shapes may share memory between slots, if they are read only while
-    one backward pass runs.
+    A gradient that an earlier graph of the same slot has written is read in place. All others are
+    copied. Copies of equal shapes may share memory between slots, if they are read only while one
+    backward pass runs.
 
     Args:
         outputs: Outputs with gradients.

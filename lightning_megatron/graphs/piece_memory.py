@@ -54,7 +54,9 @@ class PieceMemory:
         return tensor.detach()
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Keep what the tenant's backward pass reads; here nothing overwrites it before."""
+        """Keep the tensors that the tenant's backward pass reads; here nothing overwrites them
+        before.
+        """
 
     def recall(self, tenant: Tenant) -> bool:
         """Return whether the activations of a microbatch lie in the memory."""

@@ -17,7 +17,7 @@ from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_er
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 
-# Operators that make memory without writing it.
+# Operators that allocate memory without writing it.
 _EMPTY = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -30,12 +30,10 @@ _EMPTY = {
 class Recording(TorchDispatchMode):
     """Recording of all operators that run in a block, forward and backward, and of collectives.
 
-    An operator that makes tensors is recorded with them, and a view is not recorded: it stays a
-    view of memory that later runs write. A collective of ``groups`` is one entry, or two if it is
-    asynchronous, and what a backend does inside it is not recorded. So is a custom operator.
-
-    Tensors in entries share memory with those of the computation, but not their counters of
-    versions.
+    An operator that creates tensors is recorded with them. A view is not recorded: it stays a view
+    of memory that later runs write. A collective of ``groups`` is one entry, or two if it is
+    asynchronous; operators inside it are not recorded. The same holds for a custom operator.
+    Tensors in entries share memory with those of the computation, but not their version counters.
 
     Args:
         generators: Generators that may draw, besides torch's default one; None if there are none.
@@ -45,7 +43,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         #: What a replay does.
         self.entries: list[Entry] = []
-        #: Tensors that operators made.
+        #: Tensors that operators created.
         self.made: list[Tensor] = []
         self._generators = generators
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -219,7 +217,7 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def _as_one(self) -> Iterator[None]:
-        """Record nothing of what happens in the block."""
+        """Record nothing inside the block."""
         outside = self._is_inside
         self._is_inside = True
         try:
@@ -233,7 +231,7 @@ def _tensors_of(values: Any) -> list[Tensor]:
 
 
 def _shared(value: Any) -> Any:
-    """Return a tensor of the same memory with its own counter of versions; others as they are."""
+    """Return a tensor of the same memory with its own version counter; other values unchanged."""
     return value.data if isinstance(value, Tensor) else value
 
 

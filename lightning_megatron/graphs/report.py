@@ -1,4 +1,4 @@
-"""What a run has captured, and what it leaves eager, in one line of the log."""
+"""Log line about the parts that a run has captured, and those that run eagerly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class GraphCounts:
         num_graphs: Number of graphs (graphs).
         num_evaluating: Number of them without a backward pass (graphs).
         slots: Number of slots of each chunk; empty in mode ``full``.
-        num_shapes: Most forms of microbatches for which one chunk has graphs of one mode.
+        num_shapes: Largest number of forms of microbatches for which one chunk has graphs of one
+            mode.
         seconds: Time of all captures so far (seconds).
     """
 
@@ -52,7 +53,7 @@ class GraphReport:
         captured: Captured parts, such as "layers 0..3".
         counts: Graphs in numbers.
         eager: Reasons of the parts that stay eager, by part.
-        notes: Further sentences, such as what the graphs keep as it was at the capture.
+        notes: Further sentences, such as those about values that graphs keep from the capture.
     """
 
     mode: str
@@ -62,7 +63,7 @@ class GraphReport:
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """Return the report as one line of a log."""
+        """Return the report as one log line."""
         if not self.captured:
             return f"CUDA graphs ({self.mode}): nothing is captured.{self._eager_words()}"
         parts = ", ".join(self.captured)

@@ -85,13 +85,13 @@ class GraphRunner:
         self._rank = rank
         self._settings = settings
         self._chunks: dict[int, ChunkPieces] = {}
-        # Chunks whose segments may have got users' hooks, which a replay would not call.
+        # Chunks whose segments may have new user hooks, which a replay would not call.
         self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
         self._slots: dict[tuple[int, int | None], Slot] = {}
-        #: Keys that have graphs or get them, in order, by chunk and kind of step.
+        #: Keys that have or will have graphs, in order, by chunk and kind of step.
         self._keys: dict[tuple[int, StepKind], list[ChunkKey]] = {}
-        # The schedules are kept, so that no other one gets the identity of one of them.
+        # The schedules are kept alive, so that no other schedule gets the ``id`` of one of them.
         self._plans: dict[int, tuple[Schedule, GraphSlots]] = {}
         self._plan: GraphSlots | None = None
         self._is_step_empty = True
@@ -100,16 +100,16 @@ class GraphRunner:
         self._kind: StepKind | None = TRAINING
         self._begun: set[StepKind] = set()
         self._is_permitted = True
-        #: How often each reason made a microbatch or a piece run eagerly, by its name and reason.
+        #: Number of eager runs of a microbatch or a piece, by its name and the reason.
         self.eager: dict[tuple[str, str], int] = {}
 
     def begin(self, kind: StepKind = TRAINING) -> None:
-        """Capture from the next step of a kind on what its microbatches need."""
+        """Capture, from the next step of a kind on, the graphs that its microbatches need."""
         self._begun.add(kind)
         self._unchecked.update(self._chunks)
 
     def permit(self, kind: StepKind | None, replays: bool) -> None:
-        """Serve steps of a kind from now on.
+        """Set the kind of the next steps.
 
         Args:
             kind: Kind of the steps; None runs all calls of the model as if there were no runner.
@@ -166,7 +166,7 @@ class GraphRunner:
             self._plans[id(schedule)] = schedule, GraphSlots(schedule, self._rank)
         self._plan = self._plans[id(schedule)][1]
         self._is_step_empty = not self._reducer.has_unreduced
-        # A step that an error ended has left microbatches behind.
+        # If an error ended the previous step, its microbatches are still in the slots.
         for slot in self._slots.values():
             slot.free()
 
@@ -186,7 +186,7 @@ class GraphRunner:
     def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
         if self._plan is not None and self._has_backward:
-            # A shared slot gives copies of its results.
+            # A shared slot returns copies of its results.
             slot = self._slots.get((unit.chunk, self._plan.slot_of(unit)))
             if slot is not None:
                 slot.keep(transfers)
@@ -197,7 +197,7 @@ class GraphRunner:
         return self._plan is not None and not self._plan.schedule.forward_only
 
     def _slots_of(self, unit: PipelineUnit) -> list[Slot]:
-        """Return the slot that a unit books, and the one that all units of its chunk share."""
+        """Return the slot that a unit occupies, and the one that all units of its chunk share."""
         if self._plan is None:
             return []
         places = (unit.chunk, self._plan.slot_of(unit)), (unit.chunk, None)
@@ -227,27 +227,28 @@ class GraphRunner:
         if not self._admits(chunk, kind, key):
             return segments(values)
         graphs = self._graphs_of(key)
-        # With many lengths the model moves tables, which are then copied before each replay.
+        # If there are many sequence lengths, the model moves tables, which are then copied before
+        # each replay.
         constants = frozenset() if self._settings.max_shapes > 1 else observer.constants
         found = self._chunks[chunk].run(values, partial(self._run_piece, chunk, graphs, constants))
         if not is_last and mode.has_backward:
             return found
-        # The next microbatch overwrites what graphs have written, but user code or another chunk
-        # may keep a result.
+        # The next microbatch overwrites the outputs of graphs, but user code or another chunk may
+        # keep them.
         flat = flatten(found)
         copies: tuple[Any, ...] = flat.with_tensors([one.clone() for one in flat.tensors])
         return copies
 
     def _serves(self, chunk: int, kind: StepKind, mode: PassMode) -> bool:
-        """Return whether a call is the one of a microbatch in a step of a kind."""
+        """Return whether a call belongs to a microbatch in a step of the current kind."""
         self._num_calls += 1
         unit = self._unit
         is_own = unit is not None and unit.chunk == chunk and self._num_calls == 1
-        # The strategy tries steps without backward passes at their first batch.
+        # The strategy tries the first batch of steps without backward passes.
         return is_own and kind.has_backward == self._has_backward == mode.has_backward
 
     def _admits(self, chunk: int, kind: StepKind, key: ChunkKey) -> bool:
-        """Return whether a key has graphs or may get them."""
+        """Return whether a key has or may get graphs."""
         keys = self._keys.setdefault((chunk, kind), [])
         most = self._settings.max_shapes
         if key in keys:
@@ -271,7 +272,7 @@ class GraphRunner:
         return self._observers[chunk, mode]
 
     def _prepare(self, chunk: int, segments: SegmentList) -> None:
-        """Divide a chunk into pieces, if it is not divided as it should be."""
+        """Divide a chunk into pieces, unless the current division is up to date."""
         settings = self._settings
         pieces = ChunkPieces(
             settings.prepare(segments),

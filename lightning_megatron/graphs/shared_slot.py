@@ -19,10 +19,10 @@ from lightning_megatron.plan.actions import PipelineUnit
 class SharedMemory(PieceMemory):
     """Memory of graphs that all microbatches of a chunk use in turn.
 
-    Between its forward and its backward pass a microbatch needs a few tensors only: the inputs of
-    its layers. They are copied out when another microbatch comes, and copied in again before the
-    backward pass, so that the chunk needs one set of graphs, and eager steps' memory for what is
-    kept. Of a microbatch whose backward pass follows at once, nothing is copied.
+    Between its forward and its backward pass a microbatch needs only the inputs of its layers. They
+    are copied out when another microbatch arrives, and copied back before the backward pass. The
+    chunk therefore needs one set of graphs, and keeps as much for each microbatch as eager steps
+    do. Nothing is copied for a microbatch whose backward pass follows its forward pass directly.
 
     Args:
         backend: Backend of the graphs.
@@ -34,7 +34,7 @@ class SharedMemory(PieceMemory):
         super().__init__(backend)
         #: Tensors of graphs that the backward passes of microbatches read.
         self._read: dict[Tenant, list[Tensor]] = {}
-        #: Copies of these, of microbatches whose values do not lie in the graphs' tensors.
+        #: Copies of these tensors for microbatches whose values are not in the graphs' tensors.
         self._copies: dict[Tenant, list[Tensor]] = {}
 
     def enter(self, tenant: Tenant) -> None:
@@ -50,7 +50,7 @@ class SharedMemory(PieceMemory):
 
     @override
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Keep what the tenant's backward pass reads.
+        """Keep the tensors that the tenant's backward pass reads.
 
         Args:
             tensors: Tensors of a graph, with the values of the tenant.
@@ -69,7 +69,7 @@ class SharedMemory(PieceMemory):
 
     @override
     def leave(self, unit: PipelineUnit) -> None:
-        """Forget a microbatch, after its backward pass."""
+        """Release the values of a microbatch, after its backward pass."""
         for tenant in [one for one in self._read if one.unit == unit]:
             del self._read[tenant]
             self._copies.pop(tenant, None)
@@ -78,7 +78,7 @@ class SharedMemory(PieceMemory):
 
     @override
     def clear(self) -> None:
-        """Forget all microbatches."""
+        """Release the values of all microbatches."""
         self.tenant = None
         self._read.clear()
         self._copies.clear()

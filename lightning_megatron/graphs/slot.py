@@ -13,7 +13,7 @@ from lightning_megatron.plan.actions import PipelineUnit
 
 
 class Slot:
-    """Graphs of a chunk for one microbatch between its forward and the end of its backward pass.
+    """Graphs of a chunk for one microbatch, from its forward pass to the end of its backward pass.
 
     The slot has a set of graphs for each key of the chunk's calls. The first backward pass of a
     step overwrites the gradient sums, and all others add to them, so that the slot that runs the
@@ -23,7 +23,7 @@ class Slot:
     Args:
         label: Description of the slot, such as ``slot 1``.
         tools: Tools of the captures.
-        memory: Memory of the graphs; None makes that of one microbatch at a time.
+        memory: Memory of the graphs; None creates memory for one microbatch at a time.
     """
 
     def __init__(self, label: str, tools: CaptureTools, memory: PieceMemory | None = None) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lightning_megatron.nest import leaves, rebuild
 from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
 
-#: Values that are part of the form of a microbatch, because a graph repeats what Python made of
-#: them.
+#: Types of values that are part of the form of a microbatch, because a graph repeats what Python
+#: computed from them.
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """Everything about the microbatches of a step that a graph of the step takes as given.
+    """Everything about the microbatches of a step that a graph of the step assumes.
 
     Two steps with equal forms differ only in the values of tensors. The text of a form is the same
     on all ranks with equal microbatches.
@@ -66,7 +66,7 @@ class BatchForm:
 
 
 def reason_against(microbatches: Sequence[Microbatch], device: torch.device) -> str | None:
-    """Return why no graph can follow the values of some microbatches; None if one can.
+    """Return why a graph cannot process some microbatches; None if it can.
 
     Args:
         microbatches: Microbatches of a step.

@@ -32,7 +32,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 T = TypeVar("T")
 
-#: Shapes that are named in the log; a batch with other plain values each time would fill it.
+#: Number of shapes that the log names; batches with other plain values each time would fill it.
 _MOST_NAMED = 8
 
 
@@ -43,21 +43,22 @@ class Step(Generic[T]):
     Args:
         name: Name of the kind of step, such as ``training_step``. The first microbatches of each
             kind decide which form is captured.
-        place: What else selects the graph, such as whether the step overwrites the gradient sums;
-            with the same text on all ranks that run the same graph.
+        place: Further key of the graph, such as whether the step overwrites the gradient sums; with
+            the same text on all ranks that run the same graph.
         microbatches: Microbatches of this rank.
         number: Index of the step, for the random streams (batches).
         run_eagerly: Function that runs the step.
         run: Function that runs the step on other microbatches of the same form, with no effects
             but those that ``EffectObservers`` record, and writes to tensors.
-        holds_sums: Whether ``run`` also sums gradients over the ranks.
-        variant: What else ``run`` does before and after the step, such as to sum gradients. Each
-            variant has a graph of its own, but eager steps of all variants count; with the same
-            text on all ranks.
-        prepare: Function called before a capture and before each replay, such as one that waits
-            for parameters which ``run`` would wait for.
-        around: Function that returns a context for the capture. It raises ``UnsupportedError`` at
-            its end if the step did what a replay cannot repeat, and undoes that.
+        holds_sums: Whether ``run`` also reduces gradients over the ranks.
+        variant: Further work of ``run`` before and after the step, such as gradient reduction. Each
+            variant has its own graph, but eager steps of all variants count as warm-up; with the
+            same text on all ranks.
+        prepare: Function called before a capture and before each replay, such as one that waits for
+            the parameters that ``run`` reads.
+        around: Function that returns a context for the capture. At its end it raises
+            ``UnsupportedError`` if the step did something that a replay cannot repeat, and undoes
+            it.
         held: Function that returns objects which the graph keeps alive, because it reads them.
     """
 
@@ -91,12 +92,12 @@ class RanStep(Generic[T]):
 
     @property
     def is_repeated(self) -> bool:
-        """Return whether a graph has run that had run before."""
+        """Return whether the step was a replay of a graph that had run before."""
         return self.graph is not None and not self.is_new
 
 
 class StepAgreement(Protocol):
-    """Agreement of the ranks on what a step does; graphs may hold collectives of all of them."""
+    """Agreement of the ranks on how a step runs; graphs may contain collectives of all of them."""
 
     def is_same(self, key: Hashable) -> bool:
         """Return whether all ranks that must do the same have this key in this step."""
@@ -130,7 +131,7 @@ class StepGraph(Generic[T]):
     Args:
         inputs: Microbatches that it reads.
         graph: The graph.
-        effects: What its replays repeat in Python.
+        effects: Effects in Python that its replays repeat.
         result: What the step returned, in tensors of the graph.
         held: Objects that it reads.
     """
@@ -143,7 +144,7 @@ class StepGraph(Generic[T]):
 
     @property
     def fits(self) -> bool:
-        """Return whether the gradient sums are empty that the step overwrites or fills."""
+        """Return whether the gradient sums are in the state that the captured step expects."""
         gradients = self.effects.gradients
         overwritten = gradients.slots if gradients.is_first else ()
         return all(slot.is_empty for slot in (*overwritten, *gradients.unused.values()))
@@ -155,7 +156,7 @@ class StepGraph(Generic[T]):
         """
         self.inputs.fill(step.microbatches)
         if not self.effects.gradients.is_first:
-            # A parameter that the batches before did not use has an empty sum; zeros fill it.
+            # A parameter that earlier batches did not use has an empty sum, which zeros fill.
             fill_empty(self.effects.gradients.slots)
         with observers.repeat(self.effects, StreamPosition(step.number)):
             self.graph.replay()
@@ -165,10 +166,9 @@ class StepGraph(Generic[T]):
 class StepGraphs:
     """Graphs of the steps of one rank, one for each form of the microbatches and each place.
 
-    The first steps of a key run eagerly. They make everything that a capture needs to exist, such
-    as workspaces and communicators. Then a step is captured, which runs nothing on a GPU, and
-    replayed at once. All later steps of this key are replays. A replay computes what the eager step
-    computes, bit for bit.
+    The first steps of a key run eagerly. They create everything that a capture needs, such as
+    workspaces and communicators. Then a step is captured, which runs nothing on a GPU, and replayed
+    at once. All later steps of this key are replays. A replay is bitwise equal to the eager step.
 
     All graphs share the memory of one pool, because one step runs at a time.
 
@@ -258,7 +258,7 @@ class StepGraphs:
         return RanStep(result, self._numbers[key], action == "capture")
 
     def release(self) -> None:
-        """Destroy all graphs, and start again with eager steps.
+        """Destroy all graphs, and begin again with eager steps.
 
         Process groups whose collectives graphs hold must still exist.
         """

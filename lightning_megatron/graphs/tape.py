@@ -1,4 +1,4 @@
-"""Backend for the CPU: a recording of operators, which stands for a CUDA graph in tests."""
+"""Backend for the CPU: a recording of operators, which replaces a CUDA graph in tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TapeGraph:
 
     Args:
         entries: What a replay does.
-        made: Tensors that the recording made.
+        made: Tensors that the recording created.
         pool: Pool of the graph.
     """
 
@@ -57,7 +57,7 @@ class TapeGraph:
         self._is_spoiled = True
 
     def has_made(self, address: int) -> bool:
-        """Return whether the recording made the memory at an address."""
+        """Return whether the recording allocated the memory at an address."""
         return any(one.untyped_storage().data_ptr() == address for one in self._made)
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 T = TypeVar("T")
 
 _NAME = "the update of the parameters"
-# What a rank could do with an update; all ranks do what the least able one can.
+# Ways in which a rank can run an update; all ranks use the least capable rank's way.
 _EAGER, _CAPTURE, _REPLAY = range(3)
 
 
@@ -32,9 +32,9 @@ class Update(Generic[T]):
     """One update of parameters, which may run eagerly, be captured or be replayed.
 
     Args:
-        form: What a graph takes as given besides the tensors, such as the limit of the norm.
-        tensors: Object that stands for all tensors that outlive the update; updates with the same
-            object use the same ones. The graph keeps it alive.
+        form: What a graph assumes besides the tensors, such as the limit of the norm.
+        tensors: Object that identifies all tensors that outlive the update; updates with the same
+            object use the same tensors. The graph keeps it alive.
         addresses: Function that returns the addresses of the tensors.
         parts: Functions that update the parameters one after the other, with no effects but
             collectives and writes to tensors. Each has a graph of its own. The result of the first
@@ -67,7 +67,7 @@ class _Captured(Generic[T]):
 
     Args:
         key: Form of the update, with addresses if they are checked.
-        tensors: Object that stands for its tensors.
+        tensors: Object that identifies its tensors.
         graphs: The graph of each part.
         collectives: Collectives that each replay starts.
         result: What the update returned, in tensors of the first graph.
@@ -88,11 +88,11 @@ class _Captured(Generic[T]):
 class UpdateGraph(Generic[T]):
     """Graphs of the updates of one optimizer, one for each part.
 
-    Updates on the same tensors run eagerly first, which makes what a capture needs, such as tables
-    of addresses and compiled kernels. The next one is captured, which runs nothing on a GPU, and
-    replayed at once, like all later ones. A replay computes what the eager update computes, bit for
-    bit. After a change, such as a loaded state, updates run eagerly and are captured again. All
-    ranks capture, replay or run eagerly together.
+    The first updates of the same tensors run eagerly, which creates what a capture needs, such as
+    tables of addresses and compiled kernels. The next one is captured, which runs nothing on a GPU,
+    and replayed at once, like all later ones. A replay is bitwise equal to the eager update. After
+    a change, such as a loaded state, updates run eagerly and are captured again. All ranks capture,
+    replay or run eagerly together.
 
     Args:
         backend: Backend that captures.
@@ -116,7 +116,7 @@ class UpdateGraph(Generic[T]):
         self._say = say
         self._warn = warn
         self._captured: _Captured[T] | None = None
-        # Form and tensors of the last eager updates, and the number of these in a row.
+        # Form and tensors of the last eager updates, and the number of consecutive ones.
         self._eager: tuple[Hashable, object] = (None, None)
         self._num_eager = 0
         self._said: set[str] = set()
@@ -163,7 +163,7 @@ class UpdateGraph(Generic[T]):
         return captured.result
 
     def release(self) -> None:
-        """Destroy the graphs, and start again with eager updates.
+        """Destroy the graphs, and begin again with eager updates.
 
         Process groups whose collectives the graphs hold must still exist.
         """
@@ -179,7 +179,7 @@ class UpdateGraph(Generic[T]):
         self.is_off = True
 
     def _able(self, update: Update[T], key: Hashable) -> int:
-        """Return what this rank could do with an update."""
+        """Return how this rank could run an update."""
         if update.reason_against is not None:
             sentence = f"CUDA graphs: {_NAME} runs eagerly: {update.reason_against}."
             self._once(self._warn, sentence)

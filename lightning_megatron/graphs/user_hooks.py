@@ -21,7 +21,7 @@ _OWN = __name__.partition(".")[0]
 def user_hook_of(module: nn.Module) -> str | None:
     """Return the name of a hook that a user has put on a module; None without one.
 
-    Hooks of this package do not count, because whoever replays a graph does what they do.
+    Hooks of this package do not count, because the code that replays a graph does their work.
 
     Args:
         module: The module itself; its parts are not searched.

@@ -1,4 +1,4 @@
-"""Word by which a device says how far it is inside the graphs that the host has launched."""
+"""Counter by which a device reports its progress inside the graphs that the host has launched."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-#: Launches whose parts are remembered; a host is fewer launches ahead of its device.
+#: Launches whose parts are stored; a host is fewer launches ahead of its device.
 _NUM_REMEMBERED = 4096
 
 
 class DevicePlace(NamedTuple):
-    """Place of a device in the captured parts that its host has launched.
+    """Progress of a device in the captured parts that its host has launched.
 
     Args:
         begun: Number of parts that the device has begun.
         launched: Number of parts that the host has launched.
-        part: Description of the part that the device has begun last; empty if it is not known.
+        part: Description of the part that the device has begun last; empty if unknown.
     """
 
     begun: int
@@ -45,19 +45,19 @@ class DeviceWord:
         with torch.inference_mode(False):
             self._counter = torch.zeros((), dtype=torch.int64, device=device)
             self._copy = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
-        # Another thread reads it, in which torch's own functions may be under observation.
+        # Read by another thread, in which torch functions may be intercepted.
         self._seen = self._copy.numpy()
         self._num_launched = 0
         self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_NUM_REMEMBERED)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Let the device count one part; called at the begin of a part inside a capture."""
+        """Let the device count one part; called at the beginning of a part inside a capture."""
         self._counter.add_(1)
         self._copy.copy_(self._counter, non_blocking=True)
 
     def launch(self, parts: Sequence[str]) -> None:
-        """Remember parts that the host launches now.
+        """Store the parts that the host launches now.
 
         Args:
             parts: Descriptions of the parts, in the order in which the device begins them.
@@ -67,7 +67,9 @@ class DeviceWord:
 
     @property
     def place(self) -> DevicePlace | None:
-        """Return the place of the device, without waiting for it; None before the first launch."""
+        """Return the progress of the device without waiting for it; None before the first
+        launch.
+        """
         if self._num_launched == 0:
             return None
         begun = int(self._seen)

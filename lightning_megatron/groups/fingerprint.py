@@ -19,7 +19,7 @@ Fields = Mapping[str, str | int | float | None]
 _REMEDY = "Start every rank with the same command, environment and files."
 #: Time for which rank 0, which may run the store, waits until the others have read the failure.
 _READING = timedelta(seconds=30)
-#: Shortest and longest time between two looks of a waiting rank into the store (seconds).
+#: Shortest and longest interval between reads of the store by a waiting rank (seconds).
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.5
 

@@ -57,9 +57,9 @@ class GeneratorPool:
 
     Args:
         device: Device of the draws.
-        size: Number of generators; None makes each one when it is taken, which a capture of a CUDA
-            graph does not allow. An ordinary run with such a pool finds the size that a capture
-            needs, :attr:`num_taken`.
+        size: Number of generators; None creates each one when it is taken, which a capture of a
+            CUDA graph does not allow. An ordinary run with such a pool determines the size that a
+            capture needs, :attr:`num_taken`.
         idle: Positions of streams from which nothing is drawn, such as dropout with probability 0.
             Their generators are not among :attr:`generators`, because a graph spends time on each
             generator at every replay.
@@ -74,7 +74,7 @@ class GeneratorPool:
         self._idle = frozenset(idle)
         #: Number of generators that are taken.
         self.num_taken = 0
-        #: Generator that draws come from now; None outside of random streams.
+        #: Current generator of draws; None outside of random streams.
         self.current: torch.Generator | None = None
         self._is_fixed = size is not None
 
@@ -96,7 +96,7 @@ class GeneratorPool:
         return self.of_streams[self.num_taken - 1]
 
     def exact(self) -> GeneratorPool:
-        """Return a pool of the size that an ordinary run has found, for a capture of the same run.
+        """Return a pool of the size that an ordinary run determined, for a capture of the same run.
 
         Streams from which the run has drawn nothing are idle in it.
         """

@@ -1,4 +1,4 @@
-"""What the host knows of tensors on a device: the values that a batch had before it moved."""
+"""Host copies of the values of device tensors, noted before a batch moves to the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_PARTS = 1024
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """Values of a storage, and the versions of both sides that they belong to."""
+    """Values of a storage, and the versions of both tensors to which they belong."""
 
     storage: StorageWeakRef
     values: Tensor
@@ -28,14 +28,14 @@ class _Known:
 
 
 class HostValues:
-    """Values on the host of integer tensors that lie on a device.
+    """Values on the host of integer tensors on a device.
 
-    A batch has its masks, positions and labels on the host before it moves. Decisions by these
-    values take them from there, also for the parts that microbatches are, so that the host does not
-    wait for the device. Tensors that were made on the device are read once as a whole, for all of
-    their parts. A tensor that is written in place afterwards is read again.
+    The masks, positions and labels of a batch are on the host before it moves. Decisions use these
+    values, also for the parts of tensors in microbatches, so that the host does not wait for the
+    device. Tensors that were created on the device are read once as a whole, for all of their
+    parts. A tensor that is written in place afterwards is read again.
 
-    No value is given out while a graph is captured, which would repeat the decision of the capture.
+    No value is returned while a graph is captured, because the graph would repeat the decision.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class HostValues:
     def noting(self) -> Iterator[None]:
         """Note the values of integer tensors that move from the host to a device in the block.
 
-        Those of the last batch are forgotten. Results are no tensors of inference mode, because
-        these have no versions by which a later write can be seen.
+        Those of the last batch are discarded. Results are not inference tensors, because these have
+        no version counters that show a later write.
         """
         self._known.clear()
         has_gradients = torch.is_grad_enabled()
@@ -95,7 +95,7 @@ class HostValues:
     def read(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor on the host.
 
-        The host waits for the device where it does not know them.
+        If they are unknown, the host waits for the device.
 
         Args:
             tensor: Tensor on any device.
@@ -114,7 +114,7 @@ class HostValues:
 
 
 class _NotedMoves(TorchFunctionMode):
-    """Note where integer tensors go that leave the host."""
+    """Note the results of moves of integer tensors from the host."""
 
     def __init__(self, host: HostValues) -> None:
         super().__init__()

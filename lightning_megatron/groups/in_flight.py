@@ -44,9 +44,9 @@ class InFlight:
         self._result: Tensor | None = x if forward is None else _Departure.apply(x, self, forward)
 
     def wait(self) -> Tensor:
-        """Return the result, once.
+        """Return the result; call this once.
 
-        Autograd keeps this object alive, which therefore drops its reference to the result.
+        Autograd keeps this object alive, so it drops its reference to the result.
         """
         result = self._result
         self._result = None

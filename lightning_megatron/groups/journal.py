@@ -67,7 +67,7 @@ class Journal:
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
         self._recorded: list[RecordedCall] | None = None
         self._label = ""
-        #: Word that captured parts advance on the device; None if nobody reads it.
+        #: Counter that captured parts advance on the device; None if it is not read.
         self.device: DeviceWord | None = None
         #: Descriptions of the parts that the recording has marked; a new list in each recording.
         self.parts: list[str] = []
@@ -105,7 +105,7 @@ class Journal:
             self._last = call
 
     def begin_part(self, part: object) -> None:
-        """Let the device count the begin of a part of the recorded computation.
+        """Let the device count the beginning of a part of the recorded computation.
 
         Without :meth:`recording`, or without :attr:`device`, nothing happens.
 

@@ -1,4 +1,4 @@
-"""Point through which the collectives of a rank start, where a recording can keep them."""
+"""Point through which the collectives of a rank start, where a recording can intercept them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class CollectiveRecorder(Protocol):
 class CollectiveLauncher:
     """Point through which every collective of tensors of one rank starts.
 
-    Without a recorder it does nothing but start them. A recorder sees each collective as a whole,
-    and nothing of what a backend does inside it, such as copies between tensors. Collectives of
-    Python objects and barriers do not pass this point, because they run on the host.
+    Without a recorder it only starts them. A recorder sees each collective as a whole, but not the
+    operations of a backend inside it, such as copies between tensors. Collectives of Python objects
+    and barriers do not pass this point, because they run on the host.
     """
 
     __slots__ = ("recorder",)

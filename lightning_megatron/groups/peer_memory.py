@@ -20,8 +20,7 @@ _TRIAL = 16
 _REMEMBERED_VIEWS = 1024
 
 
-#: What a region of shared memory holds. Each lives as long as its readers need it, so that one does
-#: not take the place of another.
+#: Use of a region of shared memory. The lifetimes of uses differ, so each has its own region.
 PeerUse = Literal["tokens", "tokens again", "clone counts", "clone weights", "clone gradients"]
 
 
@@ -152,7 +151,8 @@ class PeerMemory:
     def wait(self) -> None:
         """Let the current stream wait for the streams of all ranks, and for their writes.
 
-        Without a region there is nothing to wait for: all ranks wait when the first one is made.
+        Without a region there is nothing to wait for: all ranks wait when the first one is
+        allocated.
         """
         if not self._regions:
             return
@@ -194,8 +194,8 @@ class PeerMemory:
 
 def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerRegion:
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-    # What nobody has written is finite: kernels multiply what lies beside a weight by zeros. The
-    # writes of other ranks come after the rendezvous.
+    # Memory that is not written must be finite, because kernels multiply values next to a weight by
+    # zeros. The writes of other ranks come after the rendezvous.
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, group)

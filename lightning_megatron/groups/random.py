@@ -189,15 +189,15 @@ class RandomStreams:
 
     @contextmanager
     def recording(self, pool: GeneratorPool) -> Iterator[DrawRecorder]:
-        """Let each stream draw from a generator of its own inside the block, and note which.
+        """Let each stream draw from its own generator inside the block, and record the draws.
 
         A CUDA graph is captured once and replayed often, and its replays run no Python. Before each
         replay :meth:`seed_generators` seeds them by the position of that replay, as :meth:`fork`
-        would seed the default generator. The draws are then those of the same computation without
-        a graph, bit for bit.
+        would seed the default generator. The draws are then bitwise those of the same computation
+        without a graph.
 
-        The streams move inside the block as they would without it. :meth:`kept_position` brings
-        them back after one or several recordings.
+        The streams move inside the block as they would without it. :meth:`kept_position` restores
+        them after one or several recordings.
 
         Args:
             pool: Generators of this computation, one for each stream at each position. Inside a
@@ -226,8 +226,8 @@ class RandomStreams:
     ) -> StreamPosition:
         """Prepare the generators of a recorded computation for its next replay.
 
-        The streams move as the computation would move them, so that code after the replay goes on
-        drawing where it would have gone on.
+        The streams move as the computation would move them, so that draws of code after the replay
+        are those without a graph.
 
         Args:
             recorded: Result of :meth:`recording`.
@@ -263,7 +263,9 @@ class RandomStreams:
 
     @contextmanager
     def kept_position(self) -> Iterator[None]:
-        """Return to the current position when the block ends, and forget the draws of the block."""
+        """Return to the current position when the block ends, and discard the draws of the
+        block.
+        """
         position = self.position
         states = dict(self._states)
         counts = (self._runs.copy(), self._repeats.copy())
@@ -329,7 +331,7 @@ class RandomStreams:
             self._go(before)
 
     def _seed_generator(self, draw: Draw) -> None:
-        """Give a generator the state in which the default generator would draw now."""
+        """Set a generator to the state in which the default generator would draw now."""
         if draw.stream == "default":
             draw.generator.manual_seed(self._default_seed())
             return

@@ -1,4 +1,4 @@
-"""Random draws of a captured computation: which stream each generator stands for, and where."""
+"""Random draws of a captured computation: the stream and the position of each generator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Draw:
     Args:
         stream: Name of the stream; ``default`` for draws of the step itself, outside of layers.
         purpose: Name of the substream; empty without one.
-        generator: Generator that stands for the stream at every replay.
+        generator: Generator of the stream at every replay.
     """
 
     stream: StreamName | Literal["default"]
@@ -111,7 +111,7 @@ class DrawRecorder:
 
     @property
     def recorded(self) -> RecordedDraws:
-        """Return what has been recorded; without moves and draws it is empty."""
+        """Return the recorded moves and draws, which may be empty."""
         first, *others = (
             replace(move, draws=tuple(one for one in draws if not self.pool.is_idle(one.generator)))
             for move, draws in zip(self._moves, self._draws, strict=True)

@@ -1,4 +1,4 @@
-"""Interface through which another room follows the actions of a step."""
+"""Interface for other rooms that observe the actions of a step."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ class ActionObserver(Protocol):
         """Return the context in which an action runs."""
 
     def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
-        """Take note of transfers that read an output or an input gradient of a unit."""
+        """Record transfers that read an output or an input gradient of a unit."""

@@ -1,4 +1,4 @@
-"""Times of the actions of training steps, and the memory that they keep, as measured on a stage."""
+"""Measured times of the actions of training steps on a stage, and the memory that they keep."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class MeasuredStages:
     Args:
         costs: Times in microseconds; the slowest rank of a stage counts, and the slowest transfer
             between two stages.
-        kept: Memory that a forward leaves allocated, for each virtual stage (bytes).
+        kept: Memory that a forward pass leaves allocated, for each virtual stage (bytes).
         weight_half_share: Largest part of it that an input half leaves for the weight half.
-        free: Memory of the fullest rank for what forwards keep; None if it is not known (bytes).
+        free: Memory of the fullest rank for what forward passes keep; None if unknown (bytes).
     """
 
     costs: StageCosts
@@ -60,7 +60,7 @@ class MeasuredStages:
             "weight_half": list(self.costs.weight_half),
             "transfer": self.costs.transfer,
         }
-        # A costs file has positive sizes. CPUs do not tell them.
+        # A costs file needs positive sizes, which are unknown on CPUs.
         if not all(self.kept):
             return costs
         return {
@@ -74,7 +74,7 @@ class ActionTimes:
     """Recorder of the actions of this stage.
 
     Times on a GPU are those of the compute stream, and recording does not make the host wait. Call
-    :meth:`measure` after the stream waits for what the action receives.
+    :meth:`measure` after the stream has been made to wait for the tensors that the action receives.
 
     Args:
         device: Device of this rank.
@@ -96,12 +96,12 @@ class ActionTimes:
         self._records.append((action, start, self._clock.mark(), self._allocated() - before))
 
     def note_message(self, num_bytes: int) -> None:
-        """Record the size of what this stage receives for a microbatch (bytes)."""
+        """Record the size of the tensors that this stage receives for a microbatch (bytes)."""
         self._messages.append(num_bytes)
 
     @property
     def message_bytes(self) -> int:
-        """Return the median size of the messages that were noted; 0 without any (bytes)."""
+        """Return the median of the recorded sizes; 0 without any (bytes)."""
         return int(statistics.median(self._messages)) if self._messages else 0
 
     def spans(self) -> list[tuple[Action, float, float]]:
@@ -155,13 +155,13 @@ def gather_measurements(
     free: int | None,
     transfer: float = 0.0,
 ) -> MeasuredStages:
-    """Gather what all ranks have measured.
+    """Gather the measurements of all ranks.
 
     Args:
         medians: Medians of this rank's chunks.
         mesh: The groups of this rank.
         placement: Placement of the virtual stages.
-        free: Memory of this rank for what forwards keep; None if it is not known (bytes).
+        free: Memory of this rank for what forward passes keep; None if unknown (bytes).
         transfer: Time of a transfer between this stage and its neighbours (seconds).
 
     Communication: one gather over the world, on the CPU.

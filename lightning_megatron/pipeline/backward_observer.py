@@ -1,4 +1,4 @@
-"""Interface between the executor and what sums gradients over ranks."""
+"""Interface between the executor and the code that reduces gradients over ranks."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) 
 
     Args:
         batch: Nest of tensors, mappings, sequences, named tuples and dataclasses.
-        microbatch_size: Samples in a microbatch, or a function from the samples of the batch to it;
-            None leaves the batch whole (samples).
+        microbatch_size: Samples in a microbatch, or a function that computes it from the samples of
+            the batch; None leaves the batch whole (samples).
 
     Raises:
         ParallelPlanError: If the batch must be cut and has no tensor, or two tensors differ in

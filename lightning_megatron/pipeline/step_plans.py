@@ -80,9 +80,9 @@ class StepPlans:
         try:
             return self.call(step_fn, microbatch, cursor)[0]
         except Exception as error:
-            # Code after the model may fail on tensors without values, which is no fault. The last
-            # stage will run it with values, and raise if it reads a value of another stage that the
-            # probe has not seen.
+            # Code after the model may fail on tensors without values, which is not an error. The
+            # last stage runs it with values, and raises if it reads a value of another stage that
+            # the probe did not find.
             if isinstance(error, UnsupportedError) or not cursor.may_stop:
                 raise
             return None

@@ -94,7 +94,7 @@ class StepRun:
     def whole(self) -> Iterator[None]:
         """Run the instructions inside the block as a whole step, and wait for the last transfers.
 
-        Weight gradients that an error leaves over are forgotten.
+        If an error ends the step, queued weight gradients are discarded.
         """
         try:
             yield
@@ -104,7 +104,7 @@ class StepRun:
             self._weight_gradients.discard()
 
     def announce(self, action: Action, observer: BackwardObserver) -> None:
-        """Notify an observer that an action, which runs next, is the last backward of its chunk."""
+        """Notify an observer that the next action is the last backward pass of its chunk."""
         if action.kind == "W":
             left = self._weight_gradients.count_left((action.chunk, action.microbatch))
             observer.begin_last_weight_half(action.chunk, left)
@@ -114,7 +114,7 @@ class StepRun:
     def compute(self, action: Action) -> None:
         """Run a forward pass, a backward pass, or its input or weight half."""
         key = (action.chunk, action.microbatch)
-        # In the graph of a whole step the device counts its actions.
+        # In the graph of a whole step the device counts the actions.
         self._axis.journal.begin_part(action)
         self._wait_for_tensors(action.kind, key)
         # The time of an action starts when the tensors that it receives are there.
@@ -224,9 +224,10 @@ class StepRun:
             self.inspector(node, is_loss)
 
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
-        """Return the tensors of a send, and release or replace what this stage keeps of them."""
+        """Return the tensors of a send, and release or replace this stage's references to them."""
         key = (transfer.chunk, transfer.microbatch)
-        # To the previous stage go the gradients of what it sent, which `_backward` has left here.
+        # The previous stage gets the gradients of the tensors that it sent, which `_backward` has
+        # stored.
         if transfer.kind == "B":
             return [gradient.contiguous() for gradient in self._gradients.pop(key)]
         return [output.contiguous() for output in self._released(key)]
@@ -246,7 +247,7 @@ class StepRun:
             self._edges[key] = [
                 get_gradient_edge(one) if one.requires_grad else None for one in floating
             ]
-        # Detached, because the graph of a chunk must end at its borders.
+        # Detached, because the autograd graph must not extend beyond the chunk.
         return [output.detach() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:

@@ -22,17 +22,16 @@ _ROUNDS = 7
 def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
     """Measure how long a message takes from a stage to the next one.
 
-    One stage of each pair of neighbours sends a message, and the other one sends it back at once.
-    Half of the time of a round trip is that of a message, so that the clocks of two stages are not
-    compared.
+    One stage of each pair of neighbours sends a message, and the other one returns it at once. The
+    time of a message is half of that of a round trip, so the clocks of two stages are not compared.
 
     Args:
         num_bytes: Size of a message of this stage; the largest of the pipeline counts (bytes).
         mesh: The groups of this rank.
 
     Returns:
-        The median time of a message of the slowest pair in which this rank begins; 0 if it begins
-        in none (seconds).
+        The median time of a message of the slowest pair in which this rank sends first; 0 if there
+        is none (seconds).
 
     Communication: one gather over pp on the CPU, and nine round trips of a message between all
     neighbours on pp.
@@ -53,8 +52,8 @@ def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
 def neighbours(placement: Placement) -> list[tuple[int, int]]:
     """List the pairs of stages between which microbatches pass, each once.
 
-    The pairs are in an order that all stages can follow one pair after the other, and in which
-    pairs of different stages run at the same time.
+    If all stages process the pairs in this order, one after the other, pairs of different stages
+    run at the same time.
 
     Args:
         placement: Placement of the virtual stages.

@@ -11,7 +11,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, order=True)
 class PipelineUnit:
-    """One microbatch in one chunk of a stage: what a forward and its backward have in common.
+    """One microbatch in one chunk of a stage, whose forward and backward pass form a unit.
 
     Args:
         chunk: Index of the chunk on this stage.
@@ -51,7 +51,7 @@ class Action:
 class RowBuilder:
     """Row of one stage in which each kind of action takes the microbatches of a chunk in order.
 
-    Weight halves are due from their input half on, and run in the order in which they became due.
+    Weight halves are due after their input halves, and run in the order in which they became due.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,9 @@ class RowBuilder:
         self._due.append(Action("W", chunk, microbatch))
 
     def weight_half(self, chunk: int | None = None) -> None:
-        """Add the weight half that is due longest, of one chunk or of any; nothing if none is."""
+        """Add the weight half that has been due longest, of one chunk or of any; nothing if none is
+        due.
+        """
         for action in self._due:
             if chunk is None or action.chunk == chunk:
                 self._due.remove(action)

@@ -38,25 +38,25 @@ class ActivationCosts:
         loss_kept: Activations that the loss keeps.
         loss_forward: Temporary buffers of the loss in forward, in addition to ``loss_kept``.
         loss_backward: Temporary buffers of the loss in backward, in addition to ``loss_kept``.
-        slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
+        slots: Symmetric buffer for tokens that are sent to experts; all blocks share one.
         waiting: What a block keeps from the input half of a backward pass to the weight half: the
             inputs of its matrix products, two of them in attention, and the gradients of their
             outputs.
         head_waiting: The same of the head.
-        weight_half: Temporary buffers of the weight half: a gathered input, and the next one on its
-            way.
+        weight_half: Temporary buffers of the weight half: a gathered input, and the next one in
+            transfer.
         captured_attention: The same as ``layer_backward``, for attention alone in a captured
             backward pass, which frees nothing of ``kept`` before its end.
         captured_network: The same for the MLP or the mixture of experts.
         network: Part of ``kept`` that belongs to the MLP or the mixture of experts, with its norm;
             0 if whole blocks are recomputed.
-        experts: Part of ``network`` that experts make between the transports of tokens.
-        returned: Outputs of experts before their weighted sum, as an eager transport gives them.
+        experts: Part of ``network`` that experts produce between the transports of tokens.
+        returned: Outputs of experts before their weighted sum, as an eager transport returns them.
         has_experts: Whether the block has experts instead of an MLP.
         static_transport: Whether the sizes of the tokens' transport are known in advance.
-        is_whole: Whether the whole block is computed again, and keeps its input only, or also the
-            results of its attention core.
-        on_host: Input of the block that waits in host memory; 0 if it stays on the device.
+        is_whole: Whether the whole block is recomputed, so that it keeps only its input, or also
+            the results of its attention core.
+        on_host: Input of the block that is kept in host memory; 0 if it stays on the device.
     """
 
     boundary: int
@@ -103,7 +103,7 @@ def activation_costs(
         table: Activations that its layers keep.
         batch: Shape of the microbatch.
         seq_length: Sequence length, needed only for attention masks and stored scores (tokens).
-        recompute: Parts of the block that backward computes again.
+        recompute: Parts of the block that backward recomputes.
         has_experts: Whether the block has experts instead of an MLP.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
         eight_bits: Linear layers of the block that compute in 8 bits; None without any.
@@ -133,7 +133,7 @@ def activation_costs(
     widest = max(gathered, change.forward) + whole
     forward = _forward_bytes(network, heads, widest, norms, inside, is_full)
     start = again + network.recomputed_start if is_full else network.backward_start
-    # The output of the norm before attention is computed again after that of the MLP.
+    # The output of the norm before attention is recomputed after that of the MLP.
     before = again - (boundary if num_norms else 0)
     backward = max(start, before + network.backward, again + attention + 2 * gathered)
     loss = _loss_costs(model, table, batch, loss_chunk)
@@ -181,14 +181,14 @@ def _forward_bytes(
         network: Costs of the MLP or the mixture.
         heads: Costs of the attention.
         widest: Buffers of its largest product.
-        norms: What norms keep.
-        inside: Activations of the MLP or of experts that are computed again.
-        is_full: Whether all of the block is.
+        norms: Activations that norms keep.
+        inside: Activations of the MLP or of experts that are recomputed.
+        is_full: Whether the whole block is recomputed.
     """
     # Recomputed activations are not kept, but they exist while the block runs.
     running = network.kept if is_full else inside
     others = network.kept - network.recomputed if is_full else 0
-    # The MLP has kept nothing yet when the attention core runs.
+    # The MLP keeps nothing yet when the attention core runs.
     first = heads.forward - network.kept - norms // 2
     return max(others + widest, others + network.forward, running, first)
 
@@ -242,13 +242,13 @@ def _in_eight_bits(
 
 
 def offloaded(costs: ActivationCosts) -> ActivationCosts:
-    """Return the costs of a whole block that leaves its input to the host.
+    """Return the costs of a whole block whose input is offloaded to the host.
 
     Two inputs are on the device: in forward those that are being copied, in backward that of the
     running block and that of the block before it.
 
     Args:
-        costs: Costs of a block that computes everything again.
+        costs: Costs of a block that recomputes everything.
     """
     return replace(
         costs,
@@ -267,7 +267,7 @@ def _recomputed_inside(
     recompute: Parts,
     frees_activation: bool,
 ) -> int:
-    """Return the bytes of the MLP, or of the experts, that are computed again."""
+    """Return the bytes of the MLP, or of the experts, that are recomputed."""
     if network.recomputed:
         return network.recomputed if "experts" in recompute else 0
     if "activations" not in recompute:
@@ -280,7 +280,7 @@ def _recomputed_inside(
 
 @dataclass(frozen=True)
 class _LossCosts:
-    """Bytes of the loss; the gradient of stored logits waits for a weight half."""
+    """Bytes of the loss; the gradient of stored logits is kept until the weight half."""
 
     kept: int
     forward: int
@@ -306,7 +306,7 @@ def _loss_costs(
         # The gradient of the weight stays; that of the hidden states takes their place.
         weight = rows * model.hidden_size * batch.wide_bytes
         return _LossCosts(weight, one + 2 * gathered, 0)
-    # Chunks leave nothing to a weight half.
+    # Chunks defer nothing to a weight half.
     return _LossCosts(kept, one + gathered, one)
 
 

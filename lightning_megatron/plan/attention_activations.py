@@ -16,7 +16,7 @@ class AttentionCosts:
 
     Args:
         kept: Activations kept for backward, without the input and the sums of the scores' rows.
-        core: What the core keeps beside its inputs and its output: sums of the rows of the scores
+        core: What the core keeps besides its inputs and its output: sums of the rows of the scores
             in a fused kernel, weights and bounded scores in operators.
         results: Output of the core and log-sum-exps, from which its backward pass can start.
         forward: Temporary buffers of the core's forward pass.
@@ -66,7 +66,7 @@ def attention_costs(
 
 @dataclass(frozen=True)
 class _Scores:
-    """Bytes of the attention core beside its inputs, its output and their gradients."""
+    """Bytes of the attention core in addition to its inputs, its output and their gradients."""
 
     kept: int
     forward: int
@@ -102,7 +102,7 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
     # Which pairs are visible.
     seen = seq_length**2
     forward = (2 + int(model.alibi)) * wide
-    # Gradients of weights and of bounded scores, beside what was kept for them.
+    # Gradients of weights and of bounded scores, in addition to what was kept for them.
     backward = (1 + int(model.soft_cap)) * wide
     return _Scores(pairs * kept + seen, pairs * forward, pairs * backward)
 
@@ -110,7 +110,9 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
 def _of_hidden(
     model: ModelShape, table: KeptActivations, batch: MicrobatchShape
 ) -> tuple[int, int]:
-    """Return what is kept, and what waits but for the gradient of the output (bytes)."""
+    """Return the kept bytes, and those that wait for the weight half, except the gradient of the
+    output (bytes).
+    """
     query, key = model.widths(batch.tp)
     element = batch.num_tokens * batch.activation_bytes
     # The output of the QKV projection (values are a view of it), rotated or repeated copies of

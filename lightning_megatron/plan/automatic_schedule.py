@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Fastest schedule that fits, with what it was compared with.
+    """Fastest schedule that fits, with the schedules to which it was compared.
 
     Args:
         timeline: Simulation of the fastest schedule.
@@ -72,23 +72,23 @@ def search_schedule(
 ) -> SearchResult:
     """Find the fastest schedule whose activations fit.
 
-    The named schedules are simulated, and for each placement a number of greedy constructions under
-    the limit and under smaller ones, which often leave shorter queues at the end. A construction
-    ends where it cannot become faster than what fits already. The result is thus never slower in
-    the simulation than the best named schedule that fits. Of equally fast schedules that with the
-    smaller peak is chosen, then a named one.
+    The search simulates the named schedules and, for each placement, a number of greedy
+    constructions under the limit and under smaller limits, which often leave shorter queues at the
+    end. A construction is abandoned when it cannot become faster than a schedule that fits. In the
+    simulation the result is therefore never slower than the best named schedule that fits. Of
+    equally fast schedules the one with the smaller peak is chosen, then a named one.
 
     Args:
         num_stages: Pipeline-parallel size.
         num_microbatches: Microbatches per step.
         costs: Times of the virtual stages; their number divided by ``num_stages`` is vpp.
-        kept: What a forward keeps for its backward, for each virtual stage (any unit).
+        kept: Activations that a forward keeps for its backward, for each virtual stage (any unit).
         limit: Memory of a stage for activations (the unit of ``kept``).
         weight_half_share: Part of it that the weight half needs after the input half.
         shapes: Placements that the model can have.
 
     Raises:
-        ParallelPlanError: For numbers that do not belong together, and if nothing fits.
+        ParallelPlanError: For inconsistent numbers, and if nothing fits.
     """
     require_positive("pp", num_stages)
     require_positive("num_microbatches", num_microbatches)
@@ -112,7 +112,7 @@ def search_schedule(
     for shape in shapes if num_chunks > 1 else shapes[:1]:
         placement = Placement(shape, num_stages, num_chunks)
         sizes = (num_stages, num_microbatches, num_chunks)
-        # Rows that take longer than a schedule that fits are of no use.
+        # Rows that take longer than a schedule that fits are discarded.
         longest = min((one.length for one in candidates if one.fits), default=None)
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
@@ -125,7 +125,7 @@ def search_schedule(
             f"of the fullest stage keeps {_least(num_stages, num_chunks, kept, shapes):g}. Use a "
             "limit of that or more, or smaller microbatches."
         )
-    # `min` takes the first of equals, and named schedules come first.
+    # Of equal values `min` takes the first, and named schedules come first.
     chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))
     chosen.schedule.validate()
     return SearchResult(simulate(chosen.schedule, costs), chosen, named)
@@ -134,7 +134,7 @@ def search_schedule(
 def in_halves(schedule: Schedule) -> Schedule:
     """Return a schedule with every backward as an input half and, at once, its weight half.
 
-    It keeps what the schedule keeps, and shows the time of each half.
+    It keeps the same activations as the schedule, and shows the time of each half.
 
     Args:
         schedule: Order of actions.

@@ -41,7 +41,7 @@ class TrainingShape:
         schedule: Name of the pipeline schedule, or the user's own order.
         microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
         sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
-        recompute: Activations that backward computes again.
+        recompute: Activations that backward recomputes.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
         expert_rows: Limit on the rows of a rank's experts over an even share; None is the worst
@@ -104,7 +104,7 @@ def estimate_memory(
 ) -> tuple[StageMemory, ...]:
     """Estimate the peak memory of every stage, including the optimizer state.
 
-    Stages have the layers that they have in a training: by cost, or as the layout says.
+    Layers are assigned to stages as in a training: by cost, or as the layout says.
 
     The first step creates the optimizer state. The estimate walks through the actions of the
     schedule: a forward adds the activations that its chunk keeps, a backward frees them. Of these,
@@ -112,7 +112,7 @@ def estimate_memory(
     half. The peak is the maximum of these activations plus the temporary buffers of the running
     layer. For an all-to-all, balanced routing is assumed: see
     :func:`~lightning_megatron.plan.network_activations.mixture_costs`. CUDA graphs are counted as
-    :func:`~lightning_megatron.plan.graph_memory.graph_memory` says.
+    in :func:`~lightning_megatron.plan.graph_memory.graph_memory`.
 
     Args:
         model: Shape of the model.
@@ -210,7 +210,7 @@ class _BlockCosts:
         has_experts: bool = False,
         eight_bits: EightBitLayers | None = None,
     ) -> ActivationCosts:
-        """Return the costs of a block that computes some of its parts again."""
+        """Return the costs of a block that recomputes some of its parts."""
         key = recompute, has_experts, eight_bits
         if key not in self._known:
             costs = activation_costs(
@@ -238,7 +238,9 @@ def _stage_memory(
     ends: ActivationCosts,
     eight_bits: Sequence[EightBitLayers],
 ) -> StageMemory:
-    """Find the peak memory of one stage, for which ``ends`` has the costs beside its blocks."""
+    """Find the peak memory of one stage; ``ends`` has the costs of the layers outside of its
+    blocks.
+    """
     blocks = [block for chunk in chunks for block in chunk]
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
@@ -332,7 +334,7 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
 def clone_bytes(model: ModelShape, layout: ParallelLayout, training: TrainingShape) -> int:
     """Return the memory of the clones of a rank and of their gradients, for all layers together.
 
-    Gradients are float32 on their way.
+    Gradients are transferred in float32.
 
     Args:
         model: Shape of the model, which has experts.

@@ -14,7 +14,7 @@ _OPERATIONS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class CloneCost:
-    """Speed of products and of links, and the bytes that a clone moves over them.
+    """Speed of products and of links, and the bytes that a clone moves over the links.
 
     Rows that move to a clone save the busiest rank ``6 * rows * parameters / products`` seconds,
     and the clone's transfers take ``num_bytes * parameters / bandwidth`` seconds of the links. The
@@ -24,7 +24,7 @@ class CloneCost:
         products: Speed of the experts' products (FLOP/s).
         bandwidth: Speed of the links between two GPUs, in one direction (bytes/s).
         weight: Size of a weight that is sent (bytes).
-        gradient: Size of a weight's gradient that comes back (bytes).
+        gradient: Size of a weight's gradient that is returned (bytes).
         sends_again: Whether the weights are sent again for the backward pass.
 
     Raises:
@@ -54,7 +54,7 @@ class CloneCost:
         return self.weight * (2 if self.sends_again else 1) + self.gradient
 
     def seconds_saved(self, rows: float, clones: float, num_parameters: int) -> float:
-        """Return what clones save in a microbatch, less what their transfers take (seconds).
+        """Return the time that clones save in a microbatch, less that of their transfers (seconds).
 
         Transfers are counted as if nothing overlapped with them.
 

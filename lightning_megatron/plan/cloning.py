@@ -1,4 +1,4 @@
-"""Plan that moves rows of busy experts to clones of these experts on ranks with room.
+"""Plan that moves rows of busy experts to clones of these experts on less busy ranks.
 
 Over ep every rank computes the rows of its own experts, its homes, so all ranks wait for the one
 with the most rows. Every rank also has places, in which clones of other ranks' experts compute for
@@ -6,9 +6,8 @@ one microbatch. A plan says which expert is cloned in which place, and how many 
 rank sends there instead of to the home. All ranks compute the same plan from the same counts, and
 the sum over a token's experts stays the same.
 
-This module is the oracle: the same whole numbers result from the operators of torch and from the
-kernel. Only whole numbers make all ranks agree, because a rounded share may be one selection too
-large.
+This module is the oracle: the operators of torch and the kernel give the same integers. The plan
+uses integers only, so that all ranks agree; a rounded share could be one selection too large.
 """
 
 from __future__ import annotations
@@ -84,11 +83,12 @@ class ExpertPlaces:
 
 @dataclass(frozen=True)
 class CloneSettings:
-    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
+    """Places for clones of busy experts, and the smallest clone that saves more than its transfers
+    cost.
 
     Args:
         places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is made (selections).
+        min_rows: Smallest number of selections for which a clone is created (selections).
 
     Raises:
         ParallelPlanError: For values out of range.
@@ -107,7 +107,7 @@ class CloneSettings:
 
 @dataclass(frozen=True)
 class ClonePlan:
-    """Clones of one layer and microbatch, and the selections that go to them.
+    """Clones of one layer and microbatch, and the selections that are sent to them.
 
     Args:
         layout: The homes and places.
@@ -147,9 +147,10 @@ def plan_clones(
     min_rows: int = 0,
     assign: Assignment | None = None,
 ) -> ClonePlan:
-    """Return the clones that even out the rows of ranks.
+    """Return the clones that balance the rows of ranks.
 
-    Afterwards no rank has more rows than the busiest had before. What finds no place stays at home.
+    Afterwards no rank has more rows than the busiest had before. Selections without a place stay at
+    home.
 
     Args:
         counts: Number of selections of every expert by the tokens of every rank, by rank and expert
@@ -186,10 +187,10 @@ def plan_clones(
 
 
 def surplus_of_rank(totals: Sequence[int], mean: int) -> list[int]:
-    """Return how many selections of each of a rank's experts are to leave the rank.
+    """Return how many selections of each of a rank's experts should leave the rank.
 
     They add up to what the rank has above the mean. Experts with few selections stay whole, so that
-    few clones are needed; of equals the one with the lower number.
+    few clones are needed; of experts with equally many, the one with the lower number.
 
     Args:
         totals: Number of selections of each of the rank's experts (selections).
@@ -210,8 +211,9 @@ def assign_largest_first(
 ) -> list[tuple[int, int]]:
     """Return the expert and the number of selections of every place, largest first.
 
-    As often as there are places, the rank with the most room among those with a free place takes
-    the expert with the most left, as much as fits. Of equals it is the one with the lowest number.
+    For every place, the rank with the most room among those with a free place takes as many
+    selections as fit of the expert with the most left. Of equal ones, the one with the lowest
+    number is taken.
 
     Args:
         surplus: Number of selections of every expert that are to leave its rank (selections).
@@ -237,9 +239,9 @@ def assign_one_shot(
 ) -> list[tuple[int, int]]:
     """Return the expert and the number of selections of every place, by overlaps on one line.
 
-    Surplus and room are laid on a line, each in descending order. A rank's places take the largest
-    of the overlaps with its room. This leaves more at home than :func:`assign_largest_first`, from
-    8 ranks on visibly.
+    Surplus and room are arranged as intervals on a line, each in descending order. A rank's places
+    take the largest overlaps with its room. This leaves more at home than
+    :func:`assign_largest_first`, noticeably from 8 ranks on.
 
     Args:
         surplus: Number of selections of every expert that are to leave its rank (selections).
@@ -262,8 +264,8 @@ def divide_over_ranks(
 ) -> tuple[tuple[int, ...], ...]:
     """Return how many selections every rank sends to every place, by rank and place.
 
-    A rank sends a part of its selections of the owner that is equal for all ranks, rounded down.
-    What is then missing, less than one for each rank, comes from the ranks in order.
+    Each rank sends the same fraction of its selections of the owner, rounded down. The remainder,
+    less than one selection for each rank, comes from the ranks in order.
 
     Args:
         counts: Number of selections of every expert by the tokens of every rank, by rank and expert
@@ -288,7 +290,9 @@ def divide_over_ranks(
 
 
 def overlaps(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
-    """Return the overlap of each row with each column, if both are laid on a line one by one."""
+    """Return the overlap of each row with each column, if both are consecutive intervals on a
+    line.
+    """
     row_ends = list(accumulate(rows))
     column_ends = list(accumulate(columns))
     return [
@@ -305,8 +309,8 @@ def physical_experts(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the physical expert of each selection of a rank's tokens.
 
-    The first selections of an expert, in the order of tokens, go to its places in their order, to
-    each as many as the plan says. The others stay at home.
+    The first selections of an expert, in the order of tokens, are sent to its places in order, as
+    many to each as the plan says. The others stay at home.
 
     Args:
         selections: Experts selected for each of the rank's tokens; -1 means none.

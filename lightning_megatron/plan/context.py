@@ -1,8 +1,8 @@
 """Zig-zag cut of sequences over the ranks of context parallelism, and the work of their attention.
 
 A sequence is cut into 2 cp equal pieces, and rank r holds the pieces r and 2 cp - 1 - r. Under
-causal attention the keys of a query are those before it, so the early piece of a rank is as much
-cheaper than the mean as its late piece is dearer, and all ranks have the same work.
+causal attention a query attends only to earlier keys, so the early piece of a rank costs as much
+less than the mean as its late piece costs more, and all ranks have the same work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_megatron.plan.legal_values import join_or, require_index, require
 class AttentionBlock:
     """Attention of some queries to some keys, with one rule for all of them.
 
-    Query ``i`` and key ``j``, counted from the starts of the ranges, see each other if
+    Query ``i``, counted from the start of its range, attends to key ``j`` if
     ``is_causal`` is False, or if ``0 <= offset + i - j < window``.
 
     Args:
@@ -38,13 +38,15 @@ class AttentionBlock:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether the last query sees the last key, and no mask but the causal one holds."""
+        """Return whether the last query attends to the last key, with no mask but the causal
+        one.
+        """
         at_end = self.offset == len(self.keys) - len(self.queries)
         return self.is_causal and self.window is None and at_end
 
     @property
     def num_pairs(self) -> int:
-        """Return how many pairs of a query and a key see each other."""
+        """Return the number of pairs of a query and a key to which it attends."""
         if not self.is_causal:
             return len(self.queries) * len(self.keys)
         total = 0
@@ -124,8 +126,8 @@ class ContextCut:
         """Return the attention of a rank's queries to the keys of a rank of the ring.
 
         Rows count within the parts of the two ranks. Without a window no block needs a mask but the
-        causal one: keys of an earlier rank are seen by all queries, as far as they are of its early
-        piece, and keys of a later rank by the queries of the late piece.
+        causal one: all queries attend to the early piece of an earlier rank, and the queries of the
+        late piece attend to all keys of a later rank.
 
         Args:
             rank: Rank that holds the queries.

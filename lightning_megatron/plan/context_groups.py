@@ -22,7 +22,7 @@ ContextGroupsChoice = Literal["whole", "documents"]
 
 @dataclass(frozen=True)
 class ContextGroups:
-    """Cut of rows into windows, each of which ``size`` neighbouring ranks of cp share.
+    """Cut of rows into windows, each of which is divided over ``size`` neighbouring ranks of cp.
 
     Group ``g`` holds the positions from ``g * window`` to ``(g + 1) * window``, cut zig-zag over
     its ranks as in :class:`~lightning_megatron.plan.context.ContextCut`. With ``size`` equal to
@@ -35,8 +35,8 @@ class ContextGroups:
         seq_length: Length of the rows (tokens).
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2, ``size`` is no power of two
-            up to it, or the length is not a multiple of ``2 cp``.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2, ``size`` is not a power of
+            two up to it, or the length is not a multiple of ``2 cp``.
     """
 
     cp: int
@@ -66,7 +66,7 @@ class ContextGroups:
             cp: Ranks that share the rows (ranks).
 
         Raises:
-            ParallelPlanError: If ``cp`` is no power of two of at least 2, the length is not a
+            ParallelPlanError: If ``cp`` is not a power of two of at least 2, the length is not a
                 multiple of ``2 cp``, or a document lies in two rows.
         """
         for size in context_group_sizes(cp):
@@ -108,16 +108,16 @@ class ContextGroups:
 def check_groups_option(
     groups: ContextGroupsChoice, cp: int, transport: str, has_graphs: bool
 ) -> None:
-    """Refuse groups that documents choose where there are none, or where they cannot change.
+    """Refuse ``cp_groups="documents"`` without cp, or with fixed groups.
 
     Args:
         groups: Ranks that share a document.
         cp: Ranks that share a sequence (ranks).
-        transport: Transport that is asked for.
+        transport: Requested transport.
         has_graphs: Whether steps are captured as CUDA graphs.
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2.
         UnsupportedError: If the transport is hierarchical, or steps are captured.
     """
     if groups == "whole":
@@ -149,7 +149,7 @@ def context_group_sizes(cp: int) -> list[int]:
         cp: Ranks that share the rows (ranks).
 
     Raises:
-        ParallelPlanError: If ``cp`` is no power of two of at least 2.
+        ParallelPlanError: If ``cp`` is not a power of two of at least 2.
     """
     require_positive("cp", cp)
     if cp == 1 or cp & (cp - 1):

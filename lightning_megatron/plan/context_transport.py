@@ -16,10 +16,10 @@ ContextTransport = Literal["ring", "all_to_all", "all_gather", "hierarchical"]
 
 @dataclass(frozen=True)
 class ContextLinks:
-    """Transport that is asked for, and how the ranks that share a sequence lie on the hosts.
+    """Requested transport, and the distribution over hosts of the ranks that share a sequence.
 
     Args:
-        transport: Transport that is asked for; "auto" lets each layer choose.
+        transport: Requested transport; "auto" lets each layer choose.
         inner: Neighbouring ranks that exchange heads in a hierarchical transport; 1 if there is no
             such transport (ranks).
         is_one_host: Whether all ranks that share a sequence are on one host.
@@ -43,13 +43,13 @@ class ContextLinks:
         """Find the links of a layout.
 
         Args:
-            transport: Transport that is asked for.
+            transport: Requested transport.
             layout: Sizes and order of the axes.
             ranks_per_host: Number of processes on every host (ranks).
             groups: Ranks that share a document. Groups of them have one level.
 
         Raises:
-            ParallelPlanError: If a hierarchical transport is asked for and cp has no two levels.
+            ParallelPlanError: If a hierarchical transport is requested and cp has no two levels.
         """
         cp = layout.cp
         neighbours = min(_neighbours(ranks, ranks_per_host) for ranks in layout.groups("cp"))
@@ -61,7 +61,7 @@ class ContextLinks:
                 raise ParallelPlanError(
                     f"cp_transport 'hierarchical' needs a cp of two levels: cp is {cp}, and "
                     f"{neighbours} of its ranks are neighbours on a host. The inner ranks exchange "
-                    "heads, the outer ones form a ring. Use a cp that is no prime, 'ring' or "
+                    "heads, the outer ones form a ring. Use a cp that is not prime, 'ring' or "
                     "'all_to_all'."
                 )
         return cls(transport, inner, neighbours == cp, groups)
@@ -84,7 +84,7 @@ def check_transport_option(transport: str, cp: int) -> None:
     """Refuse a transport without ranks that share a sequence.
 
     Args:
-        transport: Transport that is asked for.
+        transport: Requested transport.
         cp: Ranks that share a sequence (ranks).
 
     Raises:
@@ -103,15 +103,15 @@ def choose_context_transport(
     """Choose the transport of an attention layer.
 
     Args:
-        links: Transport that is asked for, and the links of the ranks.
+        links: Requested transport, and the links of the ranks.
         cp: Ranks that share a sequence (ranks).
         heads: Query heads of a tensor-parallel rank (heads).
         kv_heads: Key/value heads of a tensor-parallel rank (heads).
         dropout: Probability that an attention weight is dropped.
 
     Raises:
-        UnsupportedError: If attention weights are dropped and the transport that is asked for sees
-            only some of them at once.
+        UnsupportedError: If attention weights are dropped and the requested transport has only some
+            of them at a time.
     """
     asked = links.transport
     if asked not in ("auto", "all_to_all") and dropout > 0.0:

@@ -41,7 +41,7 @@ class CudaGraphs:
 
     A CUDA graph is a recording of the kernels that a piece of code launches. A replay launches them
     all at once, on the same addresses and without Python, so that small layers no longer wait for
-    the host. Replays compute what the recorded code computes.
+    the host. A replay computes the same as the captured code.
 
     Args:
         mode: ``segments`` captures the static parts of every chunk, forward and backward, and runs
@@ -50,26 +50,28 @@ class CudaGraphs:
         scopes: Parts that ``segments`` captures: ``embedding``; ``attention`` and ``mlp``, each
             with its norm and residual addition; of a mixture of experts the ``router``,
             ``preprocess`` (sorting the tokens by expert), the ``experts`` with the transport to
-            them, and ``combine`` (the weighted sum); the ``head`` with the loss. ``all`` means
-            whatever is static.
+            them, and ``combine`` (the weighted sum); the ``head`` with the loss. ``all`` means all
+            static parts.
         warmup_steps: Eager training steps before the capture, and eager batches of each dataloader
             of an evaluation before its capture (steps).
         evaluation: Whether validation, test and predict are captured, too, as forward passes
             without gradients.
         on_new_shape: What happens to a microbatch whose shapes were not captured: it runs eagerly,
-            raises an error, or gets graphs of its own. In mode ``segments`` the graphs of all
-            shapes share the memory of one.
-        max_shapes: Most shapes that ``on_new_shape="capture"`` captures for each kind of step;
-            microbatches of further shapes run eagerly. Each shape costs the time of a capture and
-            as many graphs as the first one, and repays it only if it comes often (shapes).
+            raises an error, or gets its own graphs. In mode ``segments`` the graphs of all shapes
+            share the memory of one.
+        max_shapes: Largest number of shapes that ``on_new_shape="capture"`` captures for each kind
+            of step; microbatches of further shapes run eagerly. Each shape costs the time of a
+            capture and as many graphs as the first one, which pays only for frequent shapes
+            (shapes).
         on_failure: What happens if a rank cannot capture: all ranks run eagerly, or all raise an
             error.
         fixed_shapes: Whether all ranks always have microbatches of the captured shapes. Ranks then
             do not compare shapes before a step, and another shape raises an error.
         optimizer: Whether gradient norm, clipping and the update of the parameters are captured,
-            too, in a graph of their own. It needs torch's Adam or AdamW with ``fused=True``, and no
+            too, in a separate graph. It needs torch's Adam or AdamW with ``fused=True``, and no
             hook that reads gradients.
-        check: Whether every step checks that parameters are still where the graphs read them.
+        check: Whether every step checks that parameters still have the addresses that the graphs
+            read.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range, or if values
@@ -99,7 +101,7 @@ class CudaGraphs:
 
     @classmethod
     def of(cls, value: Any) -> CudaGraphs | None:
-        """Return the settings that a user gave in one of several forms.
+        """Return the settings for any form in which a user can give them.
 
         Args:
             value: A mode, a mapping of settings, settings, or None for no graphs.
@@ -118,7 +120,7 @@ class CudaGraphs:
         return self.max_shapes if self.on_new_shape == "capture" else 1
 
     def captures(self, scope: GraphScope) -> bool:
-        """Return whether a part of a model is to be captured where it is static.
+        """Return whether a part of a model should be captured if it is static.
 
         Args:
             scope: The part.
@@ -164,8 +166,8 @@ class GraphConditions:
         transport: Transport of tokens to their experts; ``none`` without experts on other ranks.
         overlap_tensor_parallel: Whether matrix products overlap with the communication over tp.
         is_automatic: Whether the module uses automatic optimization.
-        offloads: Whether inputs of layers wait in host memory.
-        keeps_core: Whether blocks that are computed again keep the results of their attention core.
+        offloads: Whether inputs of layers are offloaded to host memory.
+        keeps_core: Whether recomputed blocks keep the results of their attention core.
         compile_modes: Modes of the modules that torch.compile compiles.
         environment: Environment variables.
         precision: Precision of the run; None before it is known.
@@ -204,7 +206,7 @@ def check_cuda_graphs(graphs: CudaGraphs, conditions: GraphConditions) -> None:
 
 
 def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
-    """Yield everything that speaks against a capture."""
+    """Yield the reasons against a capture."""
     if conditions.device_type != "cuda":
         yield (
             f"cuda_graphs ({graphs.mode}) needs GPUs: the device is {conditions.device_type!r}, "
@@ -235,26 +237,26 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
     if conditions.overlap_tensor_parallel:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with overlap_tensor_parallel, whose "
-            "products run on streams and in shared memory that torch manages by itself. Leave one "
-            "of them out."
+            "products run on streams and in shared memory that torch manages itself. Leave one of "
+            "them out."
         )
     if conditions.offloads:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with recompute.offload, whose copies to "
-            "the host run on streams of their own and in memory that torch gives to each of them "
-            "anew. Leave one of them out."
+            "the host run on separate streams and in memory that torch allocates for each copy. "
+            "Leave one of them out."
         )
     if conditions.keeps_core:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with recompute of full_except_core, whose "
-            "results of the attention core lie between the graphs of two passes over a block. Use "
-            "recompute of full or selective, or leave cuda_graphs out."
+            "results of the attention core are kept between the graphs of two passes over a block. "
+            "Use recompute of full or selective, or leave cuda_graphs out."
         )
     modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
     if modes:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with torch.compile(mode={modes[0]!r}), "
-            "which captures CUDA graphs of its own, and a graph cannot capture another one. Use "
+            "which captures its own CUDA graphs, and a graph cannot capture another one. Use "
             "mode 'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out."
         )
     yield from _reasons_of_memory(graphs, conditions.environment)
@@ -263,7 +265,7 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
 
 
 def _reasons_of_update(conditions: GraphConditions) -> Iterator[str]:
-    """Yield everything that speaks against a capture of the update."""
+    """Yield the reasons against a capture of the update."""
     precision = conditions.precision
     if precision not in (None, *_PRECISIONS):
         why = (

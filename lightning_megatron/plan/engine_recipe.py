@@ -9,7 +9,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 Backend = Literal["own", "te"]
 """Library whose matrix products and norms the layers of this package use."""
 
-#: Questions that recipes answer, with the names of their settings here.
+#: Methods by which recipes name their kind, with the names of that kind in this package.
 _KINDS = {
     "delayed": "delayed",
     "float8_current_scaling": "tensorwise",
@@ -26,7 +26,7 @@ def settings_of_recipe(recipe: Any) -> dict[str, Any]:
         recipe: Object of ``transformer_engine.common.recipe``.
 
     Raises:
-        ParallelPlanError: If it is no such recipe.
+        ParallelPlanError: If it is not such a recipe.
         UnsupportedError: If it has a setting without a counterpart here.
     """
     shown = type(recipe).__name__

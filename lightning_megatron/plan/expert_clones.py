@@ -1,4 +1,4 @@
-"""Clones of busy experts as a user asks for them."""
+"""Settings of clones of busy experts, as users give them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ON_GPUS = CloneCost(products=650e12, bandwidth=350e9)
 class ExpertClones:
     """Places for clones of busy experts on every rank, and the smallest clone.
 
-    A clone is a copy of another rank's expert that lives for one layer and microbatch. It takes
-    tokens from a rank with many to a rank with few.
+    A clone is a temporary copy of another rank's expert, for one layer and microbatch. It moves
+    tokens from a rank with many tokens to a rank with few.
 
     Args:
         places: Clones that a rank can have at a time (clones).
-        min_rows: Smallest number of rows, of one layer and microbatch, for which a clone is made
+        min_rows: Smallest number of rows, of one layer and microbatch, for which a clone is created
             (rows). None means the number from which a clone saves more time than its transfers
-            take, by speeds measured on H200s; on CPUs it means every clone.
+            take, at speeds measured on H200s; on CPUs it means every clone.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range.
@@ -47,7 +47,7 @@ class ExpertClones:
         return CloneSettings(self.places, _ON_GPUS.min_rows if device_type == "cuda" else 0)
 
     def reason_on(self, device_type: str) -> str:
-        """Return which clones are made on a type of devices, and why, for the log.
+        """Return which clones are created on a type of devices, and why, for the log.
 
         Args:
             device_type: Type of the devices, such as ``cuda``.

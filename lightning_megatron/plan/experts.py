@@ -136,7 +136,7 @@ class ExpertsConfig:
         if self.linear_bias:
             raise UnsupportedError(
                 "clones need experts without biases: linear_bias of experts is True. Only weight "
-                "matrices travel to the places of clones. Leave clones out."
+                "matrices are sent to the places of clones. Leave clones out."
             )
 
     def check_num_layers(self, num_layers: int) -> None:
@@ -203,10 +203,11 @@ def transport_over_ep(
 ) -> ChosenTransport:
     """Choose the transport of tokens to the ranks that share the experts of a layer.
 
-    An all-gather brings each rank the tokens of ep - 1 others. An all-to-all brings it top_k / ep
-    times as many rows, and one-sided puts bring it only the rows of an all-gather that its experts
-    need. With an all-gather or puts, expert buffers are sized for the worst routing, so that "auto"
-    takes neither where an all-to-all brings fewer rows, unless the rows are limited.
+    With an all-gather each rank receives the tokens of ep - 1 others. With an all-to-all it
+    receives top_k / ep times as many rows, and with one-sided puts only those rows of an all-gather
+    that its experts need. With an all-gather or puts, expert buffers are sized for the worst
+    routing, so "auto" selects neither if an all-to-all moves fewer rows, unless the rows are
+    limited.
 
     Args:
         top_k: Number of experts for each token (experts).

@@ -1,4 +1,4 @@
-"""Size of global batches: the same for any number of data ranks, and growing if so wished."""
+"""Size of global batches: the same for any number of data ranks, with an optional ramp-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RampUp:
 
     Args:
         start: Size of the first global batches (samples).
-        increment: What each step adds to the size (samples).
+        increment: Growth of the size in each step (samples).
         samples: Samples after which the size is full (samples).
 
     Raises:
@@ -69,7 +69,7 @@ class GlobalBatch:
     def of(
         cls, size: int | None, ramp_up: RampUp | None, batch_size: int | None
     ) -> GlobalBatch | None:
-        """Return the global batch that a user asked for; None without one.
+        """Return the requested global batch; None without one.
 
         Args:
             size: ``global_batch_size`` of the user (samples).

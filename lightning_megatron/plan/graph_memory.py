@@ -25,7 +25,7 @@ class GraphMemory:
     """Memory that the graphs of one stage need (bytes).
 
     Args:
-        pools: Private pools of the graphs, which the allocator gives to nothing else.
+        pools: Private pools of the graphs, which the allocator uses for nothing else.
         inputs: Tensors from which graphs read inputs, and gradients of their outputs.
     """
 
@@ -53,16 +53,16 @@ def graph_memory(
 
     With mode ``segments`` every slot of a chunk has a pool for one microbatch: the captured
     activations, and the temporary buffers of the layer that needs most. Its inputs are copied into
-    tensors of its own, once for each set of its graphs. Layers that keep only their inputs have one
-    pool for all microbatches if there are several stages. With mode ``full`` one pool has what an
-    eager step needs at its peak, without the optimizer, and all microbatches are copied.
+    separate tensors, once for each set of its graphs. Layers that keep only their inputs have one
+    pool for all microbatches if there are several stages. With mode ``full`` the size of the one
+    pool is the peak of an eager step without the optimizer, and all microbatches are copied.
 
     Args:
         graphs: Settings of the graphs.
         schedule: Order of actions.
         stage: Position on the pp axis.
         chunks: Costs of the blocks of every chunk.
-        ends: Costs beside the blocks.
+        ends: Costs of the layers outside of the blocks.
         num_tokens: Tokens of a microbatch, those of all ranks of cp included (tokens).
         input_bytes: Size of a microbatch's inputs for each token (bytes).
         transfers: Transfers in flight between stages (bytes).
@@ -97,14 +97,15 @@ def graph_memory(
     pools = inputs = shared = 0
     for number, part in enumerate(parts):
         peak = slots.peak(number)
-        # The first backward pass of a step has graphs of its own in its slot.
+        # The first backward pass of a step has separate graphs in its slot.
         num_sets = peak + (schedule.num_microbatches > peak)
         if slots.can_share and part.keeps_only_inputs:
-            # What the microbatches keep outside of the graphs lies where eager steps have kept it.
+            # Activations outside of the graphs use the memory in which eager steps kept them.
             layers = replace(part, has_embedding=False, has_head=False)
             part = replace(part, blocks=())
             pools += layers.pool(is_halved)
-            # The graphs of the second microbatch come before the first one's are complete.
+            # The graphs of the second microbatch are captured before those of the first one are
+            # complete.
             pools += sum(block.kept for block in layers.blocks) if peak > 1 else 0
             inputs += (1 + (schedule.num_microbatches > 1)) * layers.inputs
             shared = max(shared, layers.gradients + part.gradients * part.has_head)
@@ -129,17 +130,17 @@ class _ChunkGraphs:
     has_head: bool
 
     def pool(self, is_halved: bool) -> int:
-        """Return the pools of one slot: what one microbatch needs from its F to its B or W."""
+        """Return the pools of one slot: the memory of one microbatch from its F to its B or W."""
         captured = [self._captured(one) for one in self.blocks]
         costs = ChunkCosts.of(captured, self.ends, has_head=self._captures_head)
         forward = max(one.size for one in moments([Action("F", 0, 0)], [costs]))
-        # A captured backward pass frees no activations before its end: should the capture fail, it
-        # runs again.
+        # A captured backward pass frees no activations before its end, because it runs again if the
+        # capture fails.
         parts = (block.captured_attention for block in captured)
         layers = max([0, *parts, *(block.captured_network for block in captured)])
         head = costs.loss_backward + costs.head_backward
         if self.keeps_only_inputs:
-            # The head has graphs of its own, which have ended when those of the layers run.
+            # The head has separate graphs, which have ended when those of the layers run.
             head += costs.loss_kept
             layers -= costs.head
         else:
@@ -147,9 +148,9 @@ class _ChunkGraphs:
             layers += costs.loss_kept
         backward = costs.kept + max(head, layers)
         if self._captures_embedding and not any(any(self._parts_of(one)) for one in self.blocks):
-            # The sum, and what it adds up.
+            # The sum and its terms.
             forward += 2 * self.ends.boundary
-        # The residual stream that a graph reads from its inputs lies there.
+        # The residual stream that a graph reads is among its inputs.
         read = self._num_streams * self.ends.boundary
         if not is_halved:
             return max(forward, backward) - read
@@ -169,7 +170,7 @@ class _ChunkGraphs:
         for block in self.blocks:
             attention, network = self._parts_of(block)
             if network and not attention:
-                # The residual stream, and what attention adds to it.
+                # The residual stream, and the output of attention that is added to it.
                 found += 2 * self.ends.boundary
             if network and block.has_experts and not self._captures_experts(block):
                 found += block.returned
@@ -178,7 +179,7 @@ class _ChunkGraphs:
     @property
     def _num_streams(self) -> int:
         """Count the residual streams that attention or the head reads from eager code."""
-        # A graph reads what another graph of its slot writes where it lies.
+        # A graph reads the outputs of other graphs of its slot in place.
         is_written = self._captures_embedding
         count = 0
         for block in self.blocks:
@@ -217,7 +218,7 @@ class _ChunkGraphs:
         return attention, network
 
     def _captured(self, block: ActivationCosts) -> ActivationCosts:
-        """Return the costs of a block, of which graphs keep only what they capture."""
+        """Return the costs of the captured parts of a block."""
         attention, network = self._parts_of(block)
         kept = block.kept - block.network if attention else 0
         if network:

@@ -1,4 +1,4 @@
-"""Graph slots: sets of CUDA graphs of a chunk, each booked by one microbatch at a time."""
+"""Graph slots: sets of CUDA graphs of a chunk, each occupied by one microbatch at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class GraphSlots:
 
     A CUDA graph writes to the same addresses at each replay, so a chunk needs one set of graphs,
     called a slot, for each microbatch that is between its forward and the end of its backward. At
-    its forward a unit books the slot of its chunk that has been free longest, so that sends from
+    its forward a unit occupies the slot of its chunk that has been free longest, so that sends from
     the slot's memory have most time to end. The slot is free again after the backward, or after the
-    weight half of a backward in two halves. If a chunk takes its microbatches in order, as under
-    every named schedule, the n-th one books slot n modulo the number of slots. Without backwards
+    weight half of a split backward. If a chunk takes its microbatches in order, as under every
+    named schedule, the n-th one occupies slot n modulo the number of slots. Without backwards
     nothing is kept, and every unit runs in slot 0.
 
     Args:
@@ -59,7 +59,7 @@ class GraphSlots:
         return self.peaks[chunk]
 
     def slot_of(self, unit: PipelineUnit) -> int:
-        """Return the index of the slot that a unit books.
+        """Return the index of the slot that a unit occupies.
 
         Args:
             unit: Chunk and microbatch.
@@ -80,9 +80,9 @@ class GraphSlots:
     def can_share(self) -> bool:
         """Return whether microbatches can share a slot for layers that keep only their inputs.
 
-        These inputs are few enough to be copied out of the slot and in again. A weight half reads
-        much more, which the input half leaves in the slot. A single stage whose backward passes
-        follow their forward passes at once has one slot in any case.
+        These inputs are few enough to be copied out of the slot and back. A weight half reads much
+        more, which the input half leaves in the slot. A single stage whose backward passes directly
+        follow their forward passes has one slot in any case.
         """
         actions = self.schedule.actions(self.rank)
         is_needed = self.schedule.num_stages > 1 or max(self.peaks) > 1
@@ -92,7 +92,7 @@ class GraphSlots:
     def first_units(self) -> tuple[PipelineUnit | None, ...]:
         """Return, for each chunk, the unit whose backward runs first in the step.
 
-        That backward overwrites the gradient sums of the step before; all later ones add to them.
+        That backward overwrites the gradient sums of the previous step; all later ones add to them.
         Its slot is slot 0 under every named schedule. None for a chunk without backwards.
         """
         first: dict[int, PipelineUnit] = {}

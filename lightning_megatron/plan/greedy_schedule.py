@@ -22,7 +22,7 @@ class GreedyRule:
 
     Args:
         limit: Size of the activations that a stage may keep (the unit of ``kept``).
-        kept: What a forward keeps for its backward, for each virtual stage.
+        kept: Activations that a forward keeps for its backward, for each virtual stage.
         weight_half_share: Part of it that the weight half needs after the input half.
         alternate: Whether a forward follows each input half where both could run; otherwise input
             halves go first.
@@ -41,7 +41,7 @@ class GreedyRule:
 
 @dataclass(frozen=True)
 class _Outlet:
-    """Where the result of an action goes.
+    """Destination of the result of an action.
 
     Args:
         rank: Stage of the virtual stage that needs it.
@@ -77,14 +77,15 @@ class _Stage:
 class GreedyConstruction:
     """Rows that grow by the action that can start first, until all work is done.
 
-    Weight halves fill gaps, and run where nothing else can, as when forwards need their memory.
+    Weight halves fill gaps, and run when nothing else can, for example because forwards need their
+    memory.
 
     Args:
         placement: Stage and chunk of every virtual stage.
         num_microbatches: Microbatches per step.
         costs: Times of the virtual stages.
         rule: Choices between actions that could run.
-        longest: Time above which a step is of no use (ticks); None means any time.
+        longest: Time above which the construction is abandoned (ticks); None means any time.
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 3.1.
     """
@@ -100,7 +101,7 @@ class GreedyConstruction:
         self.placement = placement
         self.num_microbatches = num_microbatches
         self.rule = rule
-        #: Whether the limit has kept back a forward, so that a higher one may change the rows.
+        #: Whether the limit has delayed a forward, so that a higher limit may change the rows.
         self.is_limited = False
         self._longest = _NEVER if longest is None else longest
         chunks = range(placement.num_chunks)
@@ -150,7 +151,9 @@ class GreedyConstruction:
         return tuple(_numbered(stage.row) for stage in stages)
 
     def _connect(self, transfer: int) -> None:
-        """Prepare the ticks at which inputs and gradients arrive, and where results go."""
+        """Prepare the ticks at which inputs and gradients arrive, and the destinations of
+        results.
+        """
         placement = self.placement
         # The first virtual stage waits for no input, and the last one for no gradient.
         known = [0] * self.num_microbatches
@@ -181,7 +184,7 @@ class GreedyConstruction:
         """Choose the next action of a stage, and its start."""
         forward, forward_chunk = self._first_forward(stage)
         half, half_chunk = self._first_input_half(stage)
-        # A weight half runs in gaps before whatever can start first.
+        # A weight half runs in gaps before the action that can start first.
         first = min(forward, half)
         if stage.due and first > stage.free:
             chunk = stage.due[0]
@@ -202,7 +205,9 @@ class GreedyConstruction:
             stage.chunk = half_chunk
 
     def _first_forward(self, stage: _Stage) -> tuple[int, int]:
-        """Return the start and chunk of the forward that can start first, of equals by the rule."""
+        """Return the start and chunk of the forward that can start first; the rule decides between
+        equal ones.
+        """
         first = _NEVER
         found = 0
         inputs = self._inputs[stage.rank]
@@ -222,7 +227,9 @@ class GreedyConstruction:
         return first, found
 
     def _first_input_half(self, stage: _Stage) -> tuple[int, int]:
-        """Return the start and chunk of the input half that can start first, of equals the last."""
+        """Return the start and chunk of the input half that can start first; of equal ones the
+        last.
+        """
         first = _NEVER
         found = 0
         gradients = self._gradients[stage.rank]
@@ -239,7 +246,7 @@ class GreedyConstruction:
         return first, found
 
     def _run(self, stage: _Stage) -> int:
-        """Add the chosen action to its row; return the stage that its result goes to."""
+        """Add the chosen action to its row; return the stage that gets its result."""
         kind = stage.kind
         chunk = stage.chunk
         ticks = self._ticks[kind][stage.rank][chunk]

@@ -11,7 +11,7 @@ from lightning_megatron.plan.model_shape import ModelShape
 class KeptActivations:
     """Activations that the layers keep for backward, as numbers that a measurement may correct.
 
-    A copy is a tensor in the type of the activations. Attention runs in a fused kernel, unless
+    A copy is a tensor in the dtype of the activations. Attention runs in a fused kernel, unless
     ``stores_scores``. It keeps queries, keys, values, its output (the input of the output
     projection) and one float32 number for each row of the scores.
 
@@ -77,7 +77,7 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     ffn_copies = 2
     ffn_backward = 1
     if model.gated:
-        # One operator keeps gate and up, and makes everything else again.
+        # One operator keeps gate and up, and recomputes everything else.
         is_one = model.activation == "clamped_swiglu"
         ffn_copies = 3 if is_one else 4
         ffn_backward = 4 if is_one else 2

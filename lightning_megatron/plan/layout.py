@@ -85,11 +85,11 @@ class ParallelLayout:
 
     Args:
         world_size: Number of ranks; each rank is a process with one accelerator.
-        tp: Number of ranks that share each matrix product of the dense layers (tensor parallel).
+        tp: Number of ranks that divide each matrix product of the dense layers (tensor parallel).
         pp: Number of stages that the layers are divided into (pipeline parallel).
-        cp: Number of ranks that share one sequence (context parallel).
-        ep: Number of ranks that share the experts of one layer (expert parallel).
-        etp: Number of ranks that share each matrix product of an expert (expert tensor parallel);
+        cp: Number of ranks that divide each sequence (context parallel).
+        ep: Number of ranks that divide the experts of one layer (expert parallel).
+        etp: Number of ranks that divide each matrix product of an expert (expert tensor parallel);
             None means tp.
         vpp: Number of chunks of layers on every stage (virtual pipeline stages).
         order: Axes joined by dashes, fastest first: neighbours on the first axis are neighbouring

@@ -32,7 +32,7 @@ class LiveMicrobatches:
         slots: For each chunk, microbatches between their forward and the end of their backward,
             weight half included. That many sets of buffers serve the chunk; `GraphSlots` assigns
             one to each microbatch.
-        waiting: For each chunk, how many of them wait for their weight half alone.
+        waiting: For each chunk, how many of them wait only for their weight half.
         total: Microbatches over all chunks at one time; at most the sum of ``slots``.
     """
 
@@ -105,7 +105,7 @@ def stage_peaks(
 
     Args:
         schedule: Order of actions.
-        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
         weight_half_share: Part of it that the weight half needs after the input half.
     """
     return tuple(
@@ -115,7 +115,7 @@ def stage_peaks(
 
 
 def is_within(size: float, limit: float) -> bool:
-    """Return whether a size is at most a limit, up to the last digits of sums of fractions."""
+    """Return whether a size is at most a limit, up to rounding in sums of fractions."""
     return size <= limit * (1 + 1e-9)
 
 
@@ -130,7 +130,7 @@ def check_peak(
     Args:
         schedule: Order of actions.
         limit: Memory of a stage for activations (the unit of ``kept``).
-        kept: What a forward keeps for its backward, as ``kept[stage][chunk]``.
+        kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
         weight_half_share: Part of it that the weight half needs after the input half.
 
     Raises:

@@ -51,7 +51,7 @@ class ModelShape:
         vocab_size: Size of the vocabulary, without padding.
         vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
         num_positions: Rows of a learned position table; 0 for other positions.
-        alibi: Whether attention scores fall with the distance of query and key.
+        alibi: Whether attention scores decrease with the distance of query and key (ALiBi).
         max_seq_length: Longest sequence (tokens).
         gated: Whether the MLP has a gate projection in addition to the up projection.
         activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
@@ -149,10 +149,10 @@ class ModelShape:
         """Return the work of each part of the model (multiplications per token in forward).
 
         Backward passes have twice the work of forward passes, in all parts. Norms, activations and
-        the loss, which memory bounds, take about the same share of the time of a layer and of the
-        head. A loss in chunks computes the products of the head once more in backward passes, which
-        counts as a third; ``auto`` divides the logits of the longest sequence, or none, and
-        ``forward`` computes no product twice.
+        the loss, which are bound by memory bandwidth, take about the same share of the time of a
+        layer and of the head. A loss in chunks computes the products of the head once more in
+        backward passes, which counts as a third; ``auto`` divides the logits of the longest
+        sequence, or none, and ``forward`` computes no product twice.
 
         Args:
             loss_chunk: Tokens whose logits exist at once; None stores those of all.
@@ -160,7 +160,7 @@ class ModelShape:
         """
         query = self.num_heads * self.head_dim
         key = self.num_kv_heads * self.head_dim
-        # Scores and weighted values have this many keys in the mean, because attention is causal.
+        # Mean number of keys of scores and weighted values, because attention is causal.
         keys = min(self.max_seq_length, COUNTED_LENGTH) / 2
         attention = 2 * self.hidden_size * (query + key) + 2 * keys * query
         if self.latent is not None:

@@ -23,18 +23,18 @@ class NetworkCosts:
         forward: Temporary buffers of the forward pass, in addition to ``kept``.
         backward: Peak of temporary buffers in the backward pass, in addition to ``kept``; negative
             if more of ``kept`` has been freed by then.
-        recomputed: Part of ``kept`` that is freed and computed again if experts are recomputed.
+        recomputed: Part of ``kept`` that is freed and recomputed if experts are recomputed.
         backward_start: Peak of temporary buffers in the backward pass before experts have the
             gradients of their outputs, in addition to ``kept``.
-        recomputed_start: The same if the whole block is recomputed then: up to the sum of experts'
-            outputs, whose backward pass reads where these lie.
-        slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
+        recomputed_start: The same if the whole block is then recomputed: up to the sum of experts'
+            outputs, whose backward pass reads their positions.
+        slots: Symmetric buffer for tokens that are sent to experts; all blocks share one.
         waiting: Inputs of the matrix products, and gradients of their outputs, which wait for the
             weight half of a backward pass in halves.
         captured_backward: The same as ``backward`` if nothing of ``kept`` has been freed, except
             what is recomputed: a captured backward pass keeps all until its end.
-        inside: Part of ``kept`` that experts make between the transports of tokens.
-        returned: Outputs of experts that the second transport brings back.
+        inside: Part of ``kept`` that experts produce between the transports of tokens.
+        returned: Outputs of experts that the second transport returns.
         has_static_transport: Whether the sizes of the transport are known in advance.
     """
 
@@ -143,7 +143,7 @@ def mixture_costs(
         model: Shape of the model, which has experts.
         table: Activations that layers keep.
         batch: Shape of the microbatch.
-        recomputes: Whether backward computes the activations inside experts again.
+        recomputes: Whether backward recomputes the activations inside experts.
         sends_again: Whether backward sends and sorts the inputs of experts again.
     """
     experts = model.experts
@@ -166,7 +166,7 @@ def mixture_costs(
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
     firsts = 2 if model.gated else 1
     wide = features // element * batch.wide_bytes
-    # Input of the second matrix product, which is made again for the gradients of its weights.
+    # Input of the second matrix product, which is recomputed for the gradients of its weights.
     again = features
     scaling = 0
     if table.expert_copies:
@@ -232,9 +232,9 @@ class KeptByMixture:
 
     Args:
         inputs: Tokens sorted by expert, which the weight gradients of the first product read, or
-            the tokens of which backward makes them again.
-        products: Outputs of the first product, and what the activation makes of them on the way to
-            the input of the second one, which is made again.
+            the tokens from which backward recomputes them.
+        products: Outputs of the first product, and results of the activation before the input of
+            the second one, which is recomputed.
         probabilities: Probability of every row.
         maps: Maps from selections to rows and back.
         router: Scores and selections of tokens.

@@ -46,7 +46,7 @@ class OwnOrder:
     _built: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
-        # Ranks compare this text: a file may have another path on each of them, but has the same
+        # Ranks compare this text: a file may have another path on each rank, but must have the same
         # rows.
         sizes = f"pp={self.placement.num_stages}, vpp={self.placement.num_chunks}"
         if self.table is None:
@@ -74,7 +74,7 @@ class OwnOrder:
 
         Raises:
             ParallelPlanError: If a file has another number of microbatches, if the function fails,
-                or if its rows are no legal schedule.
+                or if its rows are not a legal schedule.
         """
         if forward_only:
             return forward_schedule(self.name, self.placement, num_microbatches)
@@ -121,8 +121,8 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
         num_chunks: Chunks per stage (vpp) of the training.
 
     Raises:
-        ParallelPlanError: If the file cannot be read, is no legal schedule, has other sizes, or has
-            no backwards.
+        ParallelPlanError: If the file cannot be read, is not a legal schedule, has other sizes, or
+            has no backwards.
     """
     try:
         table = read_schedule(Path(path))

@@ -1,4 +1,4 @@
-"""A user's own schedule, made from a function and checked as the named schedules are."""
+"""A user's own schedule, built from a function and checked like the named schedules."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def own_schedule(
     Placement(shape, num_stages, num_chunks)
     title = name or str(getattr(row_of, "__name__", "own"))
     sizes = (num_stages, num_microbatches, num_chunks)
-    # There are four kinds of actions. One more is a repetition, which `validate` finds: a function
-    # that never ends is not followed further.
+    # There are four kinds of actions. One more is a repetition, which `validate` finds, so a
+    # function that never ends is not read further.
     most = 4 * num_microbatches * num_chunks + 1
     rows = tuple(
         _checked(row_of(rank, *sizes), most, f"schedule {title!r}, stage {rank}")

@@ -1,4 +1,4 @@
-"""Partition of a model's layers over the virtual stages of a pipeline, by cost or as asked for."""
+"""Partition of a model's layers over the virtual stages of a pipeline, by cost or as requested."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ class LayerCosts:
 class LayerPartition:
     """Number of layers of each virtual stage, in the order in which a microbatch passes them.
 
-    Which rank runs which virtual stage is another question, which
-    :class:`~lightning_megatron.plan.placement.Placement` answers.
+    :class:`~lightning_megatron.plan.placement.Placement` says which rank runs which virtual stage.
 
     Args:
         counts: Number of layers of each virtual stage (layers).
@@ -112,7 +111,7 @@ class LayerPartition:
 
 
 def partition_of(costs: LayerCosts, layout: ParallelLayout) -> LayerPartition:
-    """Return the layout's own partition, or else the lightest one.
+    """Return the partition that the layout sets, or else the lightest one.
 
     Args:
         costs: Costs of the model's parts.

@@ -60,7 +60,7 @@ class Placement:
         """Return the stage and the chunk of a virtual stage.
 
         Raises:
-            ParallelPlanError: For a virtual stage that there is none of.
+            ParallelPlanError: For a virtual stage that does not exist.
         """
         require_index("virtual stage", virtual_stage, "pp x vpp", self.num_virtual_stages)
         chunk, step = divmod(virtual_stage, self.num_stages)
@@ -77,7 +77,7 @@ class Placement:
 
         Returns:
             The index of the chunk; None if another stage has it, or if there is none. A stage has
-            both chunks at the turn of a V alone.
+            both chunks only at the turn of a V.
         """
         virtual = self.virtual_stage(rank, chunk) + step
         if not 0 <= virtual < self.num_virtual_stages:

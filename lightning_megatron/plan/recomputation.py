@@ -1,4 +1,4 @@
-"""Activations that backward passes compute again, and the layers that do."""
+"""Activations that backward passes recompute, and the layers that do so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Recompute = Literal[
     "full_except_core",
     "full",
 ]
-"""Part of a block that the backward pass computes again, as :class:`Recomputation` describes it."""
+"""Part of a block that the backward pass recomputes, as :class:`Recomputation` describes it."""
 
 #: Parts that are whole blocks.
 WHOLE: tuple[Recompute, ...] = ("full", "full_except_core")
@@ -29,7 +29,7 @@ Parts = tuple[Recompute, ...]
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Activations that backward passes compute again, instead of keeping them.
+    """Activations that backward passes recompute instead of keeping them.
 
     Args:
         parts: Parts of a block: ``selective`` (the attention core), ``norms`` (outputs of the norms
@@ -38,11 +38,11 @@ class Recomputation:
             are sent and sorted again), or one of these alone: ``full`` (everything but the input of
             the block), ``full_except_core`` (the same without the attention core, whose output and
             log-sum-exps are kept), or ``none``, which keeps all.
-        layers: Layers of each chunk of a stage that do so; the others keep all. None means all
-            layers.
+        layers: Number of layers of each chunk of a stage that recompute; the others keep all. None
+            means all layers.
         at: Whether these are the first or the last layers of the chunk.
-        offload: Whether the inputs of layers that compute everything again wait in the memory of
-            the host. It needs ``full`` or ``full_except_core``.
+        offload: Whether the inputs of fully recomputed layers are kept in host memory. It needs
+            ``full`` or ``full_except_core``.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range, or if values
@@ -71,19 +71,19 @@ class Recomputation:
             )
         if {"experts", "expert_inputs"} <= set(self.parts):
             raise ParallelPlanError(
-                f"recompute.parts must name experts or expert_inputs: it is {given}. What is "
-                "recomputed inside of experts starts from their inputs. Leave one of them out."
+                f"recompute.parts must name experts or expert_inputs: it is {given}. The "
+                "recomputation inside of experts starts from their inputs. Leave one of them out."
             )
         if self.offload and self.parts[0] not in WHOLE:
             raise ParallelPlanError(
                 f"recompute.offload needs parts of {' or '.join(WHOLE)}: it is {given}. Only "
-                "layers that are computed again from their input leave it to the host. Use one of "
-                "these, or leave offload out."
+                "layers that are recomputed from their input can offload it to the host. Use one "
+                "of these, or leave offload out."
             )
 
     @classmethod
     def of(cls, value: Any) -> Recomputation:
-        """Return the settings that a user gave in one of several forms.
+        """Return the settings for any form in which a user can give them.
 
         Args:
             value: The name of a part, a mapping of settings, or settings; None keeps all.
@@ -104,7 +104,7 @@ class Recomputation:
         return self.parts == ("none",)
 
     def parts_of(self, place: int, num_layers: int) -> Parts:
-        """Return the parts that a layer computes again.
+        """Return the parts that a layer recomputes.
 
         Args:
             place: Position of the layer in its chunk.

@@ -1,4 +1,4 @@
-"""Indices into the sums that a router accumulates over a step."""
+"""Indices of the sums that a router accumulates over a step."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 
 #: Limits are multiples of the tile of a grouped product (rows).
 ROW_MULTIPLE = 128
-#: Growth of a factor over the one that would have been enough.
+#: Growth of a factor relative to the one that would have been enough.
 _GROWTH = 1.1
 
 

@@ -79,8 +79,8 @@ class Schedule:
     def warmup(self, rank: int) -> int:
         """Return the number of forwards before the first backward of a stage.
 
-        Megatron-Core counts one less where a forward and a backward then follow in turn, because it
-        counts the last of these forwards to the first pair.
+        If forwards and backwards alternate afterwards, Megatron-Core counts one less, because it
+        counts the last of these forwards as part of the first pair.
         """
         row = self.actions(rank)
         return next((n for n, action in enumerate(row) if action.kind in ("B", "I")), len(row))
@@ -173,8 +173,8 @@ def build_schedule(
 ) -> Schedule:
     """Build the order of actions of every pipeline stage.
 
-    Numbers of bubble and memory are for many microbatches, with p stages, and times F, I and W of
-    a forward and the two halves of a backward. Memory counts microbatches of a whole stage, each
+    Bubble and memory are given for many microbatches and p stages, with times F, I and W of a
+    forward and of the two halves of a backward. Memory counts microbatches of a whole stage, each
     from its forward to its last half, on the stage that keeps most.
 
     - "gpipe": all forwards, then all backwards. It keeps all microbatches.
@@ -183,14 +183,14 @@ def build_schedule(
     - "interleaved": the same over several chunks per stage, in Megatron-Core's order. The bubble is
       divided by the number of chunks v, memory is p (1 + (p - 1) / (p v)).
     - "zb-h1": 1f1b with backwards in halves. Bubble (p - 1) (F + I - W), memory p on all stages.
-    - "zb-h2": the same with more forwards at the start. Bubble (p - 1) (F + I - 2 W), where each
-      stage is counted from its first action to its last, memory 2 p - 1 on all stages. It needs
-      2 p - 1 microbatches to fill the pipeline.
+    - "zb-h2": the same with more forwards at the start. Bubble (p - 1) (F + I - 2 W), counted on
+      each stage from its first action to its last, memory 2 p - 1 on all stages. It needs 2 p - 1
+      microbatches to fill the pipeline.
     - "zb-v": halves, and two chunks per stage in a V. No bubble where F, I and W are equal, memory
       p on all stages.
-    - "dualpipe-v": two chunks per stage in a V; most backwards are whole, beside a forward of the
-      other chunk. With FB for both together, the bubble is at most (p - 1) (FB + I - 2 W) in times
-      of a chunk; memory p + 1/2.
+    - "dualpipe-v": two chunks per stage in a V; most backwards are whole, paired with a forward of
+      the other chunk. With FB for both together, the bubble is at most (p - 1) (FB + I - 2 W) in
+      times of a chunk; memory p + 1/2.
 
     Args:
         name: Name of the schedule, from the list above.

@@ -1,8 +1,8 @@
 """Schedules as CSV files: a row is a rank, a cell an action such as ``0F3``.
 
 A cell names a virtual stage, a kind (F, B, I or W) and a microbatch, all counted from 0. Cells of a
-row are in the order in which the rank runs them; empty cells and blank lines mean nothing. The
-virtual stages of the rows tell how chunks lie on the ranks.
+row are in the order in which the rank runs them; empty cells and blank lines are ignored. The
+virtual stages of the rows determine how chunks lie on the ranks.
 
 The format is that of ``torch.distributed.pipelining`` for computations (its ``compute_only``). A
 pair that torch overlaps, ``(0F3;7B1)OVERLAP_F_B``, is read as its two actions in order.
@@ -28,7 +28,7 @@ from lightning_megatron.strict_json import read_regular_file
 MAX_CSV_BYTES = 1 << 23
 """Largest accepted file: about a million actions."""
 
-_REMEDY = "Use a text of comma-separated cells such as 0F0, one line for each rank."
+_REMEDY = "Use comma-separated cells such as 0F0, one line for each rank."
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -52,14 +52,14 @@ def read_schedule(path: str | Path) -> Schedule:
         path: File of at most ``MAX_CSV_BYTES`` in UTF-8.
 
     Raises:
-        CorruptDataError: If the file cannot be read, is too large, or is no CSV text.
+        CorruptDataError: If the file cannot be read, is too large, or is not valid CSV.
         ParallelPlanError: If it is not a legal schedule, as for ``parse_schedule``.
     """
     content = read_regular_file(Path(path), _REMEDY, MAX_CSV_BYTES)
     try:
         return parse_schedule(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
-        raise CorruptDataError(f"{path} is no text: {error.reason}. {_REMEDY}") from error
+        raise CorruptDataError(f"{path} is not a text file: {error.reason}. {_REMEDY}") from error
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
@@ -73,14 +73,14 @@ def parse_schedule(text: str, name: str) -> Schedule:
         name: Name of the schedule, also in errors.
 
     Raises:
-        CorruptDataError: If the text is no CSV.
-        ParallelPlanError: If a cell is no action, the virtual stages do not lie in a loop or a V,
-            or the schedule is not legal, as for ``own_schedule``.
+        CorruptDataError: If the text is not valid CSV.
+        ParallelPlanError: If a cell is not an action, the virtual stages do not lie in a loop or a
+            V, or the schedule is not legal, as for ``own_schedule``.
     """
     try:
         table = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
-        raise CorruptDataError(f"{name} is no CSV text: {error}. {_REMEDY}") from error
+        raise CorruptDataError(f"{name} is not valid CSV: {error}. {_REMEDY}") from error
     cells = [
         [_parsed(cell, name, rank) for part in row for cell in _singles(part)]
         for rank, row in enumerate(table)
@@ -137,7 +137,7 @@ def _parsed(cell: str, name: str, rank: int) -> _Cell:
 
 
 def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
-    """Find how the virtual stages of the rows lie on the ranks."""
+    """Find the placement of the virtual stages of the rows on the ranks."""
     found = [sorted({virtual for virtual, _, _ in row}) for row in cells]
     placements = [
         Placement(shape, len(cells), max(map(len, found))) for shape in get_args(PlacementShape)

@@ -69,9 +69,9 @@ Probability = Annotated[float, Range(least=0, below=1)]
 def coerce_fields(record: Any, prefix: str = "") -> None:
     """Convert every field of a frozen dataclass to the type of its annotation, or raise.
 
-    An integer may be any type that Python or NumPy counts as integral, except bool. A number must
-    be finite. A list is converted to a tuple, a path to text, and a mapping to a dataclass with
-    these fields.
+    An integer may have any integral type of Python or NumPy, except bool. A number must be finite.
+    A list is converted to a tuple, a path to a string, and a mapping to a dataclass with these
+    fields.
 
     Args:
         record: Instance of a frozen dataclass.

@@ -14,7 +14,7 @@ from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.stage_costs import StageCosts
 
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
-"""Ticks per action: a backward computes two matrix products for each product of the forward."""
+"""Ticks per action: a backward computes two matrix products for each one of the forward."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the stages' total time that is spent waiting."""
+        """Return the share of the stages' total time in which they are idle."""
         return sum(self.idle()) / (self.length * len(self.rows)) if self.length else 0.0
 
     def idle(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Timeline:
         return tuple(self.length - ticks for ticks in busy)
 
     def waits(self) -> tuple[int, ...]:
-        """Return the ticks that each stage waits between its first action and its last."""
+        """Return the ticks that each stage is idle between its first action and its last."""
         return tuple(
             sum(after.start - before.stop for before, after in pairwise(row)) for row in self.rows
         )

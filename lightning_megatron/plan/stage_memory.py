@@ -25,9 +25,9 @@ class StageMemory:
             of experts with their gradients.
         libraries: Workspaces of libraries.
         casts: Weights in 8 bits that microbatches share, and magnitudes of earlier steps.
-        graphs: Memory of CUDA graphs. The allocator also keeps that of the eager steps before the
-            captures, which all other parts describe.
-        host: Pinned memory of the host for inputs of blocks, which the peak does not count.
+        graphs: Memory of CUDA graphs. The allocator also keeps the memory of the eager steps before
+            the captures, which the other parts describe.
+        host: Pinned host memory for inputs of blocks, which the peak does not include.
     """
 
     stage: int

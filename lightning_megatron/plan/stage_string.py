@@ -1,4 +1,4 @@
-"""Strings that say which layers each virtual stage has, such as ``Et*3|(tt|)*29L``."""
+"""Strings that give the layers of each virtual stage, such as ``Et*3|(tt|)*29L``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.settings import shown
 
 _TIMES = re.compile(r"\*([0-9]{1,6})(?![0-9])")
-#: Longest string after repetition; no pipeline has as many layers and stages (signs).
+#: Longest string after repetition; no pipeline has as many layers and stages (symbols).
 _LONGEST = 1_000_000
 _EXAMPLE = "Use for example 'Ett|ttt|tL'."
 
@@ -17,15 +17,15 @@ def read_stage_string(text: str) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage that a string describes.
 
     ``E`` is the embedding, ``t`` a Transformer layer and ``L`` the head with the loss. ``|`` begins
-    the next virtual stage. ``*n`` repeats what stands before it n times: a sign, or what stands in
-    round brackets. Commas and spaces have no meaning.
+    the next virtual stage. ``*n`` repeats the symbol or the parentheses before it n times. Commas
+    and spaces are ignored.
 
     Args:
         text: String in this notation.
 
     Raises:
-        ParallelPlanError: For a sign without a meaning, brackets that do not match, too many signs,
-            an embedding that is not first and single, or a head that is not last and single.
+        ParallelPlanError: For an unknown symbol, unbalanced brackets, too many symbols, an
+            embedding that is not first and single, or a head that is not last and single.
         UnsupportedError: For ``m``, a layer of multi-token prediction.
 
     Source: the notation of Megatron-Core's ``--pipeline-model-parallel-layout``.
@@ -37,7 +37,7 @@ def read_stage_string(text: str) -> tuple[int, ...]:
 
 
 def _expanded(text: str) -> str:
-    """Return a string without repetitions, brackets and signs that have no meaning."""
+    """Return a string without repetitions, brackets and ignored symbols."""
     # The last element belongs to the innermost bracket that is open.
     found = [""]
     position = 0
@@ -69,7 +69,7 @@ def _expanded(text: str) -> str:
     if len(found) > 1:
         raise ParallelPlanError(
             f"stage_layers must close every bracket: {shown(text)} leaves {len(found) - 1} open. "
-            "Brackets hold what is repeated. Add ')*' and a number for each."
+            "Brackets enclose repeated parts. Add ')*' and a number for each."
         )
     return found[0]
 
@@ -83,16 +83,16 @@ def _refusal(text: str, sign: str, position: int) -> ParallelPlanError | Unsuppo
         )
     if sign == ")":
         return ParallelPlanError(
-            f"stage_layers must open every bracket that it closes: {where}. Brackets hold what is "
-            "repeated. Add '(' before it, or leave it out."
+            f"stage_layers must open every bracket that it closes: {where}. Brackets enclose "
+            "repeated parts. Add '(' before it, or leave it out."
         )
     if sign == "*":
         return ParallelPlanError(
-            f"stage_layers must have '*' between what is repeated and a number: {where}. Use 't', "
+            f"stage_layers must have '*' between a repeated part and a number: {where}. Use 't', "
             "'|' or ')' before it, and a number of at most six digits after it."
         )
     return ParallelPlanError(
-        f"stage_layers must consist of signs with a meaning: {where}. Use 'E' (embedding), 't' "
+        f"stage_layers must consist of known symbols: {where}. Use 'E' (embedding), 't' "
         "(layer), 'L' (head with the loss), '|' (next virtual stage), brackets and '*'."
     )
 

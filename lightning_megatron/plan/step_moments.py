@@ -11,7 +11,7 @@ from lightning_megatron.plan.activations import ActivationCosts
 
 @dataclass(frozen=True)
 class Moment:
-    """Moment of a step, with the memory that exists beside parameters and optimizer state.
+    """Moment of a step, with the memory in addition to parameters and optimizer state.
 
     Args:
         name: "forward", "backward" or "optimizer step".
@@ -69,7 +69,7 @@ class ChunkCosts:
 
         Args:
             blocks: Costs of its blocks, in order.
-            ends: Costs beside the blocks.
+            ends: Costs of the layers outside of the blocks.
             has_head: Whether the chunk ends with the model's head.
         """
         kept = sum(block.kept for block in blocks) + (ends.masks if blocks else 0)

@@ -62,8 +62,8 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
         chunk: max(row[last[chunk]].stop for row, last in zip(rows, last_backward, strict=True))
         for chunk in range(schedule.num_chunks)
     }
-    # Backward reaches the first chunk last, so that of two chunks with equal times the higher one
-    # goes first.
+    # Backward reaches the first chunk last, so of two chunks with equal times the higher one comes
+    # first.
     order = sorted(done, key=lambda chunk: (done[chunk], -chunk))
     points = []
     for row, last in zip(rows, last_backward, strict=True):

@@ -1,7 +1,7 @@
 """Rows of schedules that split backward passes: zb-h1, zb-h2, zb-v and dualpipe-v.
 
-The input half of a backward is sent to the stage before, so that it is on the critical path. The
-weight half can run at any later time, and fills what would otherwise be waiting.
+The result of the input half of a backward is sent to the previous stage, so it is on the critical
+path. The weight half can run at any later time, and fills idle time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ def zero_bubble_row(
 ) -> tuple[Action, ...]:
     """Order the actions of a stage with one chunk, for zb-h1 (lead 1) and zb-h2 (lead 2).
 
-    A stage begins with ``lead`` forwards for each stage after it, and lets ``lead`` weight halves
-    wait for each stage before it. All stages thus keep equally many microbatches: ``lead x
-    (num_stages - 1) + 1``, where a microbatch is kept until its weight half has run.
+    A stage begins with ``lead`` forwards for each stage after it, and defers ``lead`` weight halves
+    for each stage before it. All stages thus keep equally many microbatches: ``lead x (num_stages -
+    1) + 1``, where a microbatch is kept until its weight half has run.
 
     Args:
         rank: Position on the pp axis.
@@ -55,7 +55,7 @@ def zero_bubble_v_row(rank: int, num_stages: int, num_microbatches: int) -> tupl
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 6.
     """
     # The start and the end are those of a full pipeline. With fewer than 2 x num_stages - 1
-    # microbatches they name some that do not exist, which are left out below.
+    # microbatches they contain some that do not exist, which are removed below.
     after = num_stages - rank
     row = RowBuilder()
     for _ in range(2 * after - 1):

@@ -45,9 +45,9 @@ def parallelize(
     so gradients outside them are complete and equal on all tensor-parallel ranks.
 
     This takes three steps. :func:`~lightning_megatron.swap.decide.swap_plan.decide` and
-    :func:`build` do not change the module: if one of them raises an error, its modules, parameters,
-    values and hooks are as before. :func:`install` then gives every rank the values of the first
-    rank, fills all replacements with their parts of the values, and puts them in place.
+    :func:`build` do not change the module: if one of them raises an error, its submodules,
+    parameters, values and hooks are unchanged. :func:`install` then gives every rank the values of
+    the first rank, fills all replacements with their parts of the values, and puts them in place.
 
     :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns
     (``fnmatch`` over dotted names; ``*`` matches dots too) that come later in the plan override
@@ -57,7 +57,7 @@ def parallelize(
     swapped in an earlier run to ``mesh``.
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
-    before and after the list run on the first and the last stage alone: see
+    before and after the list run only on the first and the last stage: see
     :func:`~lightning_megatron.swap.decide.stages.plan_stages`.
 
     Args:
@@ -96,8 +96,8 @@ class Swaps:
 
     Args:
         replacements: Replacements without values, in the order of definition.
-        give_missing_values: Functions that give Hugging Face models with their own code the weights
-            without which they were built.
+        give_missing_values: Functions that give the missing weights to Hugging Face models that
+            keep their own code and were built without weights.
     """
 
     replacements: tuple[Swap, ...]
@@ -108,7 +108,7 @@ def build(plan: SwapPlan) -> Swaps:
     """Build the replacements of a plan, and read the missing weights of models with their own code.
 
     The module of the plan is not changed. The replacements have no values yet, because every rank
-    must get the values of the first rank before.
+    must first get the values of the first rank.
 
     Raises:
         ParallelPlanError: If a size is not divisible, or a shared weight would be sharded in two
@@ -209,7 +209,7 @@ def _record(swap: Swap, note: str) -> SwapRecord:
     source = swap.site.module
     kind = type(swap.target)
     if swap.install is not None and isinstance(swap.target, GPT):
-        # The layers of a Hugging Face model are of a class of their own, which users do not know.
+        # The layers of a Hugging Face model have an internal class, which users do not know.
         kind = kind.__bases__[0]
     return SwapRecord(
         swap.site.name,

@@ -1,4 +1,4 @@
-"""Preservation of what a replacement could lose: shared weights, hooks and compiled code."""
+"""Preservation of shared weights, hooks and compiled code, which a replacement could lose."""
 
 from __future__ import annotations
 

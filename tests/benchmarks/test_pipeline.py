@@ -19,7 +19,7 @@ def test_a_case_has_the_schedule_and_the_chunks_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-v:0", "zb-v:two", "zb-v:-1"])
-def test_chunks_that_are_no_positive_integer_are_refused(name: str) -> None:
+def test_chunks_that_are_not_positive_integers_are_refused(name: str) -> None:
     with pytest.raises(ArgumentTypeError, match="chunks of a schedule must be a positive integer"):
         schedule_of(name)
 

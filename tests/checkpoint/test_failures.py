@@ -130,7 +130,7 @@ def test_a_disk_that_keeps_something_else_than_was_written_is_found_out(
     assert names_in(tmp_path) == []
 
 
-def test_an_error_of_any_kind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_kind_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: object) -> None:
         raise ZeroDivisionError("a bug")
 

@@ -245,7 +245,7 @@ def test_what_fits_into_spare_memory_is_chosen_in_turn() -> None:
 @pytest.mark.parametrize(
     "room", [0, 100 << 20, 10 << 30], ids=["no room", "room for some", "room for all"]
 )
-def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(
+def test_a_gpu_copies_while_it_computes_and_updates_wait_for_the_copies(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "spare_memory", lambda device: room)

@@ -334,7 +334,7 @@ def replace_by_nothing(path: Path) -> None:
 @pytest.mark.parametrize(
     "replace", [value for name, value in list(globals().items()) if name.startswith("replace_by")]
 )
-def test_what_is_no_file_is_refused_without_waiting(
+def test_paths_that_are_not_files_are_refused_without_waiting(
     sources: list[Path], tmp_path: Path, suffix: str, replace: Callable[[Path], None]
 ) -> None:
     prefix = copy(sources[0], tmp_path)

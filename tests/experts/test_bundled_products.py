@@ -226,7 +226,7 @@ def test_nothing_happens_where_slots_cannot_be_written_at_once() -> None:
     assert all(slot.is_empty for slot in slots)
 
 
-def test_the_owner_of_slots_is_asked_and_told_of_all_at_once(kernels: Kernels) -> None:
+def test_the_owner_of_slots_is_asked_and_notified_once_for_all(kernels: Kernels) -> None:
     weights, sums, said = weights_in(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN), []
     accepts = [True]
 

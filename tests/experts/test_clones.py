@@ -103,7 +103,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> ParallelMes
 
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_auto_takes_puts_beside_clones(
+def test_auto_means_puts_with_clones(
     monkeypatch: pytest.MonkeyPatch, top_k: int, has_shared: bool
 ) -> None:
     options = {"has_shared": has_shared, "clones": CloneSettings(1)}

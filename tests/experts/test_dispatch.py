@@ -156,7 +156,7 @@ def test_outputs_and_all_gradients_equal_those_of_one_process(
             assert error < 1e-10, f"rank {rank}: {what} differs by {error}"
 
 
-def test_training_goes_on_in_another_layout(results: list[Any]) -> None:
+def test_training_continues_in_another_layout(results: list[Any]) -> None:
     for _, saved in results:
         assert len(saved) == len(LAYOUTS)
         for layouts, error in saved.items():

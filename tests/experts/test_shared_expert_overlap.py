@@ -47,7 +47,7 @@ def check_order(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_the_shared_expert_runs_beside_the_way_of_tokens_and_of_their_gradients() -> None:
+def test_the_shared_expert_overlaps_with_the_transport_of_tokens_and_of_their_gradients() -> None:
     run_world(check_order, 2)
 
 

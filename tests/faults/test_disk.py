@@ -104,7 +104,7 @@ def go_on(job: Job, disk: Disk, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", chosen(MODES, True))
-def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_go_on(
+def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_continue(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
     job = again(undisturbed, tmp_path, async_save=async_save)
@@ -118,7 +118,7 @@ def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_go_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", chosen(MODES, False))
-def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_it_go_on(
+def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_it_continue(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
     job = again(undisturbed, tmp_path, async_save=async_save, devices=1, steps=1000, seconds=0.2)

@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(ki
         assert "run_hang.py" in report
         assert "in training_step" in report
     else:
-        assert "no sign of life for" in report
+        assert "no status report for" in report
     waited = re.search(rf"has waited for (\d+) s of a timeout of {TIMEOUT:.0f} s", done.stderr)
     assert waited is not None
     assert int(waited[1]) <= TIMEOUT
@@ -108,7 +108,7 @@ def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() ->
     statuses = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
     assert missing_ranks(statuses, {2: 5.0}, 3) == [2]
     assert (
-        "rank 2 (host, process 102): train, global_step 5, no sign of life for 5 s"
+        "rank 2 (host, process 102): train, global_step 5, no status report for 5 s"
         in hang_report(statuses, [2], {2: 5.0})
     )
 
@@ -116,7 +116,7 @@ def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() ->
 def test_a_rank_that_never_spoke_is_at_fault() -> None:
     statuses = {0: at(0, DP, dp=4)}
     assert missing_ranks(statuses, {}, 3) == [2]
-    assert "rank 2 has never said where it is" in hang_report(statuses, [2], {})
+    assert "rank 2 has never reported its status" in hang_report(statuses, [2], {})
 
 
 def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_counts() -> None:
@@ -128,7 +128,7 @@ def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_cou
     assert missing_ranks(statuses, {}, 3) == [0, 1, 2]
 
 
-def test_neighbours_in_a_pipeline_are_told_apart_by_who_waits_not_by_counts() -> None:
+def test_neighbours_in_a_pipeline_are_distinguished_by_who_waits_not_by_counts() -> None:
     exchange = Call("exchange", "pp neighbours", 8, (1,))
     computing = at(1, Call("exchange", "pp neighbours", 11, (0, 2)), False)
     assert missing_ranks({0: at(0, exchange), 1: computing, 2: at(2, exchange)}, {}, 3) == [1]

@@ -70,7 +70,7 @@ def fit_until_told(trainer: Trainer, data: DataLoader | None = None) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_the_step_is_finished_saved_beside_other_checkpoints_and_found_as_last(
+def test_the_step_is_finished_saved_next_to_other_checkpoints_and_found_as_last(
     tmp_path: Path, async_save: bool
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -172,9 +172,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_slurm_job_is_submitted_again_and_goes_on_by_itself(
-    tmp_path: Path, slurm: Path, number: int
-) -> None:
+def test_a_slurm_job_is_requeued_and_continues(tmp_path: Path, slurm: Path, number: int) -> None:
     folder = tmp_path / "checkpoints"
     for steps in (2, 4):
         trainer = trainer_of(tmp_path, Interrupt(steps - 1, tell(number)), ModelCheckpoint(folder))

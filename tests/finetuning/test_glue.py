@@ -74,7 +74,7 @@ def test_malformed_lines_are_named_or_counted(tmp_path: Path, line: str, fault: 
         data_of(tmp_path, "qqp").setup("fit")
     assert f"{path}:5 {fault}." in str(error.value)
     data = data_of(tmp_path, "qqp", malformed="leave_out")
-    with pytest.warns(UserWarning, match="20 read, 1 malformed ones left out"):
+    with pytest.warns(UserWarning, match="20 read, 1 malformed rows left out"):
         data.setup("fit")
     assert len(data.encoded("train")) == 20
 

@@ -41,11 +41,13 @@ def test_options_equal_those_of_transformers(tmp_path: Path) -> None:
     assert data.encoded("val").groups.tolist() == [0] * 6 + [1] * 6
 
 
-def test_cut_questions_are_told(tmp_path: Path) -> None:
+def test_truncated_questions_are_reported(tmp_path: Path) -> None:
     write_race(tmp_path)
     folder = str(save_tokenizer(tmp_path / "tokenizer"))
     data = RaceDataModule(str(tmp_path), folder, question_length=2, seq_length=64)
-    with pytest.warns(UserWarning, match=r"12 read, 0 malformed ones left out, \d\d texts cut"):
+    with pytest.warns(
+        UserWarning, match=r"12 read, 0 malformed rows left out, \d\d texts truncated"
+    ):
         data.setup("validate")
 
 

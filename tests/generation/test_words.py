@@ -115,7 +115,7 @@ def test_caches_that_are_not_ours_are_refused() -> None:
     name = "cache" if "cache" in arguments else "past_key_values"
     with pytest.raises(UnsupportedError, match=f"takes no {name}: DynamicCache"):
         model.generate(tokens, **{name: DynamicCache()}, max_new_tokens=2)
-    with pytest.raises(UnsupportedError, match="'quantized', whose words may differ"):
+    with pytest.raises(UnsupportedError, match="'quantized', whose tokens may differ"):
         model.generate(tokens, cache_implementation="quantized", max_new_tokens=2)
     with pytest.raises(UnsupportedError, match="assisted generation was asked for"):
         model.generate(tokens, prompt_lookup_num_tokens=2, max_new_tokens=2)

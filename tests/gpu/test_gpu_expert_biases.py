@@ -91,7 +91,7 @@ def test_outputs_and_all_gradients_equal_float64(sizes: list[int], has_slots: bo
         assert_close(found.cpu(), want, HALF if what == "output" else ACROSS, what)
 
 
-def test_gradients_of_biases_beside_each_other_are_added_by_one_kernel() -> None:
+def test_gradients_of_adjacent_biases_are_added_by_one_kernel() -> None:
     torch.manual_seed(0)
     total = torch.full((E, 2 * F), torch.nan, device="cuda")
     biases = [torch.nn.Parameter(draw(2 * F)) for _ in range(E)]

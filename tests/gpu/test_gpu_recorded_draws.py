@@ -104,7 +104,7 @@ def test_replays_drop_the_elements_of_eager_passes_recomputed_ones_too() -> None
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def test_a_stream_goes_on_in_python_where_a_replay_has_ended() -> None:
+def test_a_stream_continues_in_python_where_a_replay_has_ended() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step = Step()

@@ -69,7 +69,7 @@ class Reading(LM):
         return output
 
 
-def test_a_step_that_waits_for_the_device_goes_on_eagerly() -> None:
+def test_a_step_that_waits_for_the_device_continues_eagerly() -> None:
     eager, graphs = on_a_stream(Reading("gpt2"), None), on_a_stream(Reading("gpt2"), FULL)
     assert_equal(graphs, eager)
     assert graphs.num_replays == 0

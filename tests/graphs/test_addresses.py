@@ -43,7 +43,7 @@ def _add(module: Any) -> None:
     ("change", "words"),
     [
         (_move, "0.weight has moved"),
-        (_slot, "0.weight has its gradients elsewhere"),
+        (_slot, "0.weight has its gradients at another address"),
         (lambda module: module[0].bias.requires_grad_(False), "0.bias is now frozen"),
         (_replace_buffer, "1.running_mean is now [3] torch.float64, it was [3] torch.float32"),
         (_add, "extra is new"),
@@ -57,7 +57,7 @@ def test_a_change_is_named(change: Callable[[Any], Any], words: str) -> None:
     assert Addresses.of(module).change_from(before) == words
 
 
-def test_new_values_at_the_same_addresses_are_no_change() -> None:
+def test_new_values_at_the_same_addresses_are_not_a_change() -> None:
     module = net()
     before = Addresses.of(module)
     module.load_state_dict({name: one + 1 for name, one in net().state_dict().items()})
@@ -75,7 +75,7 @@ def test_hooks_that_come_and_go_are_changes() -> None:
     assert (hooked.change_from(before) or "").startswith("0 now has the hook ")
     assert hooked.change_from(hooked) is None
     handle.remove()
-    assert Addresses.of(module).change_from(hooked) == "0 has its hook no longer"
+    assert Addresses.of(module).change_from(hooked) == "0 no longer has its hook"
 
 
 def test_hooks_of_users_are_found_and_those_of_the_package_are_not() -> None:

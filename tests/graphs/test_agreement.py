@@ -61,7 +61,7 @@ def test_a_failure_is_a_warning_or_an_error_as_the_user_chose() -> None:
     assert failure == "rank 0 could not capture layers 4..5, backward, slot 1: RuntimeError: no."
     assert eager_warning(failure, raises=False) == (
         "CUDA graphs are off: rank 0 could not capture layers 4..5, backward, slot 1: "
-        "RuntimeError: no. All ranks go on eagerly."
+        "RuntimeError: no. All ranks continue eagerly."
     )
     with pytest.raises(CaptureError, match="with on_failure='error': rank 0 .* on_failure='eager'"):
         eager_warning(failure, raises=True)

@@ -91,7 +91,7 @@ def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
     return hang_report({rank: status}, [rank], {}), status
 
 
-def test_a_report_says_where_a_stopped_device_stands() -> None:
+def test_a_report_says_which_part_a_stopped_device_has_reached() -> None:
     for text, status in run_world(stopped, 2):
         assert status.device == DevicePlace(5, 6, "F of microbatch 1 in chunk 0")
         assert (

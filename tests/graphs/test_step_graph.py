@@ -188,7 +188,7 @@ READS: dict[str, tuple[Callable[[Any, Tensor, int], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", chosen(list(READS), "value", "index", "python", "metric"))
-def test_a_step_that_no_replay_can_repeat_goes_on_eagerly_as_if_nothing_had_happened(
+def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects(
     name: str,
 ) -> None:
     eager, graphs = fit(Reading(name), None), fit(Reading(name), FULL)

@@ -42,7 +42,7 @@ def test_every_attempt_gets_a_name_of_its_own_that_all_its_ranks_know() -> None:
 
 
 @pytest.mark.parametrize("died", [[0], [1], [0, 2], [1, 2]])
-def test_ranks_that_died_before_they_met_mislead_nobody(died: list[int]) -> None:
+def test_ranks_that_died_before_they_met_do_not_mislead_others(died: list[int]) -> None:
     store = dist.HashStore()
     left = agree(store, [rank for rank in range(3) if rank not in died], 3, timedelta(seconds=0.2))
     assert all(

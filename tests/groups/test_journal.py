@@ -78,7 +78,7 @@ def test_a_replay_without_collectives_leaves_the_last_one() -> None:
     assert journal.last == Call(*first)
 
 
-def test_exchanges_in_a_replay_are_still_told_from_collectives() -> None:
+def test_exchanges_in_a_replay_are_still_distinguished_from_collectives() -> None:
     journal = Journal()
     with journal.recording() as calls:
         journal.note("exchange", "pp neighbours", (1,))

@@ -220,7 +220,7 @@ def test_a_damaged_file_is_refused(
     assert not (tmp_path / "gadget").exists(), "a file of settings must not run code"
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "folder.yaml").mkdir()
     for name in ("pipe.yaml", "folder.yaml"):

@@ -136,7 +136,7 @@ def test_unknown_stream_names_the_legal_ones():
         pass
 
 
-def test_seeds_tell_words_from_numbers_and_fit_a_generator():
+def test_seeds_distinguish_words_from_numbers_and_fit_a_generator():
     assert derive_seed(1, "1") != derive_seed("1", 1)
     assert derive_seed(12, 3) != derive_seed(1, 23)
     assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))

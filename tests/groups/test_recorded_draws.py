@@ -114,7 +114,7 @@ def enter_and_drop(streams: RandomStreams) -> list[Tensor]:
     return drop(streams)
 
 
-def test_streams_go_on_over_graphs_and_python_code_of_one_layer() -> None:
+def test_streams_continue_over_graphs_and_python_code_of_one_layer() -> None:
     streams = streams_at(1, 0)
     first = Recorded(streams, enter_and_drop)
     # The Python code between the two does not run at the capture.

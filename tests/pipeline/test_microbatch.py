@@ -81,7 +81,7 @@ def test_a_batch_without_tensors_is_refused():
 @pytest.mark.parametrize(
     "batch", ["text", {"x": torch.zeros(4), "y": torch.zeros(3, 4)}, [], torch.tensor(1.0)]
 )
-def test_a_whole_batch_is_passed_on_whatever_it_holds(batch: Any):
+def test_a_whole_batch_of_any_content_is_passed_on(batch: Any):
     (part,) = split_batch(batch, None)
     assert part.data is batch
     assert part.num_samples == (4 if isinstance(batch, dict) else 1)

@@ -29,7 +29,7 @@ COUNTS = [
 ]
 
 
-def test_light_experts_stay_whole_in_whatever_order_they_are() -> None:
+def test_light_experts_stay_whole_in_any_order() -> None:
     assert surplus_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200]
     assert surplus_of_rank([200, 50, 150, 100], 250) == [200, 0, 50, 0]
     assert surplus_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
@@ -139,7 +139,7 @@ def test_what_holds_for_any_counts() -> None:
     assert num_moved > 400, "hardly any plan moves anything"
 
 
-def test_enough_places_even_out_all_ranks() -> None:
+def test_enough_places_balance_all_ranks() -> None:
     for drawn in drawn_counts(200):
         layout = ExpertPlaces(len(drawn.counts), len(drawn.counts[0]), 1)
         plan = plan_clones(drawn.counts, layout.num_experts - layout.homes)

@@ -204,28 +204,28 @@ EXPANDABLE = "expandable_segments:True"
             SEGMENTS,
             {"offloads": True},
             "cuda_graphs (segments) cannot be used with recompute.offload, whose copies to the "
-            "host run on streams of their own and in memory that torch gives to each of them anew. "
-            "Leave one of them out.",
+            "host run on separate streams and in memory that torch allocates for each copy. Leave "
+            "one of them out.",
         ),
         (
             SEGMENTS,
             {"keeps_core": True},
             "cuda_graphs (segments) cannot be used with recompute of full_except_core, whose "
-            "results of the attention core lie between the graphs of two passes over a block. Use "
+            "results of the attention core are kept between the graphs of two passes over a block. Use "
             "recompute of full or selective, or leave cuda_graphs out.",
         ),
         (
             SEGMENTS,
             {"overlap_tensor_parallel": True},
             "cuda_graphs (segments) cannot be used with overlap_tensor_parallel, whose products "
-            "run on streams and in shared memory that torch manages by itself. Leave one of them "
+            "run on streams and in shared memory that torch manages itself. Leave one of them "
             "out.",
         ),
         (
             FULL,
             {"compile_modes": ("default", "reduce-overhead")},
             "cuda_graphs (full) cannot be used with torch.compile(mode='reduce-overhead'), which "
-            "captures CUDA graphs of its own, and a graph cannot capture another one. Use mode "
+            "captures its own CUDA graphs, and a graph cannot capture another one. Use mode "
             "'default' or 'max-autotune-no-cudagraphs', or leave cuda_graphs out.",
         ),
         (

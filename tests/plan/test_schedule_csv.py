@@ -46,14 +46,14 @@ def check_round_trip(schedule: Schedule) -> None:
 @seed(17)
 @MANY
 @given(schedules())
-def test_every_named_schedule_comes_back_from_its_csv(schedule: Schedule) -> None:
+def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> None:
     check_round_trip(schedule)
 
 
 @seed(17)
 @MANY
 @given(own_rows())
-def test_any_own_schedule_comes_back_from_its_csv(
+def test_any_own_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
     placement, microbatches, rows, _ = drawn
@@ -114,7 +114,7 @@ def test_schedules_of_torch_are_read(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "mine.csv must have a row for each rank: it has none. Use a text of comma-separated"),
+        ("", "mine.csv must have a row for each rank: it has none. Use comma-separated"),
         ("0F0,0B0\n,,\n", "mine.csv must give every rank its actions: row 1 of 2 has none."),
         (
             "0F0,0SEND_F0\n",
@@ -153,21 +153,25 @@ def test_schedules_of_torch_are_read(
         ),
     ],
 )
-def test_texts_that_are_no_schedule_say_why(text: str, message: str) -> None:
+def test_errors_say_why_a_text_is_not_a_schedule(text: str, message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
         parse_schedule(text, "mine.csv")
     assert message in str(error.value)
 
 
-def test_files_that_are_no_text_say_why(tmp_path: Path) -> None:
+def test_errors_say_why_a_file_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
     assert len(read_schedule(path).actions(0)) == 2
     path.write_bytes(b"0F0,\xff\n")
-    with pytest.raises(CorruptDataError, match=r"mine\.csv is no text: invalid start byte\. Use a"):
+    with pytest.raises(
+        CorruptDataError, match=r"mine\.csv is not a text file: invalid start byte\. Use comma"
+    ):
         read_schedule(path)
     path.write_text('0F0,"0B0\n')
-    with pytest.raises(CorruptDataError, match=r"mine\.csv is no CSV text: unexpected end of data"):
+    with pytest.raises(
+        CorruptDataError, match=r"mine\.csv is not valid CSV: unexpected end of data"
+    ):
         read_schedule(path)
     path.write_bytes(b"," * ((1 << 23) + 1))
     with pytest.raises(CorruptDataError, match=r"mine\.csv has more than 8388608 bytes"):

@@ -41,7 +41,7 @@ def test_every_list_of_numbers_has_a_string(counts: list[int]) -> None:
         (
             "Et|txL",
             ParallelPlanError,
-            "stage_layers must consist of signs with a meaning: 'Et|txL' has 'x' at position 5. Use 'E' (embedding), "
+            "stage_layers must consist of known symbols: 'Et|txL' has 'x' at position 5. Use 'E' (embedding), "
             "'t' (layer), 'L' (head with the loss), '|' (next virtual stage), brackets and '*'.",
         ),
         (
@@ -63,7 +63,7 @@ def test_every_list_of_numbers_has_a_string(counts: list[int]) -> None:
         ("", ParallelPlanError, "must have 'E' once and first"),
         ("E(t|tL", ParallelPlanError, "must close every bracket: 'E(t|tL' leaves 1 open"),
         ("Et)|tL", ParallelPlanError, "must open every bracket that it closes: 'Et)|tL' has ')' at position 3"),
-        ("E*t|tL", ParallelPlanError, "must have '*' between what is repeated and a number"),
+        ("E*t|tL", ParallelPlanError, "must have '*' between a repeated part and a number"),
         ("Et*1234567|tL", ParallelPlanError, "a number of at most six digits after it"),
         ("E((t*999)*999)*999L", ParallelPlanError, "must describe at most 1000000 layers and stages"),
     ],

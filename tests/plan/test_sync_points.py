@@ -70,7 +70,7 @@ def test_all_stages_of_one_chunk_sum_at_the_end() -> None:
     assert points == ((ReductionPoint(15, 0, True),),) * 4
 
 
-def test_the_later_chunk_is_summed_beside_the_backwards_of_the_earlier_one() -> None:
+def test_the_later_chunk_is_reduced_during_the_backwards_of_the_earlier_one() -> None:
     schedule = build_schedule("interleaved", 2, 4, 2)
     points = reduction_points(schedule)
     assert [[point.chunk for point in row] for row in points] == [[1, 0], [1, 0]]

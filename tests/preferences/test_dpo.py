@@ -201,7 +201,7 @@ def test_a_restarted_training_keeps_its_reference(
         assert torch.equal(again.reference.state()["train"]["values"], values[0])
 
 
-def test_a_trained_model_is_no_reference_but_adapters_come_off(folder: Path) -> None:
+def test_a_trained_model_is_not_a_reference_but_adapters_can_be_disabled(folder: Path) -> None:
     pytest.importorskip("peft")
     rows = str(folder / "rows.jsonl")
     lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])

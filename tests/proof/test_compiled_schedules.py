@@ -79,8 +79,8 @@ def test_compiled_blocks_train_as_one_process(tmp_path: Path) -> None:
         expected = (4 * of_block + 1) * NUM_MICROBATCHES
         assert sum(left[number] for _, left, _ in ranks) == expected, name
     note = (
-        "backward of model.layers.0.mlp.experts and 3 others: both halves as one, because compiled "
-        "experts and fused weights compute the gradients of their inputs and weights at once, "
-        "unless they are recomputed"
+        "backward of model.layers.0.mlp.experts and 3 others: not split into halves, because "
+        "compiled experts and fused weights compute the gradients of their inputs and weights at "
+        "once, unless they are recomputed"
     )
     assert [said for *_, said in ranks] == [[note]] * 2, "dense layers split"

@@ -152,7 +152,7 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], list[float]]]:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_training_goes_on_in_one_process_and_back(case: str, folder: Path, ranks: Any) -> None:
+def test_a_training_continues_in_one_process_and_back(case: str, folder: Path, ranks: Any) -> None:
     whole = losses_of(trained(case, None, 1, STEPS))
     assert whole[0] > whole[-1]
     for name in LAYOUTS[case]:

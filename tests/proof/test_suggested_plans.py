@@ -166,7 +166,7 @@ def test_plans_that_refusals_name_train_as_one_process_does() -> None:
             assert report[kind] == pytest.approx(losses, abs=2e-6), kind
 
 
-def test_a_module_without_blocks_is_told_that_no_plan_would_do() -> None:
+def test_the_error_for_a_module_without_blocks_says_that_no_plan_helps() -> None:
     with pytest.raises(
         UnsupportedError, match="at least 2 blocks of one kind, and this module has none"
     ):

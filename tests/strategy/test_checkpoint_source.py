@@ -138,7 +138,7 @@ def test_what_the_first_rank_sees_of_a_checkpoint_counts_for_all_ranks(tmp_path:
     assert cut.startswith("CorruptDataError: ")
 
 
-def test_one_process_is_told_what_it_cannot_read(tmp_path: Path) -> None:
+def test_the_error_in_one_process_says_what_it_cannot_read(tmp_path: Path) -> None:
     source = CheckpointSource(str(tmp_path / "absent.ckpt"), is_single_file=True)
     with pytest.raises(CorruptDataError, match=r"must be readable: FileNotFoundError: .*absent"):
         source.verify(ParallelMesh.single())

@@ -176,7 +176,9 @@ def test_last_goes_by_the_time_of_saving_and_follows_no_link_to_what_is_gone(
     assert load_metadata(str(trainer.ckpt_path))["global_step"] == 3
 
 
-def test_last_begins_anew_without_checkpoints_but_not_with_damaged_ones(tmp_path: Path) -> None:
+def test_last_starts_from_scratch_without_checkpoints_but_not_with_damaged_ones(
+    tmp_path: Path,
+) -> None:
     with pytest.warns(match="finds no complete checkpoint"):
         _, module = fit({}, 2, every_step(tmp_path), resume="last")
     assert len(module.losses) == 2
@@ -217,7 +219,7 @@ class Thing:
     """Something that only unpickling makes."""
 
 
-def test_objects_are_saved_with_a_warning_and_loaded_only_when_told(
+def test_objects_are_saved_with_a_warning_and_loaded_only_on_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Keeps(ModelCheckpoint):

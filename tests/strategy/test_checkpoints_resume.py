@@ -120,7 +120,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_layout_goes_on_with_equal_bits(name: str, ranks: list[dict[str, Any]]) -> None:
+def test_the_same_layout_continues_with_equal_bits(name: str, ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         whole, rest, whole_seen, rest_seen = found[name]
         assert len(whole) == STEPS

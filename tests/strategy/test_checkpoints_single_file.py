@@ -68,7 +68,7 @@ def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", chosen(list(CONFIGS), "gpt2", "experts"))
-def test_training_goes_on_between_ordinary_lightning_and_every_layout(
+def test_training_continues_between_ordinary_lightning_and_every_layout(
     kind: str, tmp_path: Path
 ) -> None:
     config = CONFIGS[kind]

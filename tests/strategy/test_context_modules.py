@@ -114,11 +114,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no mixing at all": (lambda: {"mix": nn.Linear(16, 16)}, "Plain has none."),
     "other architecture": (
         lambda: {"model": hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16)},
-        "'model' (OPTForCausalLM) is no language model of a supported family",
+        "'model' (OPTForCausalLM) is not a language model of a supported family",
     ),
     "other head": (
         lambda: {"model": hugging_face("LlamaForSequenceClassification")},
-        "'model' (LlamaForSequenceClassification) is no language model of a supported family",
+        "'model' (LlamaForSequenceClassification) is not a language model of a supported family",
     ),
     "setting": (
         lambda: {"model": hugging_face("LlamaForCausalLM", hidden_act="quick_gelu")},
@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "other head of an encoder": (
         lambda: {"model": hugging_face("BertForNextSentencePrediction")},
-        "'model' (BertForNextSentencePrediction) is no language model of a supported family",
+        "'model' (BertForNextSentencePrediction) is not a language model of a supported family",
     ),
     "attention inside an encoder": (
         lambda: {"model": decoder(), "other": encoder(OwnAttention())},

@@ -142,7 +142,7 @@ def test_an_old_library_is_refused():
 @pytest.mark.parametrize(
     ("device", "precision", "fp8", "words"),
     [
-        ("cpu", "bf16-mixed", None, "needs a GPU of NVIDIA: the device is cpu"),
+        ("cpu", "bf16-mixed", None, "needs an NVIDIA GPU: the device is cpu"),
         ("cuda", "32-true", None, "needs precision bf16-mixed or bf16-true: it is 32-true"),
         ("cuda", "16-mixed", "delayed", "needs precision bf16-mixed or bf16-true: it is 16-mixed"),
         ("cuda", "bf16-true", "mxfp8", r"fp8 \(mxfp8\).*says 'needs 10.0.'"),
@@ -196,7 +196,7 @@ def test_the_plugin_of_lightning_sets_library_and_recipe():
     ("options", "arguments", "words"),
     [
         ({}, {"replace_layers": False}, "replace_layers=False"),
-        ({"fp8": "tensorwise"}, {}, "fp8 .tensorwise. cannot be used beside.*Leave one"),
+        ({"fp8": "tensorwise"}, {}, "fp8 .tensorwise. cannot be used with.*Leave one"),
         (
             {},
             {"weights_dtype": torch.float16, "fallback_compute_dtype": torch.float16},
@@ -212,7 +212,7 @@ def test_plugins_that_cannot_be_followed_are_refused(options, arguments, words):
 
 def test_the_trainer_accepts_the_plugin_and_names_the_device():
     # The CPU is refused for itself, after the plugin was accepted.
-    with installed(), pytest.raises(ParallelPlanError, match="needs a GPU of NVIDIA"):
+    with installed(), pytest.raises(ParallelPlanError, match="needs an NVIDIA GPU"):
         trainer(1, MegatronStrategy(), plugins=plugin())
 
 

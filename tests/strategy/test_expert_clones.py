@@ -214,7 +214,7 @@ def test_a_fit_with_clones_equals_one_without(found: Any, pair: tuple[str, str])
 def test_the_table_of_a_fit_shows_what_clones_do_and_why(found: Any) -> None:
     rows = [line for text in found[0]["table"] for line in text.splitlines()]
     (clones,) = [re.split(r" {2,}", row.strip()) for row in rows if "clones of experts" in row]
-    assert clones == ["clones of experts", "at most 1 a rank", "of any number of rows on cpu"]
+    assert clones == ["clones of experts", "at most 1 per rank", "of any number of rows on cpu"]
     (transport,) = [row for row in rows if "expert transport" in row]
     assert "one_sided" in transport
     assert transport.endswith("to experts and their clones: expert_clones needs it")

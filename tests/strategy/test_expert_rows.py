@@ -133,7 +133,7 @@ def test_the_limit_grows_on_all_ranks_after_the_second_failure(
         assert ranks["twice"][1].factor == 1.21
 
 
-def test_a_fit_goes_on_after_a_step_that_was_run_again(found: list[dict[str, Any]]) -> None:
+def test_a_fit_continues_after_a_step_that_was_run_again(found: list[dict[str, Any]]) -> None:
     for ranks in found:
         without, resumed = ranks["resumed"]
         assert resumed.differences_from(without) == []

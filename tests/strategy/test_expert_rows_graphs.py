@@ -133,7 +133,7 @@ def test_graphs_run_first_and_are_captured_again_when_the_limit_has_grown(
         assert replays[7] > 0
 
 
-def test_a_fit_by_graphs_goes_on_after_steps_that_were_run_again(
+def test_a_fit_with_graphs_continues_after_steps_that_were_run_again(
     found: list[dict[str, SteeredRecord]],
 ) -> None:
     for ranks in found:

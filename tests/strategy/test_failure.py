@@ -89,7 +89,7 @@ def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
 
 
 @pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
-def test_leaving_in_order_is_no_failure(
+def test_leaving_in_order_is_not_a_failure(
     leaving: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = FailureWatch(0)
@@ -208,7 +208,7 @@ def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
     assert not ended
 
 
-def test_processes_that_this_one_kills_are_no_failure() -> None:
+def test_processes_that_this_one_kills_are_not_a_failure() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(60)")]
     children = Children(processes, 1, ended.append)

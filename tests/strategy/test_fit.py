@@ -207,7 +207,7 @@ def test_a_collate_function_may_cut_the_batch_itself() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_a_batch_that_is_no_multiple_of_the_microbatch_is_refused() -> None:
+def test_a_batch_that_is_not_a_multiple_of_the_microbatch_is_refused() -> None:
     with pytest.raises(
         ParallelPlanError, match="batch_size .4. of the training dataloader must be a multiple"
     ):
@@ -272,7 +272,7 @@ def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
         other.fit(Plain(), lines(), ckpt_path=tmp_path / "weights")
 
 
-def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="is neither"):
         trainer_of().fit(Plain(), lines(), ckpt_path=tmp_path)
 

@@ -166,7 +166,7 @@ def test_a_metric_is_logged_once_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")]
 )
-def test_what_is_no_scalar_is_refused(value: Any, words: str) -> None:
+def test_values_that_are_not_scalars_are_refused(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replay(lambda module, recorder: module.log("value", value))
 

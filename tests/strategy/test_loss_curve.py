@@ -41,7 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return messages
 
 
-def test_picture_lies_beside_the_metrics(tmp_path: Path) -> None:
+def test_the_plot_is_saved_next_to_the_metrics(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     logger = CSVLogger(tmp_path)
     fit(tmp_path, logger)

@@ -128,16 +128,16 @@ def test_the_table_is_printed_once_with_what_is_not_known_named(capsys: pytest.C
     callback = MemoryReport()
     fit(LargerLM(), callback)
     printed = capsys.readouterr().out
-    assert printed.count("stage 0 (MiB a rank)") == 1
+    assert printed.count("stage 0 (MiB per rank)") == 1
     assert callback.reports[0].table() in printed
     lines = {line.split("  ")[0]: line.split() for line in callback.reports[0].table().splitlines()}
     assert lines["peak"][-1] == "n/a"
     assert lines["peak"][1] != "n/a"
-    assert lines["bytes a parameter"][-2:] == ["18.00", "18.00"]
+    assert lines["bytes per parameter"][-2:] == ["18.00", "18.00"]
     with_peak = replace(callback.reports[0], peak=2 * callback.reports[0].estimate.peak)
     assert with_peak.ratio == 0.5
     assert "0.500" in with_peak.table()
-    assert "(GiB a rank)" in replace(with_peak, peak=2**31).table()
+    assert "(GiB per rank)" in replace(with_peak, peak=2**31).table()
 
 
 class Line(LightningModule):

@@ -250,7 +250,7 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
 
 
-def test_overlap_in_products_is_told_of_where_it_does_nothing() -> None:
+def test_overlap_in_products_is_reported_if_it_does_nothing() -> None:
     options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
         assert "has no effect" in notes_on(options, precision, kind)[-1]

@@ -73,7 +73,7 @@ def test_token_counts_of_a_device_stay_there() -> None:
 @pytest.mark.parametrize(
     "count", [-1, True, "3", float("nan"), torch.inf, torch.tensor(-2), torch.ones(2)]
 )
-def test_what_is_no_token_count_is_refused(count: Any) -> None:
+def test_values_that_are_not_token_counts_are_refused(count: Any) -> None:
     with pytest.raises(ValueError, match="num_tokens must be a number of tokens"):
         token_count_in({"num_tokens": count})
 

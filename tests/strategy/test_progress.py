@@ -54,7 +54,7 @@ def test_rate_leaves_out_pauses() -> None:
     assert rate.per_second == 200.0
 
 
-def test_rate_forgets_old_batches() -> None:
+def test_rate_ignores_old_batches() -> None:
     rate = TokenRate(window=2)
     rate.start(0.0)
     for end, tokens in ((10.0, 1), (11.0, 8), (12.0, 8)):

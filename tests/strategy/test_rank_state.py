@@ -80,7 +80,7 @@ def test_edited_values_of_a_rank_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["generators", "random", "dataloaders"])
-def test_a_fit_does_not_go_on_from_edited_values(
+def test_a_fit_does_not_continue_from_edited_values(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = RunCheckpoints._writer_on

@@ -161,7 +161,7 @@ def test_a_failure_of_this_rank_ends_the_graphs_or_the_fit() -> None:
     graphs, captures, _ = built(num_capturing=2)
     steps(graphs, captures, 3)
     captures.failure = text
-    words = f"CUDA graphs are off: rank 0 could not capture {text}. All ranks go on eagerly."
+    words = f"CUDA graphs are off: rank 0 could not capture {text}. All ranks continue eagerly."
     with pytest.warns(SpeedWarning, match=re.escape(words)):
         steps(graphs, captures)
     assert graphs.is_off

@@ -32,7 +32,7 @@ GPU = torch.device("cuda", 0)
 
 def rows_of(output: str, ranks: str = "rank 0") -> dict[str, tuple[str, str]]:
     """Return the rows of the one table in a program's output: value and reason by subject."""
-    title = rf"^This fit runs on \({ranks}\):\n"
+    title = rf"^Choices of this fit \({ranks}\):\n"
     (table,) = re.findall(rf"{title}((?:  .*\n)+)", output, re.MULTILINE)
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
     found = {subject: (value, reason) for subject, value, reason in rows}
@@ -75,7 +75,7 @@ def test_a_script_shows_the_choices_of_experts_once() -> None:
     experts = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
     whole = TinyLM(experts=experts, mlp_bias=False)
     whole.configure_model()
-    found = re.search(r"this one ([\d,]+) of its ([\d,]+) parameters$", rows["layout"][1])
+    found = re.search(r"this rank holds ([\d,]+) of ([\d,]+) parameters$", rows["layout"][1])
     assert found is not None, rows["layout"][1]
     here, everywhere = (int(number.replace(",", "")) for number in found.groups())
     assert everywhere == num_elements(whole)
@@ -229,7 +229,7 @@ def test_blocks_of_other_packages_run_both_halves_of_a_backward_pass_as_one() ->
     module.configure_model()
     parallelize(module, mesh_of(pp=2), None, BLOCKS)
     (choice,) = run_table.whole_backward_choices(module)
-    assert (choice.subject, choice.value) == ("backward of body.blocks", "both halves as one")
+    assert (choice.subject, choice.value) == ("backward of body.blocks", "not split into halves")
     assert choice.reason == "Linear computes the gradients of its inputs and its weights at once"
     assert not run_table.whole_backward_choices(small_gpt())
 

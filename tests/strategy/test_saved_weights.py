@@ -197,7 +197,7 @@ def test_names_of_one_parameter_are_changed_alike_or_refused(tmp_path: Path) -> 
         trainer.save_checkpoint(tmp_path / "other")
 
 
-def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_values_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"'number' is a int.*key of their own"):
         saved(adds_a_number, tmp_path, {}, 1)
 
@@ -212,7 +212,7 @@ class Extra(Tied):
         raise AssertionError("no checkpoint has it")
 
 
-def test_a_state_that_is_no_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
+def test_a_state_that_is_not_a_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
     trainer, module = trainer_of({}, 1, 1), Extra()
     trainer.fit(module, DataLoader(torch.ones(2, 4).double(), batch_size=2))
     with pytest.warns(

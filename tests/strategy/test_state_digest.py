@@ -138,7 +138,7 @@ def test_what_cannot_be_sent_is_named_and_the_rest_is_sent(
     assert [place[2] for place in unpack(data, module, torch.device("cpu")).changed] == ["count"]
 
 
-def test_communication_is_no_change_of_a_layer_that_holds_the_mesh() -> None:
+def test_communication_is_not_a_change_of_a_layer_that_holds_the_mesh() -> None:
     module, mesh = TinyLM(), last_of_two_stages()
     module.drop = torch.nn.Dropout()
     module.drop.mesh, module.drop.axis = mesh, mesh.tp

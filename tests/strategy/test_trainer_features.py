@@ -119,7 +119,7 @@ def test_a_feature_behaves_as_under_lightnings_own_strategy(
 
 
 @pytest.mark.parametrize("saved_by", ["pp2", "tp2pp2", "one"])
-def test_training_goes_on_in_another_layout(results: Results, saved_by: str) -> None:
+def test_training_continues_in_another_layout(results: Results, saved_by: str) -> None:
     assert not differences(
         results["plain"][0]["resume"], results["others"][0]["continue_others"][saved_by]
     )

@@ -121,7 +121,7 @@ def _with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> l
     return [first, run(graphs, devices, ckpt_path=loads.path, max_steps=8, **options)]
 
 
-def test_updates_are_captured_again_after_a_load_and_go_on_after_a_resume(
+def test_updates_are_captured_again_after_a_load_and_continue_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = _with_a_load(None, tmp_path / "eager")
@@ -313,9 +313,7 @@ class FailsToStep(Callback):
 
 @pytest.mark.parametrize("settings", [SEGMENTS, FULL], ids=["segments", "full"])
 def test_a_failed_capture_of_a_step_leaves_the_update_captured(settings: CudaGraphs) -> None:
-    words = (
-        "CUDA graphs of steps are off: rank 0 .*no memory.* update of the parameters has a graph"
-    )
+    words = "CUDA graphs of steps are off: rank 0 .*no memory.* update of the parameters keeps its own graph"
     with pytest.warns(SpeedWarning, match=words):
         found = run(settings, callbacks=(FailsToStep(),))
     assert differences(found, run(None)) == []

@@ -316,7 +316,7 @@ def test_memory_that_cannot_be_trained_is_refused_by_name(act: Act, message: str
     assert "data" not in vars(nn.Parameter)
 
 
-def test_what_nobody_wrote_keeps_its_precision() -> None:
+def test_weights_that_are_not_written_keep_their_precision() -> None:
     """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are
     read and copied.
     """

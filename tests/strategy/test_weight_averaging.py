@@ -86,7 +86,7 @@ def saved(path: str | Path, prefix: str) -> dict[str, Tensor]:
     }
 
 
-def test_averages_equal_those_of_lightning_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+def test_averages_equal_those_of_lightning_and_continue_from_a_checkpoint(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
     ours, _ = fit({}, 1, STEPS, tmp_path / "ours")
     close: State = {"rtol": 0, "atol": 1e-12}
@@ -108,7 +108,7 @@ def test_averages_equal_those_of_lightning_and_go_on_from_a_checkpoint(tmp_path:
         )
 
 
-def test_averages_go_on_between_single_files_and_directories(tmp_path: Path) -> None:
+def test_averages_continue_between_single_files_and_directories(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
     fit({}, 1, BETWEEN, tmp_path / "ours")
     consolidate(tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "file.ckpt")

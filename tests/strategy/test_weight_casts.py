@@ -192,9 +192,9 @@ def test_the_table_says_how_often_weights_are_cast() -> None:
         (choice,) = _cast_choices(module, strategy.options)
         return choice.value, choice.reason
 
-    kept = "kept until its end, in 2 bytes for each weight in 8 bits"
-    assert row() == ("once for a batch of several microbatches", kept)
-    assert row("batch") == ("once for a batch", kept)
+    kept = "kept until its end, 2 bytes for each FP8 weight"
+    assert row() == ("once per batch of several microbatches", kept)
+    assert row("batch") == ("once per batch", kept)
     assert row("microbatch") == ("for each product", "asked for (cast_weights)")
     assert row(cuda_graphs=SEGMENTS) == (
         "for each product",

@@ -252,7 +252,7 @@ def gradient_hook(model: Any) -> None:
             other_setting,
             r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0",
         ),
-        (head_with_bias, r"'lm_head.bias' left over"),
+        (head_with_bias, r"'lm_head.bias' unexpected"),
         (wrong_shape, r"'lm_head.weight'"),
         (other_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
         (

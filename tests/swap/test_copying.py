@@ -46,7 +46,7 @@ def test_a_part_that_cannot_be_read_is_an_error_of_the_caller() -> None:
         copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
 
 
-def test_nothing_to_copy_is_no_error() -> None:
+def test_nothing_to_copy_is_not_an_error() -> None:
     copy_all([], TensorsInMemory({}))
 
 

@@ -217,7 +217,7 @@ def test_edits_of_headers_are_named(edit: str, tmp_path: Path) -> None:
         b'"\\ud800"',
     ],
 )
-def test_headers_that_are_no_such_json_are_refused(header: bytes, tmp_path: Path) -> None:
+def test_headers_that_are_not_such_json_are_refused(header: bytes, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(joined(header, bytes(8)))
     with pytest.raises(CorruptDataError, match=str(tmp_path)):
         SafetensorsFolder(tmp_path)
@@ -332,7 +332,7 @@ def test_links_lead_to_the_cache_of_hugging_face_and_not_elsewhere(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, INDEX, FILES[0]])
-def test_what_is_no_file_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_refused_without_waiting(name: str, tmp_path: Path) -> None:
     place = indexed if name != WEIGHTS else single
     place(tmp_path)
     for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)):

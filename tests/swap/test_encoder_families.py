@@ -61,7 +61,7 @@ def opened(architecture: str, folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_dict_comes_back_bit_for_bit(case: str) -> None:
+def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
     twin = encoder_of(case)
     model = loaded(case, twin)
     back = dict(foreign_tensors(full_tensors(model).items(), family_of_case(case), model.config))
@@ -170,7 +170,7 @@ def test_the_log_says_which_head_is_new(tmp_path: Path) -> None:
     assert "'classifier.bias', 'classifier.weight' are not in" in record.note
 
 
-def test_a_missing_layer_is_no_head(tmp_path: Path) -> None:
+def test_a_missing_layer_is_not_a_head(tmp_path: Path) -> None:
     twin, family = encoder_of("bert"), family_of("BertForSequenceClassification")
     state = {
         name: tensor
@@ -186,7 +186,7 @@ def test_a_missing_layer_is_no_head(tmp_path: Path) -> None:
         CheckpointMismatchError, match=r"'classifier.bias', 'classifier.weight' missing"
     ):
         load_from(model, twin.state_dict(), family)
-    with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' left over"):
+    with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' unexpected"):
         load_from(model, {**twin.state_dict(), "extra": torch.ones(2)}, family, 1)
 
 

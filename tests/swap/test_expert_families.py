@@ -162,7 +162,7 @@ def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_comes_back(
+def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_restored(
     case: str, tmp_path: Path
 ) -> None:
     twin, family, config = twin_of(case), family_of(CASES[case][0]), ours(case)
@@ -232,7 +232,7 @@ def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
 
 
-def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+def test_a_folder_becomes_a_checkpoint_and_is_restored(tmp_path: Path) -> None:
     folder = stored(twin_of("mixtral"), tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
@@ -303,7 +303,7 @@ def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
         ((5, 41, 24), r"'model.layers.0.mlp.experts.gate_up_proj' has shape \(5, 41, 24\)"),
         ((40,), r"2 parts must have experts and equally many rows for each: .* has shape \(40,\)"),
         ((4, 40, 24), r"'model.layers.0.block_sparse_moe.experts.4.w1.weight'.* missing"),
-        ((6, 40, 24), r"'model.layers.0.block_sparse_moe.experts.5.w1.weight'.* left over"),
+        ((6, 40, 24), r"'model.layers.0.block_sparse_moe.experts.5.w1.weight'.* unexpected"),
         ((5, 38, 24), r"w1.weight' \(19, 24\) instead of \(20, 24\)"),
     ],
 )
@@ -371,7 +371,7 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(
+def test_biases_of_experts_are_loaded_and_written_in_float32_next_to_half_types(
     tmp_path: Path,
 ) -> None:
     family = family_of("deepseek_v3")

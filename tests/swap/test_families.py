@@ -33,7 +33,7 @@ def loaded(case: str, twin: nn.Module) -> GPT:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_dict_comes_back_bit_for_bit(case: str) -> None:
+def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
     twin = twin_of(case)
     model = loaded(case, twin)
     ours = full_tensors(model)
@@ -137,7 +137,7 @@ def test_earlier_names_of_gpt_neox_are_read() -> None:
     ("change", "message"),
     [
         ({"model.norm.weight": None}, "'model.norm.weight' missing"),
-        ({"model.extra.weight": torch.ones(2)}, "'model.extra.weight' left over"),
+        ({"model.extra.weight": torch.ones(2)}, "'model.extra.weight' unexpected"),
         ({"model.norm.weight": torch.ones(5)}, r"'model.norm.weight' \(5,\) instead of \(48,\)"),
         ({"lm_head.weight": None}, "'lm_head.weight' missing"),
         (

@@ -80,7 +80,7 @@ def recursive() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.architecture)
-def test_odd_values_give_a_configuration_or_an_error_of_ours(family: Any) -> None:
+def test_odd_values_give_a_configuration_or_an_error_of_this_package(family: Any) -> None:
     base = getattr(transformers, family.architecture).config_class().to_dict()
     names = sorted(family.config.names | IRRELEVANT)
     for seed in range(60):
@@ -139,7 +139,7 @@ def test_every_field_that_a_table_reads_has_a_kind() -> None:
 
 
 @pytest.mark.parametrize("config", [None, [], "x", 3, {1: 2}, {None: 1}])
-def test_what_is_no_mapping_of_fields_is_refused(config: Any) -> None:
+def test_values_that_are_not_mappings_of_fields_are_refused(config: Any) -> None:
     with pytest.raises(
         CheckpointMismatchError, match="a Llama configuration must be a mapping of fields"
     ):

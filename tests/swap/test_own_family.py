@@ -83,5 +83,5 @@ def test_a_family_of_an_installed_package_is_known(tmp_path: Path) -> None:
     assert package(tmp_path, "tests.swap.stablelm:STABLELM") == "stablelm stablelm"
 
 
-def test_an_entry_point_that_is_no_family_is_refused(tmp_path: Path) -> None:
+def test_an_entry_point_that_is_not_a_family_is_refused(tmp_path: Path) -> None:
     assert "stablelm (json:dumps) is a function" in package(tmp_path, "json:dumps")

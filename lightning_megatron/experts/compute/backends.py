@@ -65,7 +65,7 @@ class Loop:
         for slot, group in zip(slots, _groups(ends), strict=True):
             slot.add_product(grad[group], rows[group])
 
-    # Products of homes, whose groups come first, and of clones, whose weights are another stack.
+    # Products of homes, whose groups come first, and of clones, whose weights are in another stack.
 
     @classmethod
     def output_of_both(
@@ -181,7 +181,7 @@ class Bundled(GroupedMM):
         *,
         keep: bool,
     ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
-        """Return SwiGLU of the product, times probabilities, and the product itself if it is kept.
+        """Return SwiGLU of the product times probabilities, and the product itself if it is kept.
 
         The product of rows and transposed weights is rounded before the activation in both cases.
         """
@@ -260,7 +260,7 @@ class Bundled(GroupedMM):
         *,
         keep: bool,
     ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
-        """Return what :meth:`swiglu` does, for the rows of homes, then of clones."""
+        """Return the result of :meth:`swiglu` for the rows of homes, then of clones."""
         result, kept = cls.swiglu(rows, homes, probabilities, ends[: len(homes)], keep=keep)
         stack = _rows_apart(clones.to(rows.dtype))
         launch_swiglu(result, kept, rows, stack, probabilities, ends, len(homes))

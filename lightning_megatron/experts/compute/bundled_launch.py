@@ -60,7 +60,7 @@ def launch_swiglu(
     ends: Int[Tensor, "_"],
     first_group: int = 0,
 ) -> None:
-    """Launch the product with SwiGLU behind it, as :func:`launch` does.
+    """Launch the product fused with SwiGLU, as :func:`launch` does.
 
     Args:
         result: Tensor of SwiGLU of the product, times probabilities.

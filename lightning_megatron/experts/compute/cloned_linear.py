@@ -24,7 +24,7 @@ Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor, Tensor], Tensor]
 
 
 class CloneSource(Protocol):
-    """Interface of the way of one matrix of experts to their clones here, and of gradients back.
+    """Transfer of one matrix of experts to their clones on this rank, and of gradients back.
 
     All ranks call the methods in the same order, whatever the plan is.
     """
@@ -34,7 +34,8 @@ class CloneSource(Protocol):
         """Return the tensors of the plan that the methods read."""
 
     def following(self, *plan: Int[Tensor, "..."]) -> CloneSource:
-        """Return the way for another plan, such as the one that a recomputation has made again.
+        """Return the transfer for another plan, such as the one that a recomputation has computed
+        again.
 
         Args:
             plan: Tensors in the order of :attr:`plan`.
@@ -84,19 +85,19 @@ def cloned_linear(
 
     Equal to :func:`~lightning_megatron.experts.compute.grouped_linear.grouped_linear` with the
     weights of all homes and then of all clones. The gradient of an expert is complete, and reported
-    to its slot once, after its clones on other ranks have given theirs back.
+    to its slot once, after its clones on other ranks have returned theirs.
 
-    The backward pass fetches the weights of clones again instead of keeping them. It computes the
-    gradients of weights at once, also if slots have a queue for them, because other ranks wait for
-    those of clones. The weights of all ranks are trained, or all are frozen.
+    The backward pass fetches the weights of clones again instead of keeping them. It computes
+    weight gradients at once, even if slots have a queue for them, because other ranks wait for
+    those of clones. The weights of all ranks must be trained, or all frozen.
 
     Args:
         rows: Rows sorted by group: first the homes, then the clones.
         weights: One weight for each home.
         ends: Index one past the last row of each group.
-        clones: Way of weights and gradients between homes and clones.
+        clones: Transfer of weights and gradients between homes and clones.
         backend: Backend of the product; None asks :func:`choose_backend`.
-        recipe: How the backward pass makes the rows again; None keeps them.
+        recipe: How the backward pass recomputes the rows; None keeps them.
 
     Communication: that of ``clones``: one fetch in the forward pass, a fetch and a return of
         gradients in the backward pass.
@@ -136,11 +137,11 @@ def cloned_swiglu(
         weights: One weight for each home.
         probabilities: Factor of each row, in float32.
         ends: Index one past the last row of each group.
-        clones: Way of weights and gradients between homes and clones.
-        recipe: How the backward pass makes the rows again; None keeps them.
+        clones: Transfer of weights and gradients between homes and clones.
+        recipe: How the backward pass recomputes the rows; None keeps them.
 
     Returns:
-        The result, and how to make it again from the product that is kept; None without gradients.
+        The result, and how to recompute it from the product that is kept; None without gradients.
 
     Raises:
         UnsupportedError: If the Triton kernels of the backward pass are not available.
@@ -201,7 +202,7 @@ class _ClonedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[6:]) or all(slot is not None for slot in ctx.slots):
-            # First: rows that were made again need no memory beside the next gradient.
+            # First, so that recomputed rows need no memory at the same time as the next gradient.
             rows = ctx.make_rows(*tensors[last:])
             grad_weights = _weight_gradients(ctx, clones, grad, rows, ends, weights)
             del rows
@@ -220,7 +221,7 @@ def _weight_gradients(
     ends: Tensor,
     weights: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Compute the gradients of homes and clones; return those of homes that autograd hands on."""
+    """Compute the gradients of homes and clones; return those of homes that autograd passes on."""
     needed = ctx.needs_input_grad[6:]
     slots = [slot for slot in ctx.slots if slot is not None]
     grad_weights: list[Tensor | None] = [None] * len(weights)

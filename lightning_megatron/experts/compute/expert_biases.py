@@ -31,8 +31,8 @@ def add_expert_biases(
     """Add to each row, in place, the bias of its expert times the row's factor.
 
     Equal to ``rows[ends[e - 1]:ends[e]] += factors[ends[e - 1]:ends[e], None] * biases[e]`` for
-    every expert ``e``. The sums, forward and backward, are products with the matrix of which row
-    belongs to which expert: one kernel each, whose order of sums is fixed. Rows past the last end
+    every expert ``e``. Forward and backward are products with a membership matrix of rows and
+    experts: one kernel each, whose order of summation is fixed. Rows past the last end
     are not changed, and their gradients are undefined and reach no bias.
 
     Args:
@@ -70,7 +70,7 @@ class _AddBiases(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ends, factors, *biases = ctx.saved_tensors
         member = members(ends, len(grads[0]))
-        # Rows past the last end may hold anything, which no product makes zero.
+        # Rows past the last end may hold NaN, which a product with zero does not remove.
         is_row = member.any(-1, keepdim=True)
         grad = grads[0][:, ctx.columns].masked_fill(~is_row, 0)
         of_factors = None
@@ -86,7 +86,7 @@ class _AddBiases(torch.autograd.Function):
 
 
 def members(ends: Int[Tensor, "experts"], num_rows: int) -> Bool[Tensor, "{num_rows} experts"]:
-    """Return which row belongs to which expert.
+    """Return the membership matrix of rows and experts.
 
     Args:
         ends: Index one past the last row of each expert.
@@ -124,7 +124,7 @@ def _whole(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices; half types are not rounded to, if the device can."""
+    """Multiply matrices; if the device supports it, the result is not rounded to a half type."""
     if left.is_cuda and left.dtype in HALF_TYPES:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right

@@ -61,7 +61,7 @@ def grouped_linear(
         weights: One weight for each group.
         ends: Index one past the last row of each group.
         backend: Backend of the product; None asks :func:`choose_backend` at each call.
-        recipe: How the backward pass makes the rows again; None keeps them. ``torch.compile``
+        recipe: How the backward pass recomputes the rows; None keeps them. ``torch.compile``
             decides itself what to keep.
     """
     weights = tuple(weights)
@@ -102,10 +102,10 @@ def grouped_swiglu(
         weights: One weight for each group.
         probabilities: Factor of each row, in float32.
         ends: Index one past the last row of each group.
-        recipe: How the backward pass makes the rows again; None keeps them.
+        recipe: How the backward pass recomputes the rows; None keeps them.
 
     Returns:
-        The result, and how to make it again from the product that is kept; None without gradients.
+        The result, and how to recompute it from the product that is kept; None without gradients.
 
     Raises:
         UnsupportedError: If the Triton kernels of the backward pass are not available.
@@ -131,7 +131,7 @@ def grouped_swiglu(
 
 
 def require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
-    """Return the fused kernels that compute the gradients of SwiGLU behind a product.
+    """Return the fused kernels that compute the gradients of SwiGLU after a product.
 
     Raises:
         UnsupportedError: If they do not support the rows.
@@ -163,7 +163,7 @@ def weighted_activation(
         activation: Activation, one of those of ``layers.mlp``.
 
     Returns:
-        The result, and how to make it again from what its gradients need; None inside
+        The result, and how to recompute it from the tensors that its gradients need; None inside
         ``torch.compile``.
     """
     kernels = fused_kernels(inner) if activation in _FUSED else None
@@ -198,7 +198,7 @@ def _differentiable_product(
         ends: Index one past the last row of each group.
         backend: Backend that computes the gradients.
         output: Function that computes the output.
-        recipe: How the backward pass makes the rows again; None keeps them.
+        recipe: How the backward pass recomputes the rows; None keeps them.
     """
     rows = rows.contiguous()
     slots: list[GradientSlot] = []
@@ -252,7 +252,8 @@ class _IntoSlots(torch.autograd.Function):
                 "the optimizer after the backward pass."
             )
         grad = grads[0].contiguous()
-        # Weight gradients first: rows that were made again need no memory beside the next gradient.
+        # Weight gradients first, so that recomputed rows need no memory at the same time as the
+        # next gradient.
         _add_or_queue(ctx.backend, grad, ctx.make_rows(*kept), ends, ctx.slots)
         grad_rows = None
         if ctx.needs_input_grad[0]:

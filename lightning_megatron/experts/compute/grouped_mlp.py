@@ -66,8 +66,8 @@ class ExpertWeight(nn.Module):
     ) -> None:
         super().__init__()
         drawn = initializer or Initializer.normal()
-        # Before the weight: flat buffers put all biases of a layer in the place of the first one,
-        # where they do not come between the weights.
+        # Before the weight, because flat buffers put all biases of a layer in the place of the
+        # first one: there they do not separate the weights.
         self.bias = None
         if bias is not None:
             self.bias = _of_expert(sharded_parameter((out_features,), bias, ZEROS))
@@ -106,9 +106,8 @@ class GroupedMLP(nn.ModuleDict):
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or their inner features by etp.
 
-    Communication: that of clones, and none without them. With etp above 1 the outputs are partial
-        sums, which the dispatcher reduces.
-    Source: Shazeer et al. 2017; Shazeer 2020 (gates).
+    Communication: that of clones; none without them. With etp above 1 the outputs are partial sums,
+        which the dispatcher reduces. Source: Shazeer et al. 2017; Shazeer 2020 (gates).
     """
 
     def __init__(
@@ -190,9 +189,9 @@ class GroupedMLP(nn.ModuleDict):
             probabilities: Factor of each row's output.
             ends: Index one past the last row of each local expert, then of each clone (int32, on
                 the device).
-            clones: Ways of the first and of the second matrix between homes and clones; None means
-                that this rank has no places for clones.
-            rows_again: How the backward pass makes the rows again; None keeps them.
+            clones: Transfers of the first and of the second matrix between homes and clones; None
+                means that this rank has no places for clones.
+            rows_again: How the backward pass recomputes the rows; None keeps them.
 
         Raises:
             UnsupportedError: If experts with biases have clones.

@@ -1,4 +1,4 @@
-"""Grouped products as custom operators of torch, for whatever traces or records operators."""
+"""Grouped products as custom operators of torch, for tracing and recording of operators."""
 
 from __future__ import annotations
 

@@ -45,10 +45,9 @@ def attach_loss(
       in flight together need one tensor each, unless the tensor is written before each backward
       pass.
     * ``loss`` is this rank's part under the rule in the docstring of ``experts.routing.balance``.
-    Weights
-      that see only this rank's tokens are ``partial``, and gradients are averaged over the data
-      group. The loss is attached once on every tp rank. Without sequence parallelism, too, each tp
-      rank computes the whole gradient of its replicated parameters.
+      Weights that see only this rank's tokens are ``partial``, and gradients are averaged over the
+      data group. The loss is attached once on every tp rank. Without sequence parallelism, too,
+      each tp rank computes the whole gradient of its replicated parameters.
 
     Args:
         x: Activation that the main loss depends on.

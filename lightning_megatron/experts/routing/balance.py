@@ -1,8 +1,8 @@
 """Load balancing of experts: the auxiliary loss, counts of routed tokens and bias updates.
 
-The tokens of a microbatch are spread over the cp ranks and, under sequence parallelism, over the tp
-ranks. Each function here returns this rank's part of a loss. Parts are combined as gradients are:
-summed over tp under sequence parallelism, and averaged over the data group (dp x cp). Without
+The tokens of a microbatch are divided over the cp ranks and, under sequence parallelism, over the
+tp ranks. Each function here returns this rank's part of a loss. Parts are combined as gradients
+are: summed over tp under sequence parallelism, and averaged over the data group (dp x cp). Without
 sequence parallelism all tp ranks have the same tokens and the same loss. If the caller reduces the
 weights' gradients by this rule, the gradients of the parts are correct. The same rule gives the
 value to log.

@@ -30,7 +30,8 @@ from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
-#: Function that returns the ways of the first and of the second matrix between homes and clones.
+#: Function that returns the transfers of the first and of the second matrix between homes and
+#: clones.
 SourcesOfClones = Callable[[PlacedClones], Sequence[CloneCollectives | PeerSource]]
 
 
@@ -42,8 +43,8 @@ class TransportChoice:
         dispatcher: Dispatcher that moves tokens to experts.
         transport: Transport over ep.
         reason: Reason for the choice, for the log.
-        clone_sources: Function that returns the ways of the first and of the second matrix between
-            homes and the clones of a microbatch; None without places for clones.
+        clone_sources: Function that returns the transfers of the first and of the second matrix
+            between homes and the clones of a microbatch; None without places for clones.
     """
 
     dispatcher: Dispatcher
@@ -73,12 +74,12 @@ def choose_transport(
 ) -> TransportChoice:
     """Choose the transport of a layer's tokens.
 
-    An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
-    ``top_k / ep`` times as many rows. One-sided puts send only the tokens of the rank's
-    experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
-    access, unless the all-gather can overlap with a shared expert. A limit on the rows of experts
-    needs one of these two, because an all-to-all has exactly the rows that come. Beside clones
-    "auto" means puts, which also move the weights of clones.
+    An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends ``top_k
+    / ep`` times as many rows. One-sided puts send only the tokens of the rank's experts, with the
+    static sizes of an all-gather. They replace the all-gather on GPUs with peer access, unless the
+    all-gather can overlap with a shared expert. A limit on the rows of experts needs one of these
+    two, because the buffers of an all-to-all have exactly the received rows. With clones "auto"
+    means puts, which also move the weights of clones.
 
     Args:
         num_experts: Number of experts of the layer.
@@ -87,15 +88,15 @@ def choose_transport(
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
         clones: Places for clones of busy experts; None means none.
-        matrices: Function that returns each matrix of all experts at home on this rank. Only clones
-            need it, and only where GPUs put weights into each other's memory.
+        matrices: Function that returns each matrix of all experts at home on this rank. It is
+            needed only for clones, and only if GPUs put weights into each other's memory.
         limit: Limit on the rows of a rank's experts; None without one.
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or a rank has more places for clones
             than other ranks have experts.
-        UnsupportedError: If puts are requested, or "auto" stands beside clones, and the GPUs have
-            no peer access.
+        UnsupportedError: If puts are requested, or "auto" with clones, and the GPUs have no peer
+            access.
 
     Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
         where puts may be chosen.
@@ -129,7 +130,7 @@ def _with_clones(
     settings: CloneSettings,
     matrices: Matrices | None,
 ) -> tuple[Dispatcher, SourcesOfClones]:
-    """Return the dispatcher to homes and clones, and the way of weights: puts beside puts."""
+    """Return the dispatcher to homes and clones, and the transfers of weights: puts with puts."""
     if isinstance(inner, OneSidedDispatcher) and isinstance(inner.transfer, Puts):
         assert matrices is not None, "weights are put by their homes"
         kernels = inner.transfer.kernels
@@ -151,7 +152,7 @@ def _innermost(dispatcher: Dispatcher) -> Dispatcher:
 
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
-    """Return the transport over ep beside clones, and the reason for it."""
+    """Return the transport over ep with clones, and the reason for it."""
     reason = why_no_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
     if reason is not None:
         raise UnsupportedError(

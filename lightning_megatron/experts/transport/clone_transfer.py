@@ -18,8 +18,8 @@ from lightning_megatron.shapes import Bool, Float, Int
 class CloneCollectives:
     """Transfers by all-to-alls, whose sizes do not depend on the plan.
 
-    Every rank sends every other rank a matrix for each of its places, so that ``ep - 1`` times as
-    much moves as clones need. In exchange nothing is read by the host.
+    Every rank sends every other rank a matrix for each of its places, ``ep - 1`` times as much as
+    clones need. In exchange the host reads nothing.
 
     Args:
         axis: Axis of the ranks (ep).
@@ -39,7 +39,7 @@ class CloneCollectives:
         return (self.owners,)
 
     def following(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
-        """Return the way for owners that a recomputation has planned again."""
+        """Return the transfer for owners that a recomputation has planned again."""
         (owners,) = plan
         return replace(self, owners=owners)
 
@@ -82,12 +82,13 @@ class CloneCollectives:
         local, is_home = self._homes()
         result = received.new_zeros((self.layout.homes, *received.shape[1:]))
         for place, gradient in enumerate(received.where(_wide(is_home, received), 0).split(1)):
-            # One by one, because a GPU adds several to one home in any order.
+            # One by one, because a GPU would add several gradients to one home in an undefined
+            # order.
             result.index_add_(0, local[place : place + 1], gradient)
         return result
 
     def _homes(self) -> tuple[Int[Tensor, "all_places"], Bool[Tensor, "all_places"]]:
-        """Return the number of every place's owner on this rank, and whether it is at home here."""
+        """Return the local index of every place's owner, and whether it is at home on this rank."""
         owners = self.owners
         homes = self.layout.homes
         local = owners - self.axis.rank * homes

@@ -20,14 +20,14 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True)
 class PlacedClones:
-    """Clones of one layer and microbatch, and the selections that go to them, on the device.
+    """Clones of one layer and microbatch, and the selections that are sent to them, on the device.
 
     Equal to :class:`~lightning_megatron.plan.cloning.ClonePlan`. All tensors are int64.
 
     Args:
         layout: The homes and places.
         owners: Expert that is cloned in every place; -1 means none.
-        amounts: Number of selections that go to every place (selections).
+        amounts: Number of selections that are sent to every place (selections).
         off: Number of selections that every rank sends to every place (selections).
         rows: Number of rows that every rank computes, homes and clones (rows).
     """
@@ -42,14 +42,14 @@ class PlacedClones:
 def place_clones(
     counts: Int[Tensor, "ranks experts"], places: int, min_rows: int = 0
 ) -> PlacedClones:
-    """Return the clones that even out the rows of ranks.
+    """Return the clones that balance the rows of ranks.
 
     Equal to :func:`~lightning_megatron.plan.cloning.plan_clones`.
 
     Args:
         counts: Number of selections of every expert by the tokens of every rank (selections).
         places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is made (selections).
+        min_rows: Smallest number of selections for which a clone is created (selections).
 
     Raises:
         ParallelPlanError: If the sizes do not fit together.
@@ -75,7 +75,7 @@ def place_by_torch(
     is_kept = amounts >= max(min_rows, 1)
     owners = owners.where(is_kept, NO_EXPERT)
     amounts = amounts.where(is_kept, 0)
-    # A place without an owner moves nothing, so that rank 0 may stand for the owner's.
+    # A place without an owner moves nothing, so rank 0 can be used as the owner's rank.
     homes = owners.clamp(min=0) // layout.homes
     arrived = amounts.unflatten(0, (layout.num_ranks, layout.places)).sum(1)
     rows = (load + arrived).index_add(0, homes, -amounts)
@@ -150,7 +150,7 @@ def _kernels(tensor: Int[Tensor, "..."], layout: ExpertPlaces) -> ModuleType | N
 def _surplus(
     by_rank: Int[Tensor, "ranks homes"], mean: Int[Tensor, ""]
 ) -> Int[Tensor, "ranks*homes"]:
-    """Return how many selections of every expert are to leave its rank, light experts last."""
+    """Return how many selections of every expert should leave its rank, light experts last."""
     totals, order = by_rank.sort(dim=1, stable=True)
     over = (totals.cumsum(1) - mean).clamp(min=0)
     leaving = over.diff(dim=1, prepend=torch.zeros_like(over[:, :1]))
@@ -165,8 +165,8 @@ def _assign(
     owners = surplus.new_full((layout.num_places,), NO_EXPERT)
     amounts = torch.zeros_like(owners)
     for _ in range(layout.num_places):
-        # Of equals argmax returns the first. As tensors of one element both serve as indices
-        # without the host reading them.
+        # Of equal values argmax returns the first. As tensors of one element both are indices that
+        # the host does not read.
         rank = room.where(free > 0, -1).argmax(0, keepdim=True)
         expert = surplus.argmax(0, keepdim=True)
         amount = torch.minimum(room[rank], surplus[expert])
@@ -186,15 +186,17 @@ def _divide(
 ) -> Int[Tensor, "ranks places"]:
     """Return how many selections every rank sends to every place.
 
-    Each rank sends an equal part, and the ranks in order what is then missing.
+    Each rank sends the same fraction of its selections, rounded down, and the first ranks send the
+    remainder.
     """
-    # A place without an owner moves nothing, so that expert 0 may stand for it.
+    # A place without an owner moves nothing, so expert 0 can be used as its owner.
     expert = owners.clamp(min=0)
     own = counts[:, expert]
     first = own * amounts // own.sum(0).clamp(min=1)
     left = (counts.index_add(1, expert, -first))[:, expert]
     missing = amounts - first.sum(0)
-    # The places of one owner lie on a line in their order, and so does what ranks have left.
+    # The places of one owner, in order, and the remaining selections of ranks form intervals on one
+    # line.
     is_before = (owners == owners.unsqueeze(1)).tril()
     place_end = torch.where(is_before, missing, 0).sum(1)
     rank_end = left.cumsum(0)

@@ -20,7 +20,7 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True)
 class CloningDispatcher:
-    """Dispatcher that gives another one physical experts: homes and places of clones.
+    """Dispatcher that passes physical experts (homes and places of clones) to another dispatcher.
 
     All ranks plan the same clones from the counts of all ranks. Probabilities stay those of the
     selected experts, so the router and its losses do not see the clones.
@@ -73,7 +73,7 @@ class CloningDispatcher:
         return replace(self.inner.receive(sent), clones=sent.clones)
 
     def rows_again(self, dispatched: Dispatched) -> Recipe | None:
-        """Return how the inner dispatcher makes the rows again."""
+        """Return how the inner dispatcher recomputes the rows."""
         return self.inner.rows_again(dispatched)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:

@@ -48,9 +48,9 @@ class Dispatcher(Protocol):
 
     The steps are :meth:`prepare`, :meth:`send`, :meth:`receive`, the experts, :meth:`send_back` and
     :meth:`combine`. The sizes in the first and the last step follow from input shapes, and the host
-    waits for nothing. A dispatcher has no state: all that a step needs is in the result of the one
-    before. Computation between :meth:`send` and :meth:`receive` overlaps with the communication,
-    forward and backward.
+    does not wait. A dispatcher has no state: everything that a step needs is in the result of the
+    previous one. Computation between :meth:`send` and :meth:`receive` overlaps with the
+    communication, forward and backward.
     """
 
     @property
@@ -82,7 +82,7 @@ class Dispatcher(Protocol):
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
     def rows_again(self, dispatched: Dispatched) -> Recipe | None:
-        """Return how the backward pass makes the rows of the experts again; None if it keeps them.
+        """Return how the backward pass recomputes the rows of the experts; None if it keeps them.
 
         The tokens of ``dispatched`` are then kept, and :meth:`combine` may send them again in its
         backward pass.
@@ -128,11 +128,11 @@ class LocalDispatcher:
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
     ) -> Prepared:
-        """Return the tokens as they are."""
+        """Return the tokens unchanged."""
         return Prepared(hidden, probabilities, experts)
 
     def send(self, prepared: Prepared) -> Sent:
-        """Return the tokens as they are, without communication."""
+        """Return the tokens unchanged, without communication."""
         return Sent(
             InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
         )
@@ -152,7 +152,7 @@ class LocalDispatcher:
         return Recipe.of(_sort_again, dispatched.tokens, *dispatched.row_map.tensors)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
-        """Return the outputs as they are."""
+        """Return the outputs unchanged."""
         return Returned(outputs, dispatched.row_map)
 
     def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
@@ -164,7 +164,7 @@ class LocalDispatcher:
 class GatherDispatcher:
     """Dispatcher that all-gathers the tokens of an axis and reduce-scatters the outputs.
 
-    No token is dropped, whatever the routing. The ranks of the axis hold different tokens, in equal
+    No token is dropped, for any routing. The ranks of the axis hold different tokens, in equal
     numbers. Over etp the ranks hold parts of the inner features of the same experts, so the sum
     over ranks is also the reduction that tensor parallelism needs.
 
@@ -197,7 +197,7 @@ class GatherDispatcher:
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
     ) -> Prepared:
-        """Return the tokens as they are."""
+        """Return the tokens unchanged."""
         return Prepared(hidden, probabilities, experts)
 
     def send(self, prepared: Prepared) -> Sent:
@@ -214,7 +214,7 @@ class GatherDispatcher:
         return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
 
     def rows_again(self, dispatched: Dispatched) -> Recipe | None:
-        """Return how the inner dispatcher makes the rows again, from the gathered tokens."""
+        """Return how the inner dispatcher recomputes the rows from the gathered tokens."""
         return self.inner.rows_again(dispatched)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
@@ -307,7 +307,7 @@ class AllToAllDispatcher:
         assert sizes is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
         back = all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis)
-        # With the rows of dropped selections, which nothing reads, the size is static again.
+        # With rows for dropped selections, which nothing reads, the size is static again.
         missing = sizes.row_map.num_rows - back.shape[0]
         return Returned(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
 

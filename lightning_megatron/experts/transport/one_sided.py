@@ -56,11 +56,11 @@ class OneSidedDispatcher:
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
     ) -> Prepared:
-        """Return the tokens as they are."""
+        """Return the tokens unchanged."""
         return Prepared(hidden, probabilities, experts)
 
     def send(self, prepared: Prepared) -> Sent:
-        """Return the tokens as they are; :meth:`receive` transfers them."""
+        """Return the tokens unchanged; :meth:`receive` transfers them."""
         return Sent(
             InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
         )
@@ -85,7 +85,7 @@ class OneSidedDispatcher:
         return Recipe.of(sort, *own, *dispatched.row_map.tensors)
 
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
-        """Return the outputs as they are; :meth:`combine` transfers their sums."""
+        """Return the outputs unchanged; :meth:`combine` transfers their sums."""
         sent = dispatched.sent_experts
         return Returned(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
 

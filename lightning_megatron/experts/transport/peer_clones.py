@@ -1,8 +1,8 @@
-"""One-sided way of weights to the clones of experts, and of gradients back to their homes.
+"""One-sided transfer of weights to the clones of experts, and of gradients back to their homes.
 
-Three memories are shared by all layers, beside that of tokens: counts, ``places`` times the
-matrices of an expert in the dtype of weights, and as many float32 gradients. What moves for clones
-shares the barriers of the tokens:
+All layers share three memories, in addition to that of tokens: counts, ``places`` times the
+matrices of an expert in the dtype of weights, and as many float32 gradients. The transfers for
+clones share the barriers of the tokens:
 
 ====================================  =========================================================
 forward                               backward
@@ -15,20 +15,20 @@ products read the weights             **wait**; homes add their clones' gradient
                                       **wait**
 ====================================  =========================================================
 
-No memory is overwritten while it is read, because whoever writes into it does so behind a wait that
-its reader reaches only after its last read:
+No memory is overwritten while it is read, because its writer first passes a barrier that its reader
+reaches only after its last read:
 
-- Counts are put before a wait that follows the last wait of the tokens of the layer before, and
-  every rank has planned that layer before it came to that wait.
-- Weights are put behind the first wait of a transfer. The products that read the last ones come
-  before that wait on every rank: forward before the sums of outputs are put, backward before the
-  sums of gradients are.
-- A rank writes gradients into its own memory after the wait that ends the transfer of gradients of
-  outputs. Every home has read the last ones before it came to the wait at the end of the sums of
-  gradients, which is earlier.
+- Counts are put before a barrier that follows the last barrier of the previous layer's tokens.
+  Every rank has planned the previous layer before it reaches that last barrier.
+- Weights are put after the first barrier of a transfer. On every rank the products that read the
+  previous weights come before that barrier: in the forward pass before the sums of outputs are put,
+  in the backward pass before the sums of gradients are put.
+- A rank writes gradients into its own memory after the barrier that ends the transfer of gradients
+  of outputs. Every home has read the previous gradients before the barrier at the end of the sums
+  of gradients, which is earlier.
 
-Between its put and its last read no other transfer over the axis may run. So the steps of a layer
-between them are one piece for whoever runs pieces of layers.
+No other transfer over the axis may run between a put and its last read. The steps of a layer
+between them therefore must not be divided into separate pieces.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _COUNT = 4
 
 @dataclass(frozen=True)
 class PeerClones:
-    """Memories of the clones of one layer, which other ranks reach without action of the owner.
+    """Memories of the clones of one layer, which other ranks access without action of the owner.
 
     Args:
         axis: Axis of the ranks (ep).
@@ -117,7 +117,9 @@ class PeerClones:
         return memory.reserve(self.axis.group, layout.num_bytes, device, "clone gradients"), layout
 
     def sources(self) -> tuple[PeerSource, ...]:
-        """Return the way of each matrix to the clones on this rank, and of its gradients back."""
+        """Return the transfer of each matrix to the clones on this rank, and of its gradients
+        back.
+        """
         region, layout = self.weights_memory()
         gradients, wide = self.gradients_memory()
         return tuple(
@@ -136,7 +138,7 @@ class PeerClones:
 
 
 class PeerRound:
-    """What moves for the clones of one layer and microbatch.
+    """Transfers for the clones of one layer and microbatch.
 
     Args:
         peers: Memories of the clones.
@@ -159,7 +161,9 @@ class PeerRound:
 
     @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
-        """Return all weights; only one if all have slots, so that autograd hands on no gradient."""
+        """Return all weights; only one if all have slots, so that autograd passes on no
+        gradient.
+        """
         weights = [weight for matrix in self._matrices for weight in matrix]
         return weights[:1] if self._have_slots else weights
 
@@ -182,8 +186,8 @@ class PeerRound:
     ) -> list[Float[Tensor, "out_local in_local"] | None]:
         """Add the gradients of clones to those of their homes, in the order of places.
 
-        Each is multiplied by the scale of its slot. A home's gradient is complete then, and its
-        slot is told so, also if it has no clone.
+        Each is multiplied by the scale of its slot. The gradient of a home is then complete, and is
+        reported to its slot, even if the home has no clone.
 
         Args:
             owners: Expert that is cloned in every place.
@@ -216,7 +220,8 @@ class PeerRound:
 
 @dataclass(frozen=True)
 class PeerSource:
-    """Way of one matrix through memory that other ranks put weights into and read gradients from.
+    """Transfer of one matrix through memory into which other ranks put weights, and from which they
+    read gradients.
 
     Args:
         weights: Weights of the clones on this rank.
@@ -228,17 +233,17 @@ class PeerSource:
 
     @property
     def plan(self) -> tuple[Int[Tensor, "..."], ...]:
-        """Return nothing: weights and gradients lie in the same memory under every plan."""
+        """Return nothing: weights and gradients are in the same memory under every plan."""
         return ()
 
     def following(self, *plan: Int[Tensor, "..."]) -> PeerSource:
-        """Return this way."""
+        """Return this transfer."""
         return self
 
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
     ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the weights that the homes have put here with the last tokens, or gradients."""
+        """Return the weights that the homes have put here with the last tokens or gradients."""
         return self.weights
 
     def gradients(
@@ -260,7 +265,7 @@ def _add(
 def _add_to_slots(
     slots: Sequence[GradientSlot | None], add: Callable[[Tensor, float], None]
 ) -> bool:
-    """Let one launch add to all slots, and tell them; return False if it cannot."""
+    """Add to all slots in one launch, and notify them; return False if that is not possible."""
     found = [slot for slot in slots if slot is not None]
     if len(found) < len(slots):
         return False

@@ -58,7 +58,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
 
     @override
     def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
-        """Return the outputs as they are; :meth:`combine` transfers their sums."""
+        """Return the outputs unchanged; :meth:`combine` transfers their sums."""
         return replace(super().send_back(outputs, dispatched), clones=dispatched.clones)
 
     @override

@@ -17,10 +17,10 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 
 class CloneRound(Protocol):
-    """Interface of what moves for the clones of one microbatch beside its tokens.
+    """Interface of the transfers for the clones of one microbatch, next to those of its tokens.
 
-    The methods run between :meth:`PeerTransfer.begin` and the transfer of rows. Rows and what moves
-    for clones thus share its barriers.
+    The methods run between :meth:`PeerTransfer.begin` and the transfer of rows, so that they share
+    its barriers.
     """
 
     @property
@@ -29,7 +29,9 @@ class CloneRound(Protocol):
 
     @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
-        """Return the weights of homes whose gradients autograd hands on, or one if none are."""
+        """Return the weights of homes whose gradients autograd passes on, or one weight if there
+        are none.
+        """
 
     def put_weights(self, owners: Int[Tensor, "places"]) -> None:
         """Put weights of this rank's experts into the places of their clones."""
@@ -60,13 +62,14 @@ def to_experts(
         here: Experts of this rank.
         transfer: Transfer between the ranks.
         limit: Limit on the rows; None without one.
-        clones: What moves for clones in the backward pass; None without clones.
+        clones: Transfers for clones in the backward pass; None without clones.
 
     Returns:
         Rows of the received tokens, their probabilities, and the map from the selections of all
         ranks' tokens to the rows.
     """
-    # The weights make the backward pass run, and hand on their gradients, where no token needs one.
+    # The weights make the backward pass run, and pass on their gradients, even if no token needs
+    # one.
     weights = () if clones is None else clones.leaves
     return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit, clones, *weights)
 
@@ -86,7 +89,7 @@ def from_experts(
         row_map: Map from the selections of all ranks' tokens to the rows.
         experts: Experts selected for this rank's tokens.
         transfer: Transfer between the ranks.
-        clones: What moves for clones in the backward pass; None without clones.
+        clones: Transfers for clones in the backward pass; None without clones.
         tokens: This rank's tokens, which the backward pass sends again; None if rows were kept.
     """
     return _FromExperts.apply(outputs, row_map, experts, transfer, clones, tokens)
@@ -169,7 +172,8 @@ class _FromExperts(torch.autograd.Function):
         experts, row_map, owners, tokens = _kept(ctx)
         ctx.transfer.begin()
         if tokens is not None:
-            # Behind the first barrier, which every rank reaches after it has sorted the last ones.
+            # After the first barrier, which every rank reaches after it has sorted the previous
+            # tokens.
             ctx.transfer.spread_again(tokens, experts)
         if ctx.clones is not None:
             # Again, because another layer or microbatch has used the places since.
@@ -185,7 +189,7 @@ def _keep(
     clones: CloneRound | None,
     tokens: Tensor | None = None,
 ) -> None:
-    """Keep what the backward pass needs; a recomputation replaces all tensors."""
+    """Keep the tensors that the backward pass needs; a recomputation replaces all of them."""
     ctx.clones = clones
     owners = () if clones is None else (clones.owners,)
     ctx.save_for_backward(experts, tokens, *row_map.tensors, *owners)

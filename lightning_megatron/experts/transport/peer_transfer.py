@@ -1,9 +1,9 @@
 """One-sided transfers of tokens to the ranks of their experts, and of sums of outputs back.
 
-A rank writes a token once into the memory of each rank that has one of its selected experts,
-at a row that depends only on the token. Ranks therefore need not exchange counts. On the way back
-each rank writes one sum per token over its experts. Each of the two transfers is the backward pass
-of the other.
+A rank writes a token once into the memory of each rank that has one of its selected experts, at a
+row that depends only on the token. Ranks therefore need not exchange counts. In return each rank
+writes one sum per token over its experts. Each of the two transfers is the backward pass of the
+other.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PeerTransfer(Protocol):
     """
 
     def begin(self) -> None:
-        """Wait until no rank reads any more what the last transfer has brought."""
+        """Wait until no rank reads the data of the last transfer any more."""
 
     def spread(
         self,
@@ -117,7 +117,7 @@ class PeerTransfer(Protocol):
     def spread_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
-        """Transfer tokens a second time, into a buffer of their own.
+        """Transfer tokens a second time, into a separate buffer.
 
         They have arrived when the next :meth:`spread` returns, and are valid until the next call.
         """

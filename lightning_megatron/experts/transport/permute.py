@@ -29,7 +29,7 @@ class RowMap:
             beyond a limit, it lies past the last end, and may lie past the buffer.
         ends: Index one past the last row of each local expert, on the device.
         needed: Number of selections of local experts, on the device: the last end, or more if a
-            limit has left out some.
+            limit has excluded some.
     """
 
     pairs: Int[Tensor, "rows"]
@@ -110,7 +110,7 @@ def _within(most: int | None, pairs: Tensor, rows: Tensor, ends: Tensor) -> RowM
     needed = ends[-1:]
     if most is not None and most < num_rows:
         num_rows = most
-        # Selections beyond the limit are those of no expert to whoever compares rows with ends.
+        # By a comparison of rows with ends, selections beyond the limit belong to no expert.
         ends = ends.clamp(max=most)
     return RowMap(pairs[:num_rows], rows, ends, needed)
 

@@ -20,16 +20,16 @@ class RowSum:
 
     #: Rows that the rank computed, homes and clones.
     ROWS: Final = 0
-    #: Rows that came to clones on the rank.
+    #: Rows that clones on the rank received.
     ARRIVED: Final = 1
-    #: Rows of the rank's own experts that went to clones on other ranks.
+    #: Rows of the rank's own experts that were sent to clones on other ranks.
     LEFT: Final = 2
     #: Places of the rank that had a clone.
     CLONES: Final = 3
     #: Clones of the rank's own experts on other ranks.
     AWAY: Final = 4
     NUM_MICROBATCHES: Final = 5
-    #: Most rows that the rank needed in one microbatch: a maximum, not a sum.
+    #: Largest number of rows that the rank needed in one microbatch: a maximum, not a sum.
     NEEDED: Final = 6
     SIZE: Final = 7
 
@@ -94,12 +94,12 @@ class StepRows:
 
     Args:
         before: Rows of every rank if no expert had a clone, summed over microbatches and replicas.
-        after: Rows that every rank computed, summed alike.
+        after: Rows that every rank computed, summed in the same way.
         moved: Rows that clones computed, as a share of all rows.
         clones: Clones of all ranks in a microbatch, as a mean over microbatches and replicas.
         away: Clones of the experts of every rank on other ranks in a microbatch, as such a mean.
         num_microbatches: Microbatches of all replicas.
-        needed: Most rows that any rank needed in one microbatch.
+        needed: Largest number of rows that any rank needed in one microbatch.
     """
 
     before: Float[Tensor, "ranks"]

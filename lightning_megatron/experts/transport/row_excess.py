@@ -1,4 +1,4 @@
-"""Rows beyond a limit that a run has needed on any rank, read while the device still computes."""
+"""Rows beyond a limit that a run needed on any rank, read while the device still computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.shapes import Int
 
 #: Value of the host's copy before the device has written it; no number of rows is so small.
 _UNREAD = torch.iinfo(torch.int32).min
-#: Time between two looks at the host's copy (seconds).
+#: Interval between reads of the host's copy (seconds).
 _PAUSE = 20e-6
 
 
@@ -21,8 +21,8 @@ class RowExcess:
     """Largest number of rows beyond a limit, over the passes of a run and over all ranks.
 
     All tensors keep their addresses, so that a CUDA graph may hold :meth:`add` and :meth:`start`.
-    The device writes the result into pinned memory, where the host finds it without an event: an
-    event of a replay could still be that of the replay before.
+    The device writes the result into pinned memory, which the host reads without waiting for an
+    event: an event of a replay could still be that of the previous replay.
 
     Args:
         device: Device of the passes.
@@ -41,17 +41,17 @@ class RowExcess:
         self._reference: int | None = None
 
     def clear(self) -> None:
-        """Forget all passes before the next run; the host must have waited for the last result."""
+        """Reset before the next run; the host must have waited for the last result."""
         self._most.zero_()
         self._on_host.fill_(_UNREAD)
 
     def forget_limit(self) -> None:
-        """Count in rows of another limit from the next pass on; no graph may be replayed again."""
+        """Allow another limit from the next pass on; no captured graph may be replayed again."""
         self._reference = None
 
     @torch.no_grad()
     def add(self, needed: Int[torch.Tensor, "1"], limit: int) -> None:
-        """Add what a pass needs, without a copy to the host.
+        """Add the rows that a pass needs, without a copy to the host.
 
         Args:
             needed: Rows that the routing needs on this rank, on the device. The dtype is int32.
@@ -59,17 +59,17 @@ class RowExcess:
         """
         if self._reference is None:
             self._reference = limit
-        # Counted as if all passes had the limit of the first one: that serves all shapes with one
-        # number, and the usual case of one shape with one launch.
+        # Counted as if all passes had the limit of the first one, so that one number is enough for
+        # all shapes, and one launch for the usual case of one shape.
         shift = self._reference - limit
         torch.maximum(self._most, needed + shift if shift else needed, out=self._most)
 
     @torch.no_grad()
     def start(self) -> Callable[[], None]:
-        """Start the maximum over all ranks and its copy to the host, beside later work.
+        """Start the maximum over all ranks and its copy to the host, concurrently with later work.
 
         Returns:
-            Function to call on the same stream when the run ends, so that a capture has joined all
+            Function to call on the same stream when the run ends, so that a capture joins all work
             that it started.
 
         Communication: one all-reduce of a number over the world on the device.
@@ -91,7 +91,8 @@ class RowExcess:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def wait(self) -> int:
-        """Wait until the device has written the result, and return it; above 0 rows were missing.
+        """Wait until the device has written the result, and return it; if it is above 0, rows were
+        missing.
 
         Raises:
             RuntimeError: If the device has failed.

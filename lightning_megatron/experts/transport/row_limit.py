@@ -18,7 +18,7 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True)
 class RowNeed:
-    """Most rows that a layer needed on this rank in a pass of a step.
+    """Largest number of rows that a layer needed on this rank in a pass of a step.
 
     Args:
         layer: Index of the layer in the model.
@@ -32,13 +32,13 @@ class RowNeed:
 
 
 class MeasuredRows:
-    """Most rows that this rank has needed, by layer and even share."""
+    """Largest number of rows that this rank needed, by layer and even share."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[int, int], Tensor] = {}
 
     def add(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
-        """Add what a pass of a layer needs, without a copy to the host.
+        """Add the rows that a pass of a layer needs, without a copy to the host.
 
         Args:
             layer: Index of the layer in the model.
@@ -50,7 +50,7 @@ class MeasuredRows:
         self._most[layer, share] = larger
 
     def needs(self) -> list[RowNeed]:
-        """Copy to the host what has been needed."""
+        """Copy the needed rows to the host."""
         if not self._most:
             return []
         rows = torch.cat(list(self._most.values())).tolist()
@@ -60,8 +60,8 @@ class MeasuredRows:
 class RowLimit:
     """Limit on the rows of experts' buffers, shared by all layers of a run.
 
-    It holds inside :meth:`limiting` only. Elsewhere nobody looks whether it was large enough, so
-    buffers have the rows of the worst routing.
+    It applies only inside :meth:`limiting`. Elsewhere nothing checks whether it was large enough,
+    so buffers have the rows of the worst routing.
 
     Args:
         factor: Rows of a buffer over an even share, at least 1.
@@ -86,7 +86,7 @@ class RowLimit:
 
     @contextmanager
     def limiting(self) -> Iterator[None]:
-        """Limit the rows of all buffers inside the block, and forget what was needed before it."""
+        """Limit the rows of all buffers inside the block, and reset the counts of needed rows."""
         self._excess.clear()
         self._holds = True
         try:
@@ -96,7 +96,7 @@ class RowLimit:
 
     @contextmanager
     def measuring(self) -> Iterator[MeasuredRows]:
-        """Measure inside the block, without a limit, what each layer needs."""
+        """Measure the rows that each layer needs inside the block, without a limit."""
         self._measured = MeasuredRows()
         try:
             yield self._measured
@@ -104,7 +104,7 @@ class RowLimit:
             self._measured = None
 
     def rows_for(self, share: int) -> int | None:
-        """Return the limit on the rows of a buffer; None where no limit holds.
+        """Return the limit on the rows of a buffer; None outside of :meth:`limiting`.
 
         Args:
             share: Rows of a rank if all ranks get equally many (rows).
@@ -112,7 +112,7 @@ class RowLimit:
         return limited_rows(self._factor, share) if self._holds else None
 
     def note(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
-        """Note what a pass of a layer needs, without a copy to the host.
+        """Record the rows that a pass of a layer needs, without a copy to the host.
 
         Args:
             layer: Index of the layer in the model.
@@ -126,7 +126,7 @@ class RowLimit:
             self._measured.add(layer, share, needed)
 
     def start_read(self) -> Callable[[], None]:
-        """Start to tell the host whether the passes of the block have had enough rows so far.
+        """Start to copy to the host whether the passes of the block have had enough rows so far.
 
         Returns:
             Function to call when the last pass has been started.
@@ -136,7 +136,8 @@ class RowLimit:
         return self._excess.start()
 
     def was_too_small(self) -> bool:
-        """Wait for what :meth:`start_read` has started; return whether rows were missing anywhere.
+        """Wait for the copy that :meth:`start_read` has started; return whether rows were missing
+        on any rank.
 
         The result is the same on all ranks.
         """
@@ -160,7 +161,7 @@ class LayerRows:
     def map(self, experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int) -> RowMap:
         """Sort the selections of all ranks' tokens by expert, as :func:`map_rows` does.
 
-        Where the limit holds, selections beyond it have no row, as if they were dropped.
+        If the limit applies, selections beyond it have no row, as if they were dropped.
 
         Args:
             experts: Experts selected for the tokens of all ranks.

@@ -1,4 +1,4 @@
-"""Values that go from step to step of a dispatcher."""
+"""Values that the steps of a dispatcher pass on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class AllToAllSizes:
-    """Row counts of an all-to-all on the host, kept for the way back.
+    """Row counts of an all-to-all on the host, kept for the return of outputs.
 
     Args:
         row_map: Map from the selections of this rank's tokens to the rows, sorted by expert.
@@ -131,7 +131,7 @@ class Returned:
         row_map: Map from selections to the rows.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
             outputs.
-        clones: Clones of busy experts, if one-sided puts move their weights.
+        clones: Clones of busy experts, if one-sided puts transfer their weights.
         tokens: This rank's own tokens, if the backward pass puts them again.
     """
 

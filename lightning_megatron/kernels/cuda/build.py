@@ -44,7 +44,7 @@ def build_library(
         sources: Sources to compile.
         toolchain: Compilers and headers.
         num_jobs: Number of files that are compiled in parallel (files).
-        say: Receives a message with the expected time before the build starts.
+        say: Function that gets a message with the expected time before the build starts.
 
     Raises:
         UnsupportedError: If the folder is not writable, the disk is full, or a file does not

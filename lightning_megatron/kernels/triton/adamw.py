@@ -46,10 +46,10 @@ class AdamKernel:
         has_decay: bool,
         is_decoupled: bool,
     ) -> None:
-        """Make one step in place, without a synchronisation of host and device.
+        """Update in place, without a synchronisation of host and device.
 
-        A CUDA graph can capture a step with the same tensors as one before. Its replays read what
-        the tensors then hold, the numbers included.
+        A CUDA graph can capture a step whose tensors are those of an earlier step. Its replays read
+        the current values of the tensors, including the settings.
 
         Equal to a step of ``torch.optim.AdamW(fused=True)`` (``Adam`` if the decay is not
         decoupled) on gradients multiplied by the coefficient, followed by a copy of every parameter
@@ -72,8 +72,7 @@ class AdamKernel:
             numbers: Settings of the group in float32 on the device. Learning rate; logarithms of
                 both decay rates of moments, each as a sum of two numbers; first decay rate and 1
                 minus it; the same of the second; eps; factor of the weight decay, which is
-                multiplied by the learning rate if the decay is decoupled; a number that is not
-                read.
+                multiplied by the learning rate if the decay is decoupled; an unused number.
             has_decay: Whether the factor of the weight decay is not 0.
             is_decoupled: Whether the decay shrinks the parameters (AdamW); otherwise it is added to
                 the gradients.
@@ -92,7 +91,7 @@ class AdamKernel:
             parameter.device,
         )
         half_type = None if half is None else _TYPES[half.dtype]
-        # Without a coefficient any tensor serves as its pointer, which the kernel does not read.
+        # Without a coefficient the pointer of any tensor is passed, which the kernel does not read.
         coefficient_at = parameter if coefficient is None else coefficient
         for is_aligned, table in self._tables.items():
             with on_device_of(parameter):

@@ -2,7 +2,7 @@
 
 The first launch, of one program, computes the surplus of every expert and assigns places. The
 second has one program for every place, which computes how many selections each rank sends there.
-Only whole numbers are computed, so that all ranks find the same plan.
+All arithmetic is on integers, so that all ranks compute the same plan.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def assign_clones(
 ) -> tuple[
     Int[Tensor, "places"], Int[Tensor, "places"], Int[Tensor, "ranks places"], Int[Tensor, "ranks"]
 ]:
-    """Plan the clones that even out the rows of ranks; all results are int64.
+    """Plan the clones that balance the rows of ranks; all results are int64.
 
     Equal to :func:`lightning_megatron.plan.cloning.plan_clones`.
 
     Args:
         counts: Number of selections of every expert by the tokens of every rank (selections).
         places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is made (selections).
+        min_rows: Smallest number of selections for which a clone is created (selections).
 
     Returns:
-        The expert that is cloned in every place, or -1; the number of selections that go there; the
-        number that every rank sends there; the number of rows that every rank computes.
+        The expert that is cloned in every place, or -1; the number of selections that are sent
+        there; the number that every rank sends there; the number of rows that every rank computes.
     """
     counts = counts.contiguous()
     num_ranks, num_experts = counts.shape
@@ -131,7 +131,7 @@ def _assign_places(
     owner = tl.full((PLACES,), -1, tl.int64)
     amount = tl.zeros((PLACES,), tl.int64)
     for _ in range(num_ranks * places):
-        # Low digits make the lowest number the largest of equals.
+        # The low digits make the lowest number the largest among equal values.
         best = tl.max(tl.where(free > 0, room, -1) * RANKS + (RANKS - 1 - rank), axis=0)
         taker = RANKS - 1 - best % RANKS
         most = tl.max(tl.max(surplus * (LAST + 1) + (LAST - expert), axis=1), axis=0)
@@ -170,8 +170,8 @@ def _divide_over_ranks(
     missing = amount
     for rank in range(num_ranks):
         missing -= tl.load(counts + rank * num_experts + expert).to(tl.int64) * amount // total
-    # What is missing in the owner's places lies on a line in their order, and so does what ranks
-    # have left.
+    # The missing selections of the owner's places, in order, and the remaining selections of ranks
+    # form intervals on one line.
     stop = tl.sum(tl.where(place <= here, missing, 0), axis=0)
     start = stop - tl.sum(tl.where(place == here, missing, 0), axis=0)
     end = tl.zeros((), tl.int64)

@@ -18,7 +18,7 @@ from lightning_megatron.shapes import Float
 _PROGRAMS = 264
 #: Largest supported vector size (elements).
 MAX_WIDTH = 32768
-#: Receives the gradient of a parameter as parts of a sum, in place of autograd.
+#: Function that gets the gradient of a parameter as partial sums, instead of autograd.
 GradientSink = Callable[[Tensor], None]
 
 
@@ -45,9 +45,9 @@ def add_norm(
         bias: Shift of each feature; None means no shift.
         eps: Number that is added to the mean square or to the variance.
         is_rms: Whether to compute an RMS norm; otherwise a layer norm.
-        take_weight: Receives the weight gradient as parts of a sum, ``(parts, hidden)`` in
+        take_weight: Function that gets the weight gradient as partial sums, ``(parts, hidden)`` in
             float32; None leaves it to autograd.
-        take_bias: Receives the bias gradient in the same way; None leaves it to autograd.
+        take_bias: Function that gets the bias gradient in the same way; None leaves it to autograd.
 
     Returns:
         The new residual stream, and the normalised vectors in its dtype.

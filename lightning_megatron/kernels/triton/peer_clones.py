@@ -76,7 +76,7 @@ def add_clone_gradients(
 ) -> None:
     """Add the gradients of all clones of every home, in the order of places.
 
-    The gradients are float32. Homes without a clone are left as they are.
+    The gradients are float32. Homes without a clone are not changed.
 
     Args:
         sums: Sum of the gradients of every home, each without gaps.

@@ -127,7 +127,7 @@ def add_buffer_rows(
     num_tokens, top_k = experts.shape
     result = buffer.new_empty((num_tokens, width))
     added = None if scales is None else scales.new_empty((num_tokens, top_k))
-    # The kernel does not touch a tensor that stands for None.
+    # The kernel does not access a tensor that replaces None.
     scales_read = experts if scales is None else scales
     scales_written = result if added is None else added
     with on_device_of(buffer):
@@ -221,7 +221,7 @@ def _put_sums(
         source = token + peer * num_tokens
         buffer_row = token + rank * num_tokens
         lies = tl.load(rows + source * K + selections, mask=selections < K, other=all_needed)
-        # The token's rank reads a sum from here, also if no row of the token is before the end.
+        # The token's rank reads a sum from here, even if no row of the token is before the end.
         is_needed = tl.min(lies, axis=0) < all_needed
         base = tl.multiple_of(tl.load(pointers + peer), 16)
         target = tl.multiple_of(base.to(tl.pointer_type(values.dtype.element_ty)), 16)

@@ -84,7 +84,7 @@ class _Route(torch.autograd.Function):
         total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
         is_forced = settings.round_robin_start is not None
         has_groups = settings.top_k_groups < settings.num_groups and not is_forced
-        # The kernel does not touch a tensor that stands for None.
+        # The kernel does not access a tensor that replaces None.
         bias_read = logits if bias is None else bias
         num_groups = settings.num_groups if has_groups else 1
         if num_tokens:
@@ -118,7 +118,7 @@ class _Route(torch.autograd.Function):
         constants = settings.constants()
         grad_probabilities, _, _, grad_shares, grad_squares, _ = grads
         result = torch.empty_like(logits)
-        # Without a gradient any tensor serves as its pointer, which the kernel does not read.
+        # Without a gradient the pointer of any tensor is passed, which the kernel does not read.
         inputs = [logits if grad is None else grad.contiguous() for grad in (
             grad_probabilities, grad_shares, grad_squares
         )]  # fmt: skip

@@ -133,7 +133,7 @@ class _Attached(torch.autograd.Function):
         grad_squares = grad_shares.new_empty(()) if has_squares else grad_shares
         factors = load_factors if has_balance else grad_shares
         is_tensor = isinstance(ctx.scale, Tensor)
-        # A tensor is read on the device; the kernel does not touch the one that stands for None.
+        # A tensor is read on the device; the kernel does not access one that replaces None.
         scale = ctx.scale if is_tensor else grad_shares
         weight = 1.0 if is_tensor else ctx.scale
         with on_device_of(grad):

@@ -12,7 +12,7 @@ from lightning_megatron.shapes import Float, Int
 
 #: Keys that a program reads at once (tokens).
 _BLOCK = 64
-#: Programs for which the keys of a row are divided: two for each of the about 132 multiprocessors.
+#: Number of programs among which keys are divided: two for each of about 132 multiprocessors.
 _PROGRAMS = 264
 #: Most parts of the keys of a row.
 _MAX_PARTS = 64
@@ -28,9 +28,9 @@ def attend_one_token(
 ) -> Float[Tensor, "1 batch heads*value_dim"]:
     """Return the attention of one token of each row to the tokens up to it.
 
-    Equal to ``layers.token_attention.attend_by_mask``. The host reads no place, and keys after the
-    token cost nothing: programs share the keys that the token sees, and a second kernel adds their
-    sums by the logarithm of their softmax denominators. There is no gradient.
+    Equal to ``layers.token_attention.attend_by_mask``. The host does not read places, and keys
+    after the token cost nothing: programs share the keys that the token attends to, and a second
+    kernel merges their sums by their log-sum-exps. There is no gradient.
 
     Args:
         query: Queries of the new tokens.

@@ -127,7 +127,7 @@ def _spread(
     width = source.shape[1]
     result = source.new_empty((num_rows, width))
     scales = None if probabilities is None else probabilities.new_empty(num_rows)
-    # The kernel does not touch a tensor that stands for None.
+    # The kernel does not access a tensor that replaces None.
     probabilities_read = rows if probabilities is None else probabilities.contiguous()
     scales_written = result if scales is None else scales
     if rows.numel():
@@ -156,7 +156,7 @@ def _collect(
     width = values.shape[1]
     result = values.new_empty((rows.shape[0], width))
     gathered = None if scales is None else scales.new_empty(rows.shape)
-    # The kernel does not touch a tensor that stands for None.
+    # The kernel does not access a tensor that replaces None.
     probabilities_read = rows if probabilities is None else probabilities.contiguous()
     scales_read = result if scales is None else scales.contiguous()
     scales_written = result if gathered is None else gathered

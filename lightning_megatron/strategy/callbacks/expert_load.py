@@ -52,18 +52,17 @@ class ExpertLoad(Callback):
     * ``rank_max_over_mean``: rows of the busiest rank's own experts divided by the mean over ranks.
       All ranks wait for the busiest one. The best value is 1; the worst is ep.
     * ``rank_max_over_mean_after``: the same for the rows that ranks compute after clones have taken
-      some; equal without clones.
+      over some; equal without clones.
     * ``moved``: fraction of the rows that clones compute.
     * ``clones``: mean number of clones of all ranks in a microbatch.
-    * ``rows_needed``: most rows that any rank needed in one microbatch (rows). Divided by an even
-      share, the tokens of a rank times ``top_k``, it is the smallest ``expert_rows`` with room for
-      this step.
+    * ``rows_needed``: largest number of rows that any rank needed in one microbatch (rows). Divided
+      by the even share, the tokens of a rank times ``top_k``, it is the smallest ``expert_rows``
+      that is sufficient for this step.
 
     With ``per_expert``, ``experts/layer_3/load/expert_5`` is the fraction of the layer's token
     assignments that went to an expert, including dropped ones. Clones count as the expert that they
-    are clones of. Values cover all ranks and
-    microbatches of one optimizer step. They are read from the device and logged every
-    ``log_every_n_steps`` steps of the Trainer.
+    are clones of. Values cover all ranks and microbatches of one optimizer step. They are read from
+    the device and logged every ``log_every_n_steps`` steps of the Trainer.
 
     Args:
         per_expert: Whether the load of each expert is logged.
@@ -136,22 +135,22 @@ class ExpertLoad(Callback):
                 if folder is None
                 else "no step was logged"
             )
-            rank_zero_info(f"No picture of the experts' load: {why}.")
+            rank_zero_info(f"No plot of the expert load: {why}.")
             return
         picture = Path(folder) / self.filename
         picture.parent.mkdir(parents=True, exist_ok=True)
         try:
             draw_load(self._last, self._busiest, picture)
         except MissingExtraError as error:
-            rank_zero_info(f"No picture of the experts' load: {error}")
+            rank_zero_info(f"No plot of the expert load: {error}")
         else:
-            rank_zero_info(f"Load of experts: {picture}")
+            rank_zero_info(f"Plot of the expert load: {picture}")
 
 
 def gather_layers(
     statistics: Mapping[int, StepStatistics], mesh: ParallelMesh
 ) -> dict[int, dict[str, Tensor]]:
-    """Return the logged figures and loads of the layers of all stages, on every rank.
+    """Return the logged values and loads of the layers of all stages, on every rank.
 
     Args:
         statistics: Statistics of this stage's layers, by layer index.
@@ -176,7 +175,7 @@ def gather_layers(
 
 
 def figures_of(step: StepStatistics) -> dict[str, Tensor]:
-    """Return a layer's figures by name, and each expert's share under ``load``, on the CPU."""
+    """Return a layer's values by name, and each expert's share under ``load``, on the CPU."""
     numbers = torch.stack([step.dropped.double(), step.entropy, step.balance_loss, step.z_loss])
     read = torch.cat([numbers, step.load.double()]).cpu()
     load = read[4:]
@@ -193,7 +192,7 @@ def figures_of(step: StepStatistics) -> dict[str, Tensor]:
 
 
 def rank_figures_of(rows: StepRows) -> dict[str, Tensor]:
-    """Return the figures of a layer's ranks by name, and their rows over the mean."""
+    """Return the values of a layer's ranks by name, and their rows over the mean."""
     mean = rows.after.mean().clamp(min=1.0)
     before = rows.before / mean
     after = rows.after / mean
@@ -212,7 +211,7 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
     """Return all values by the names under which they are logged.
 
     Args:
-        layers: Figures of every layer, by layer index.
+        layers: Values of every layer, by layer index.
         per_expert: Whether to include the share of each expert.
     """
     figures = [

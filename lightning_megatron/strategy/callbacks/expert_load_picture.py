@@ -20,7 +20,7 @@ def draw_load(
     Shapes: each value of ``busiest`` is ``(layers,)``.
 
     Args:
-        layers: Figures of every layer at the last step, by layer index.
+        layers: Values of every layer at the last step, by layer index.
         busiest: Load of the busiest expert of every layer divided by the mean load, by step.
         picture: Path of the plot; the file extension selects the format.
 

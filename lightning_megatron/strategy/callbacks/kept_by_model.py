@@ -35,7 +35,7 @@ def kept_by(model: GPT) -> KeptActivations:
     )
     repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
     found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
-    # Parts of the keys keep no scores: their backward passes compute them again.
+    # Attention to parts of the keys keeps no scores: its backward pass recomputes them.
     transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
     in_parts = model.mesh.cp.size > 1 and transport != "all_to_all"
     found = replace(found, stores_scores=choice.core == "operators" and not in_parts)

@@ -84,7 +84,7 @@ class StageReport:
 
         rest = sum(self.held.values()) + (self.graphs or 0)
         running = None if self.peak is None else self.peak - rest
-        rows = [(f"stage {self.stage} ({unit} a rank)", "estimate", "held")]
+        rows = [(f"stage {self.stage} ({unit} per rank)", "estimate", "held")]
         rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
         rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _RUNNING]
         rows.append(
@@ -103,8 +103,8 @@ class StageReport:
             rows.append(("pinned host memory", size(estimate.host), ""))
         rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
         each = estimate.static / estimate.num_parameters
-        rows.append(("bytes a parameter", f"{each:.2f}", f"{self.bytes_per_parameter:.2f}"))
-        peak = f"the peak is in {estimate.moment}, with {estimate.in_flight} microbatches held"
+        rows.append(("bytes per parameter", f"{each:.2f}", f"{self.bytes_per_parameter:.2f}"))
+        peak = f"the peak is in {estimate.moment}, with {estimate.in_flight} microbatches in flight"
         return align_columns(rows) + (f"\n{peak}" if whole else "")
 
 
@@ -116,9 +116,10 @@ class MemoryReport(Callback):
     estimate comes from :func:`~lightning_megatron.plan.budget.estimate_memory`, and includes
     activations for modules with a :class:`GPT`.
 
-    With CUDA graphs the report also waits for their eager steps. A row says what the graphs need:
-    the allocator gives the memory of their pools to nothing else, and keeps that of the eager
-    steps. The measured peak is therefore that of eager training steps and the size of the pools.
+    With CUDA graphs the report also waits for their eager steps. A row shows the memory of the
+    graphs: the allocator uses their pools for nothing else, and keeps the memory of the eager
+    steps. The measured peak is therefore the sum of the peak of eager training steps and the size
+    of the pools.
 
     Args:
         after_steps: Optimizer steps before the report; the first creates optimizer state, and one

@@ -252,10 +252,9 @@ def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_devi
         return local
     if value.numel() > 1 and tuple(piece.main.shape) != shape:
         raise UnsupportedError(
-            f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} "
-            f"of {name!r} has shape {tuple(value.shape)}, the parameter has {shape}. It is not "
-            "known how to cut such a state. Use an element-wise optimizer such as AdamW, or load "
-            "only the weights."
+            f"optimizer state must be shaped like its parameter or be a scalar to be sharded: "
+            f"{key!r} of {name!r} has shape {tuple(value.shape)}, the parameter has {shape}. Use "
+            "an element-wise optimizer such as AdamW, or load only the weights."
         )
     return value.to(piece.main.device, dtype)
 

@@ -46,8 +46,8 @@ def check_callbacks(
         expert_rows: Limit on the rows of a rank's experts over an even share; None without one.
 
     Raises:
-        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1;
-            if a hook may change accumulated gradients that a limit may compute again.
+        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1,
+            or if a hook may change accumulated gradients that a limit on expert rows may recompute.
     """
     if expert_rows is not None and may_accumulate(trainer):
         check_limited_sums(gradient_changer(trainer))

@@ -13,16 +13,16 @@ from lightning_megatron.errors import MissingExtraError, ParallelPlanError, Unsu
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
-#: Precisions that Transformer Engine serves here.
+#: Precisions that are supported with Transformer Engine.
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-#: Questions to Transformer Engine whether a device has the products of a recipe.
+#: Functions of Transformer Engine that say whether a device supports a recipe.
 _QUESTIONS = {
     "tensorwise": "is_fp8_available",
     "delayed": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-#: What the layers need besides the classes that users see.
+#: Names that the layers need besides the public classes.
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 
@@ -30,7 +30,7 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
     """Return the options with the recipe of Lightning's plugin for Transformer Engine.
 
     The plugin would replace modules of torch and enter the recipe around every step. Here the
-    layers of this package take the recipe themselves.
+    layers of this package use the recipe.
 
     Args:
         options: Options of the strategy.
@@ -46,21 +46,21 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
         raise UnsupportedError(
             "TransformerEnginePrecision(replace_layers=False) cannot be used: it leaves the choice "
             "of layers to the module, but this strategy chooses the linear layers of its models. "
-            "Leave replace_layers out, and name layers that stay out in fp8.keep with "
+            "Leave replace_layers out, and name layers to keep in bfloat16 in fp8.keep with "
             "backend='te'."
         )
     found = FP8(te_recipe=plugin.recipe)
     own = options.products
     if own is not None and own.te_recipe is not plugin.recipe:
         raise UnsupportedError(
-            f"fp8 ({own.recipe}) cannot be used beside TransformerEnginePrecision "
+            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision "
             f"({found.recipe}): both name a recipe. Leave one of them out."
         )
     return replace(options, backend="te", fp8=own or found)
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:
-    """Refuse Transformer Engine where it is not installed, or does not serve a run.
+    """Refuse Transformer Engine if it is not installed, or does not support a run.
 
     Args:
         options: Options of the strategy, with ``backend="te"``.
@@ -69,7 +69,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
 
     Raises:
         MissingExtraError: If it is not installed, or too old.
-        ParallelPlanError: If it does not serve the run.
+        ParallelPlanError: If it does not support the run.
     """
     engine = _installed()
     if precision not in _PRECISIONS:
@@ -79,7 +79,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
         )
     if device.type != "cuda" or torch.version.hip is not None:
         raise ParallelPlanError(
-            f"backend ('te') needs a GPU of NVIDIA: the device is {device}. Use backend='own'."
+            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='own'."
         )
     settings = options.products
     if settings is None:
@@ -87,7 +87,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     is_available, reason = getattr(engine, _QUESTIONS[settings.recipe])(return_reason=True)
     if not is_available:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) with backend='te' needs a GPU with its products: Transformer "
+            f"fp8 ({settings.recipe}) with backend='te' needs a GPU that supports it: Transformer "
             f"Engine says {reason!r} Use another recipe, or fp8=None."
         )
 

@@ -35,7 +35,7 @@ def check_graphs(
     module: nn.Module | None = None,
     trainer: Trainer | None = None,
 ) -> None:
-    """Check that a run can capture CUDA graphs, if they are asked for.
+    """Check that a run can capture CUDA graphs, if they are requested.
 
     Args:
         options: Options of the strategy.
@@ -101,7 +101,9 @@ def check_update(state: TrainingState, trainer: Trainer) -> None:
 
 
 def _reader_before_update(trainer: Trainer | None) -> str | None:
-    """Return a hook that runs or reads what a graph of the update holds; None without one."""
+    """Return a hook that would run inside, or read gradients before, the graph of the update; None
+    without one.
+    """
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return None
     return gradient_reader(trainer) or first_overridden(trainer, ("configure_gradient_clipping",))

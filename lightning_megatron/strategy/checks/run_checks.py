@@ -75,7 +75,7 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
 
 
 def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
-    """Describe how the user can cut a module into stages."""
+    """Describe how the user can divide a module into stages."""
     plan = suggested_plan(module, mesh.layout)
     if plan is None:
         return (

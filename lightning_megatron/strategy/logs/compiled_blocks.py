@@ -1,4 +1,4 @@
-"""Note about parts of compiled blocks whose backward passes no schedule can split in halves."""
+"""Log line about parts of compiled blocks whose backward passes no schedule can split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: StrategyOptions) -> None:
-    """Name on global rank 0 what runs both halves as one, if the schedule splits backward passes.
+    """Log on global rank 0 the parts whose backward passes are not split, if the schedule splits
+    them.
 
     Blocks may be compiled until the training starts, after the table of choices is shown. Other
     linear layers of compiled blocks run between compiled graphs, and split their backward passes.
@@ -36,7 +37,7 @@ def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: Strateg
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         rank_zero_info(
-            f"backward of {names[0]}{others}: both halves as one, because compiled experts and "
+            f"backward of {names[0]}{others}: not split into halves, because compiled experts and "
             "fused weights compute the gradients of their inputs and weights at once, unless they "
             "are recomputed"
         )

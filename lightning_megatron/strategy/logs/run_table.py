@@ -1,4 +1,6 @@
-"""Table of what a fit runs on and why, with a warning for each choice that costs speed."""
+"""Table of the choices of a fit with their reasons, and a warning for each choice that costs
+speed.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Choice:
         subject: What is chosen, such as "attention".
         value: The choice.
         reason: Reason for the choice.
-        remedy: Way to a faster choice, as whole sentences; None if this one costs no speed.
+        remedy: How to get a faster choice, as whole sentences; None if this one costs no speed.
     """
 
     subject: str
@@ -53,7 +55,7 @@ class Choice:
 def show_choices(
     module: nn.Module, mesh: ParallelMesh, options: StrategyOptions, precision: MegatronPrecision
 ) -> None:
-    """Show on global rank 0 what a fit runs on, and warn of each choice that costs speed.
+    """Show the choices of a fit on global rank 0, and warn of each choice that costs speed.
 
     The choices of all stages are shown, because some layers may be on later stages only.
 
@@ -92,7 +94,7 @@ def table_of(choices: Sequence[Choice], ranks: str = "rank 0") -> str:
         f"  {choice.subject:<{subjects}}  {choice.value:<{values}}  {choice.reason}"
         for choice in choices
     ]
-    return "\n".join([f"This fit runs on ({ranks}):", *rows])
+    return "\n".join([f"Choices of this fit ({ranks}):", *rows])
 
 
 def warn_of_slow(choices: Iterable[Choice]) -> None:
@@ -106,7 +108,7 @@ def warn_of_slow(choices: Iterable[Choice]) -> None:
 
 
 def whole_backward_choices(module: nn.Module) -> list[Choice]:
-    """Return a row for each list of blocks whose backward passes run whole under any schedule.
+    """Return a row for each list of blocks whose backward passes no schedule splits.
 
     Args:
         module: The sharded module.
@@ -121,7 +123,7 @@ def whole_backward_choices(module: nn.Module) -> list[Choice]:
         ]
         if isinstance(blocks, StagedBlocks) and others:
             why = f"{others[0]} computes the gradients of its inputs and its weights at once"
-            found.append(Choice(f"backward of {name}", "both halves as one", why))
+            found.append(Choice(f"backward of {name}", "not split into halves", why))
     return found
 
 
@@ -138,10 +140,10 @@ def _layout_choices(
         shown += [f"ep {layout.ep}", f"etp {layout.etp}"]
     reason = "one process holds the whole model"
     if layout.world_size > 1:
-        parts = f"this one {num_elements(module):,} of its {_num_full_elements(module, mesh):,}"
+        parts = f"{num_elements(module):,} of {_num_full_elements(module, mesh):,} parameters"
         reason = (
-            f"{layout.world_size} processes; tp x pp x cp of them hold a copy of the model, and "
-            f"{parts} parameters"
+            f"{layout.world_size} processes; each model replica has tp x pp x cp of them, and this "
+            f"rank holds {parts}"
         )
     choices = [Choice("layout", ", ".join(shown), reason)]
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
@@ -155,7 +157,7 @@ def _layout_choices(
         if options.schedule is None:
             why = f"default for vpp {layout.vpp}"
         if options.schedule == "auto":
-            why = "of the first steps, whose times choose the next one"
+            why = "for the first steps, whose times decide the next schedule"
         own = options.own_order
         shown_schedule = options.schedule_name if own is None else own.name
         choices.append(Choice("pipeline schedule", shown_schedule, why))
@@ -195,7 +197,9 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
 
 
 def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
-    """Return a row on how often weights are cast to 8 bits; none without our products in them."""
+    """Return a row on how often weights are cast to FP8; none without FP8 products of this
+    package.
+    """
     settings = options.products
     if settings is None or options.backend == "te":
         return []
@@ -207,8 +211,8 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
         asked = "asked for (cast_weights)"
         captured = "cuda_graphs captures microbatches one by one"
         return [Choice(subject, each, captured if settings.cast_weights is None else asked)]
-    value = "once for a batch" + ("" if settings.shares_casts(1) else " of several microbatches")
-    return [Choice(subject, value, "kept until its end, in 2 bytes for each weight in 8 bits")]
+    value = "once per batch" + ("" if settings.shares_casts(1) else " of several microbatches")
+    return [Choice(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
 
 
 def _module_choices(
@@ -226,7 +230,7 @@ def _module_choices(
             transport = part.transport_choice
             found.append(Choice("expert transport", transport.transport, transport.reason))
             if clones is not None:
-                value = f"at most {clones.places} a rank"
+                value = f"at most {clones.places} per rank"
                 found.append(Choice("clones of experts", value, clones.reason_on(device.type)))
     return found
 
@@ -275,7 +279,7 @@ def _product_choices(
 def product_remedy(
     backend: str, device: torch.device, dtype: torch.dtype, num_groups: int
 ) -> str | None:
-    """Return a way to faster products of experts; None if the backend is the fastest of a device.
+    """Return how to get faster products of experts; None if the backend is the fastest of a device.
 
     Args:
         backend: The chosen backend.

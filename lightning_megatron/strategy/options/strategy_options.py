@@ -67,31 +67,31 @@ class StrategyOptions:
     """Arguments of :class:`MegatronStrategy`.
 
     Args:
-        tp: Ranks that share every matrix product (tensor parallel).
-        pp: Stages that the layers are cut into (pipeline parallel).
+        tp: Ranks that divide every matrix product (tensor parallel).
+        pp: Stages into which the layers are divided (pipeline parallel).
         vpp: Chunks of layers per stage (virtual pipeline stages); values above 1 shorten the
             pipeline bubble.
         stage_layers: Layers of each of the pp * vpp virtual stages, in the order in which a
             microbatch passes them: a list of numbers such as [4, 5, 5, 2], or a string in
             Megatron-Core's notation such as "Et*4|(t*5|)*2ttL" (E is the embedding, t a layer, L
             the head with the loss; | begins the next virtual stage). The first and the last virtual
-            stage may have no layers. None minimizes the work of the busiest stage: the embedding
-            and the head count, too. The log shows the numbers.
-        cp: Ranks that share a sequence (context parallel): each holds two of 2 * cp equal pieces of
-            it, for lightning_megatron.GPT and Hugging Face models that it replaces.
-        cp_transport: How these ranks exchange keys and values. ring sends them around while
-            attention to the last ones is computed. all_to_all divides the heads for the time of
-            the attention, with any number of heads. all_gather gives every rank all keys and
-            values. hierarchical is all_to_all among neighbouring ranks, such as those of a host,
-            and ring across them. auto means all_to_all if cp is on one host and divides the heads,
-            or if attention has dropout or a mask; hierarchical if the ranks of a host divide the
-            heads; otherwise ring, or all_gather for one key/value head.
-        cp_groups: Ranks of cp that share a packed document. whole means all. documents chooses for
-            each microbatch the smallest groups of 1, 2, 4 and more neighbours whose windows of
-            the rows hold all documents whole; cp must be a power of two.
-        ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp
-            divide the ranks of tp and dp in another way, and add no ranks.
-        etp: Ranks that share each expert's matrix products. None means tp.
+            stage may have no layers. None minimizes the work of the busiest stage, including
+            embedding and head. The log shows the numbers.
+        cp: Ranks that divide each sequence (context parallel): each holds two of its 2 * cp equal
+            pieces. It needs a model of this package or a replaced Hugging Face model.
+        cp_transport: How these ranks exchange keys and values. ring passes them around while
+            attention to those received before is computed. all_to_all divides the heads instead of
+            the sequence during the attention, for any number of heads. all_gather gives every rank
+            all keys and values. hierarchical is all_to_all among neighbouring ranks, such as those
+            of a host, and ring between these groups. auto means all_to_all if cp is on one host and
+            divides the heads, or if attention has dropout or a mask; hierarchical if the ranks of a
+            host divide the heads; otherwise ring, or all_gather for one key/value head.
+        cp_groups: Ranks of cp that divide a packed document. whole means all. documents chooses for
+            each microbatch the smallest groups of 1, 2, 4 or more neighbouring ranks such that no
+            document crosses the windows of two groups; cp must be a power of two.
+        ep: Ranks that divide the experts of a layer equally (expert parallel). ep and etp arrange
+            the ranks of tp and dp in another way, and need no additional ranks.
+        etp: Ranks that divide each expert's matrix products. None means tp.
         sequence_parallel: Whether activations between tensor-parallel regions are sharded along the
             sequence, whose length must then be divisible by tp. None means True if tp is above 1.
             It applies to this package's models and to plain modules whose tensor_parallel_plan says
@@ -100,11 +100,11 @@ class StrategyOptions:
             or dualpipe-v. None means interleaved if vpp is above 1, else 1f1b. The zero-bubble
             schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
             zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
-            "auto" measures the first steps, and then runs the fastest order that fits in memory;
+            "auto" measures the first steps, and then runs the fastest order that fits into memory;
             with vpp=2 its chunks lie as those of zb-v. A path that ends in .csv names a file with
-            the rows of all stages, as "lightning-megatron schedule --csv" writes it, for one number
-            of microbatches. From Python, a function of rank, pp, number of microbatches and vpp can
-            return the row of a stage, a list of plan.Action; its chunks lie in a loop.
+            the actions of all stages for one number of microbatches, as "lightning-megatron
+            schedule --csv" writes it. In Python, a function of rank, pp, number of microbatches and
+            vpp can return the actions of a stage, a list of plan.Action; its chunks lie in a loop.
         microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
             microbatch. None means one microbatch without pipeline stages. With stages, None means
             the fewest equal microbatches with at most a fifth of the step idle, or one per sample;
@@ -112,24 +112,24 @@ class StrategyOptions:
             choice.
         microbatch_group_size: Microbatches that run through one chunk before the next chunk runs
             (interleaved only). None means pp.
-        check_microbatches: Whether the first batch is tried without gradients, if microbatches cut
-            its samples or a plan cuts its features. Loss and logs of the parts must equal those of
-            the whole; batch norms, steps that count their calls and similar code are refused. False
-            skips the trial.
-        order: Axes from the fastest to the slowest; neighbours on the first axis are neighbouring
-            ranks.
+        check_microbatches: Whether the first batch is tried without gradients if microbatches
+            divide its samples or a plan shards features. Loss and logs of the parts must equal
+            those of the whole; batch norms, steps that count their calls and similar code are
+            refused. False skips the trial.
+        order: Axes from the fastest-varying to the slowest; neighbours on the first axis are
+            consecutive ranks.
         recompute: Activations that the backward pass recomputes: none, selective (attention core),
             norms (outputs of the norms before sublayers), activations (outputs of MLPs'
             activations), experts (outputs of experts), expert_inputs (inputs of experts, sent and
             sorted again), full_except_core (whole blocks without the attention core) or full (whole
             blocks). A mapping, or a Recomputation, names several parts, or a number of layers of
             each chunk. None keeps the models' own setting.
-        loss_chunk: Tokens whose logits exist at once where a decoder computes losses. The backward
-            pass computes logits again, a third more work for the head. auto stores logits of up to
-            2 GiB in a microbatch, and takes chunks of 512 MiB for larger ones. forward takes chunks
-            of 512 MiB, and the forward pass computes the gradients of a summed loss, without more
-            work: each microbatch in flight keeps the gradient of the head in float32. None stores
-            all.
+        loss_chunk: Tokens whose logits exist at the same time when a decoder computes losses. The
+            backward pass recomputes logits, a third more work for the head. auto stores logits of
+            up to 2 GiB per microbatch, and uses chunks of 512 MiB for larger ones. forward uses
+            chunks of 512 MiB and computes the gradients of a summed loss in the forward pass,
+            without additional work; each microbatch in flight keeps the head's gradient in float32.
+            None stores all logits.
         expert_transport: Transport of tokens to the ranks of their experts. all_gather has static
             sizes and needs equal token counts on all ranks. all_to_all sends each token to its
             experts only, and the host reads sizes. one_sided sends each token to its experts only,
@@ -137,22 +137,22 @@ class StrategyOptions:
             needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment. auto means all_to_all if a
             token has fewer experts than ep. Otherwise, auto means one_sided if GPUs support it and
             no shared expert runs concurrently, else all_gather.
-        expert_rows: Rows that a rank's buffers of experts have, as a multiple of the even share, at
-            least 1; all_to_all has no such buffers, and auto does not take it then. A step that
-            needs more rows is run again without a limit. After the second time the limit grows.
-            None means the rows of the worst routing.
+        expert_rows: Rows of a rank's expert buffers, as a multiple of the even share, at least 1.
+            all_to_all has no such buffers, so auto does not select it then. A step that needs more
+            rows is run again without a limit. After the second time the limit grows. None means the
+            rows of the worst routing.
         expert_clones: Places on every rank for clones of busy experts. In every layer and
             microbatch, ranks with fewer tokens than the mean compute some of the rows of ranks with
-            more, by copies of their experts; the results are the same but for the order of sums. It
-            needs ep above 1 and the transport one_sided, which auto takes then; on CPUs collectives
-            stand in for the puts. A mapping, or an ExpertClones, sets the smallest clone, too. 0
-            means none.
-        tensor_parallel_plan: Name patterns and kinds of cuts of plain torch.nn modules over tp,
-            such as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
-        pipeline_plan: Parts of a model from outside this package that are cut into stages:
-            {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential. Modules defined
-            before it belong to the first stage, and modules after it to the last, unless the plan
-            says "first" or "last". None asks a Hugging Face model.
+            more, with copies of their experts; results are the same up to the order of summation.
+            It needs ep above 1 and the transport one_sided, which auto then selects; on CPUs
+            collectives replace the puts. A mapping, or an ExpertClones, also sets the smallest
+            clone. 0 means none.
+        tensor_parallel_plan: Name patterns of plain torch.nn modules and how tp shards them, such
+            as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
+        pipeline_plan: How a model from outside this package is divided into stages:
+            {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential of blocks. Modules
+            defined before it belong to the first stage, and modules after it to the last, unless
+            the plan says "first" or "last". None means the own plan of a Hugging Face model.
         timeout: Seconds that a collective may wait for a rank before the job fails. None means
             torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else
@@ -162,7 +162,7 @@ class StrategyOptions:
             cp, dp, pp, data (dp x cp), model (tp x pp), embedding, position_embedding, etp, ep,
             edp. Settings: high_priority, and fields of NCCL's configuration such as min_ctas,
             max_ctas, cga_cluster_size and net_name.
-        signal_check_interval: Training batches between checks of all ranks for a received SIGTERM.
+        signal_check_interval: Training batches between checks whether any rank received a SIGTERM.
         zero: Stage of the distributed optimizer. With 1, each data-parallel rank keeps and updates
             its part of the optimizer state and main parameters, and all ranks gather the result.
             With 0, every rank has the whole state.
@@ -170,20 +170,20 @@ class StrategyOptions:
             cut through parameters, for elementwise optimizers such as AdamW or SGD) or parameters
             (whole parameters, distributed by size). auto tries the optimizer on small tensors, and
             means elements if the result is unchanged.
-        bucket_size: Approximate size of a message that sums gradients or gathers parameters
+        bucket_size: Approximate size of a collective that reduces gradients or gathers parameters
             (elements).
-        gradient_dtype: Type in which mixed precisions sum gradients: float32, or bfloat16 for half
-            of the memory.
-        overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward
-            pass.
+        gradient_dtype: Dtype in which mixed precisions accumulate and reduce gradients: float32, or
+            bfloat16 for half of the memory.
+        overlap_gradients: Whether gradients are reduced over the data-parallel ranks during the
+            backward pass.
         overlap_parameters: Whether updated parameters are gathered during the next forward pass.
             None means True unless a callback may read parameters before it.
-        overlap_tensor_parallel: Whether the matrix products next to tp's communication of sequences
-            are cut into pieces that overlap with it, through memory shared by the ranks. It needs
-            half precision and GPUs of one host with direct access to each other (NVLink), and two
-            buffers of a microbatch's activation.
-        check_gradients: When values that are infinite or not a number end the run with rank, batch
-            and parameter. None checks losses, gradients and weights at logging steps
+        overlap_tensor_parallel: Whether matrix products next to tp's communication are split into
+            pieces that overlap with it, through memory shared by the ranks. It needs half
+            precision, GPUs of one host with direct access to each other (NVLink), and two buffers
+            of the size of a microbatch's activation.
+        check_gradients: When infinite or NaN values end the run with an error that names rank,
+            batch and parameter. None checks losses, gradients and weights at logging steps
             (log_every_n_steps) and at the end, in one pass (about 1.5 % of such a step); 16-mixed
             skips this check, because its loss scale skips such steps. True checks the gradients of
             every step before the optimizer uses them, and waits for the device. False means never.
@@ -193,19 +193,19 @@ class StrategyOptions:
             as long as one optimizer step: less than half a percent by default. 0 means the first
             two steps only.
         async_save: Whether checkpoints are written in the background during training.
-        moments_dtype: Type of the moments of Adam and AdamW: float32, or bfloat16 for half of their
-            memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each
-            moment, with unbiased stochastic rounding that depends on the step and the element's
-            position only. Runs repeat exactly under one layout, but not across layouts.
+        moments_dtype: Dtype of the moments of Adam and AdamW: float32, or bfloat16 for half of
+            their memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits
+            of each moment, with unbiased stochastic rounding that depends on the step and the
+            element's position only. Runs repeat exactly under one layout, but not across layouts.
         fp8: Products of linear layers in 8 bits, next to bf16-mixed or bf16-true: tensorwise,
             delayed, rowwise or blockwise; mxfp8 with backend="te". A mapping, or an FP8, sets more.
         backend: Library of the matrix products and norms of this package's models: own, or te for
             NVIDIA's Transformer Engine (the extra `te`). Parameters, communication, checkpoints,
             embeddings, the head and routed experts stay the same.
-        cuda_graphs: Capture of training steps as CUDA graphs, which run without the host: segments
-            (the static parts of every chunk of layers, under any schedule) or full (all
-            microbatches of a step with their communication). A mapping, or a CudaGraphs, sets more
-            than the mode. None captures nothing. The page on CUDA graphs describes what is refused.
+        cuda_graphs: Capture of training steps as CUDA graphs: segments (the static parts of every
+            chunk of layers, under every schedule but gpipe) or full (all microbatches of a step
+            with their communication). A mapping, or a CudaGraphs, sets more than the mode. None
+            captures nothing. The page on CUDA graphs lists what is refused.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or range, or no layout has these sizes.

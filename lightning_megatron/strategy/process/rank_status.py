@@ -202,13 +202,13 @@ def hang_report(
     lines = ["did not arrive:"]
     for rank in sorted(missing):
         if rank not in statuses:
-            lines.append(f"  rank {rank} has never said where it is")
+            lines.append(f"  rank {rank} has never reported its status")
             continue
         status = statuses[rank]
-        life = f", no sign of life for {ages[rank]:.0f} s" if rank in ages else ""
+        silence = f", no status report for {ages[rank]:.0f} s" if rank in ages else ""
         called = "no collective yet" if status.call is None else f"last collective: {_name(status)}"
         lines.append(
-            f"  rank {rank} ({status.host}, process {status.pid}): {status.activity}{life}; "
+            f"  rank {rank} ({status.host}, process {status.pid}): {status.activity}{silence}; "
             f"{called}{_device_words(status)}"
         )
         lines += [

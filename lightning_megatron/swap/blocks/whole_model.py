@@ -109,7 +109,7 @@ def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) ->
     """Cut the values of one target parameter out of the whole model."""
     spec = shard_spec_of(parameter)
     whole = source.get_parameter(spec.tied_to or name)
-    # Remove the padding of the whole model's vocabulary. It is no part of the full tensor and has
+    # Remove the padding of the whole model's vocabulary. It is not part of the full tensor and has
     # another size in the target.
     full = whole.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
     local = spec.shard(full, local_size=parameter.shape[spec.dim])

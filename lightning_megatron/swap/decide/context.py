@@ -72,11 +72,11 @@ def check_cut(
 def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
     for name, part, what in foreign_parts(model):
         raise UnsupportedError(
-            f"with cp ({cp}) the modules inside {path!r} see parts of sequences, so that they must "
-            f"compute every position by itself: '{path}.{name}' ({type(part).__name__}) {what}. "
-            "Declare it with lightning_megatron.position_wise if its output at a position depends "
-            "on its input at that position alone. Otherwise use cp=1, or call it outside of the "
-            "model, where sequences are whole."
+            f"with cp ({cp}) the modules inside {path!r} get parts of sequences, so they must "
+            f"compute every position independently: '{path}.{name}' ({type(part).__name__}) "
+            f"{what}. Declare it with lightning_megatron.position_wise if its output at a position "
+            "depends only on its input at that position. Otherwise use cp=1, or call it outside of "
+            "the model, where sequences are whole."
         )
 
 
@@ -101,7 +101,7 @@ def _why_own_code(kind: str, reason: str) -> str:
         return f"has a setting that its family does not support: {reason.rstrip('.')}"
     if find_family(kind) is not None:
         return "keeps its own code by tensor_parallel_plan"
-    return "is no language model of a supported family"
+    return "is not a language model of a supported family"
 
 
 def _listed(reasons: Iterator[str]) -> str:

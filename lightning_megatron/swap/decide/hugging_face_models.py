@@ -30,7 +30,7 @@ class OwnCodeModel:
         site: Model with its position.
         reason: Setting that the table of the model's family does not support; empty if the model
             has no family or the plan excludes it.
-        plan: Tensor-parallel plan that the model defines; None if it is not asked for one.
+        plan: Tensor-parallel plan that the model defines; None if it is not needed.
         is_outermost: Whether no other such model contains it.
     """
 

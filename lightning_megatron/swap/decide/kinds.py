@@ -9,11 +9,9 @@ Kinds of the plan:
 * ``column_gather``: nn.Linear whose outputs are gathered.
 * ``row``: nn.Linear that takes cut inputs and sums over the ranks.
 * ``row_split``: nn.Linear that takes complete inputs. Each rank multiplies its part of them, and
-the
-  results are summed.
+  the results are summed.
 * ``vocab``: nn.Embedding cut over its vocabulary, or nn.Linear with any number of outputs, which
-are
-  gathered. The two may share their weight.
+  are gathered. The two may share their weight.
 * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
 * ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on
   activations ``(..., S, D)``. Under sequence parallelism each rank has its part of the positions
@@ -23,7 +21,7 @@ are
   head, such as nn.PReLU(num_parameters). The rows are cut with the features.
 * ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
   the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
-  runs the backward pass, the first training step finds such modules by itself.
+  runs the backward pass, the first training step finds such modules automatically.
 * ``replicate``: any module, which is not changed, nor is any module inside it.
 """
 
@@ -172,7 +170,7 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
 
 
 def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
-    """Refuse a value that is no kind of a plan.
+    """Refuse a value that is not a kind of a plan.
 
     Args:
         pattern: Pattern that is given the kind.

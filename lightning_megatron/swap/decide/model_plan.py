@@ -75,7 +75,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles:
-        return OwnPlan({}, ("it brings none",))
+        return OwnPlan({}, ("it defines none",))
     if any(is_peft_module(module) for module in model.modules()):
         return OwnPlan({}, ("peft has wrapped its layers",))
     modules = dict(model.named_modules())

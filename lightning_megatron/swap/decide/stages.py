@@ -304,7 +304,7 @@ def _check_moved_ends(
     layers: Sequence[Sequence[range]],
     layout: ParallelLayout,
 ) -> None:
-    """Raise if a module's place among all parameters cannot be told from those of its stage."""
+    """Raise if a module's place among all parameters does not follow from those of its stage."""
     for end in ends:
         stage = 0 if end.is_before else layout.loss_stage
         if end.is_moved and not any(layers[stage]):

@@ -1,4 +1,4 @@
-"""Everything that is decided about a module before any of it is built or changed."""
+"""All decisions about a module, made before anything is built or changed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SwapPlan:
 
 
 def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapPlan:
-    """Decide what becomes of a module on this rank; do not change it.
+    """Decide how to replace and divide a module on this rank; do not change it.
 
     Args:
         module: Root module.

@@ -1,4 +1,4 @@
-"""BLOOM and MPT: decoders without positions, whose scores fall with the distance of tokens."""
+"""BLOOM and MPT: decoders with ALiBi instead of position embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOOM = Family(
                 "apply_residual_connection_post_layernorm",
                 False,
                 only=(False,),
-                why="the residual stream goes past the norms",
+                why="the residual stream bypasses the norms",
             ),
         ),
         {
@@ -95,11 +95,11 @@ _ATTENTION = ConfigTable(
             "attn_uses_sequence_id",
             False,
             only=(False,),
-            why="packed documents are told apart by their positions",
+            why="positions separate packed documents",
         ),
         Field("alibi", True, only=(True,), why="the class of Hugging Face always has slopes"),
-        # Hugging Face's class passes over it and has 8.
-        Field("alibi_bias_max", 8, only=(8,), why="Hugging Face's class always takes 8"),
+        # Hugging Face's class ignores it and uses 8.
+        Field("alibi_bias_max", 8, only=(8,), why="Hugging Face's class always uses 8"),
     ),
     {},
     frozenset({"attn_impl"}),
@@ -134,15 +134,15 @@ MPT = Family(
                 why="the MLP has 4 d_model features, as in Hugging Face's class",
             ),
             Field("no_bias", True, only=(True,), why="Hugging Face's class has no biases"),
-            Field("logit_scale", None, only=(None,), why="Hugging Face's class passes over it"),
+            Field("logit_scale", None, only=(None,), why="Hugging Face's class ignores it"),
             Field(
                 "embedding_fraction",
                 1.0,
                 only=(1.0,),
-                why="Hugging Face's class passes over it",
+                why="Hugging Face's class ignores it",
             ),
-            Field("emb_pdrop", 0.0, only=(0.0,), why="Hugging Face's class passes over it"),
-            Field("resid_pdrop", 0.0, only=(0.0,), why="Hugging Face's class passes over it"),
+            Field("emb_pdrop", 0.0, only=(0.0,), why="Hugging Face's class ignores it"),
+            Field("resid_pdrop", 0.0, only=(0.0,), why="Hugging Face's class ignores it"),
         ),
         {"norm": "layernorm", "position": "alibi", "bias": False, "activation": "gelu"},
         # The class has slopes in any case, one kind of norm, and no other device.

@@ -19,10 +19,10 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
-#: Name of ours of the weight that makes the logits of classes.
+#: This package's name of the weight that computes the logits of classes.
 CLASSIFIER = "head.output.weight"
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
-#: Of the first releases of BERT, and of what no model of these classes has.
+#: Fields of the first releases of BERT, and of features that no model of these classes has.
 _IRRELEVANT = frozenset(
     {
         "directionality",
@@ -266,7 +266,7 @@ BERT = Family(
 ROBERTA_MASKED = Family(
     "roberta",
     "RobertaForMaskedLM",
-    # Its head has the exact GELU whatever hidden_act says.
+    # Its head has the exact GELU regardless of hidden_act.
     _table("RoBERTa", (*_ROBERTA, *_MASKED), head="masked_lm", head_activation="gelu", **_COUNTED),
     EncoderNames(
         "roberta.", {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"}
@@ -296,7 +296,7 @@ ROBERTA_CHOICES = Family(
     "RobertaForMultipleChoice",
     _table(
         "RoBERTa",
-        # Its classifier has the dropout of the hidden states, whatever classifier_dropout says.
+        # Its classifier has the dropout of the hidden states, regardless of classifier_dropout.
         (*_ROBERTA, Field("hidden_dropout_prob", 0.1, "head_dropout")),
         head="classifier",
         num_labels=1,

@@ -50,7 +50,7 @@ _NAMES = replace(
     ),
 )
 _NO_CODE = "only these routers are implemented"
-#: Losses of the first releases' code; Hugging Face's class and this package leave them out.
+#: Losses in the code of the first releases; Hugging Face's class and this package omit them.
 _LEFT_OUT = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
 
 
@@ -233,7 +233,7 @@ DEEPSEEK_V3 = Family(
             Field("rope_interleave", True, _pairs),
         ),
         FIXED,
-        # Layers that predict later tokens are left out of training.
+        # Layers for multi-token prediction are not trained.
         _LEFT_OUT | {"num_nextn_predict_layers", "num_mtp_layers"},
         parts={
             "latent_attention": _latents("DeepSeek-V3"),

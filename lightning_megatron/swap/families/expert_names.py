@@ -10,7 +10,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 
-#: Field of a configuration for settings of a training that Hugging Face has no fields for.
+#: Field of a configuration for training settings for which Hugging Face has no fields.
 SETTINGS = "expert_settings"
 
 
@@ -18,8 +18,8 @@ SETTINGS = "expert_settings"
 class ExpertNames:
     """Tensor names of mixtures of experts, with ``{}`` for the layer and for the expert.
 
-    Every expert has tensors of its own, so that any group of ranks can read and write the tensors
-    of its experts.
+    Every expert has separate tensors, so that any group of ranks can read and write the tensors of
+    its experts.
 
     Biases of the products of experts, and of the router's logits, have the names of the weights
     with ``bias`` in place of ``weight``.

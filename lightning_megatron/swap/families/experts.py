@@ -90,7 +90,7 @@ def balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]
             "(router_aux_loss_coef times num_experts_per_tok, for each layer with experts)."
         )
 
-    # The coefficient counts where output_router_logits is on.
+    # The coefficient takes effect only if output_router_logits is on.
     return (
         Field("output_router_logits", False, rule),
         Field("router_aux_loss_coef", 0.001),

@@ -1,4 +1,4 @@
-"""Types and ranges of configuration fields that all families name the same."""
+"""Types and ranges of configuration fields that have the same name in all families."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_megatron.plan.settings import Count, NotNegative, Probability, Ra
 
 #: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
 Size: TypeAlias = Annotated[int, Range(least=1, most=1 << 28)]
-#: Every layer is listed: more than any model has would fill the memory before the weights are
-#: looked at.
+#: Limit of layers. A list of all layers is built, which a larger number would let exhaust the
+#: memory before weights are checked.
 Layers: TypeAlias = Annotated[int, Range(least=1, most=10_000)]
 Number: TypeAlias = Annotated[int, Range(least=0, most=1 << 28)]
 Share: TypeAlias = Annotated[float, Range(above=0, most=1)]

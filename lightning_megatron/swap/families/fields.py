@@ -22,8 +22,8 @@ from lightning_megatron.swap.families.unknown_fields import (
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a foreign configuration by name, with the family's defaults where none are given."""
 
-#: Fields of every Hugging Face configuration that change nothing in a training: names, files,
-#: tokens, and how text is generated.
+#: Fields of every Hugging Face configuration that do not affect training: names, files, tokens, and
+#: how text is generated.
 IRRELEVANT = frozenset(
     {
         *(
@@ -164,8 +164,8 @@ class Field:
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
 
-#: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are
-#: not as here.
+#: Fields that every Hugging Face configuration may have, and that request unsupported features
+#: unless they have these values.
 GENERAL = (
     Field("is_encoder_decoder", False, only=(False, None), why=_NO_CROSS_ATTENTION),
     Field("add_cross_attention", False, only=(False, None), why=_NO_CROSS_ATTENTION),
@@ -215,8 +215,8 @@ class ConfigTable:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it asks for something that we do
-                not compute.
+            UnsupportedError: Naming the field and its value, if it requests something that this
+                package does not compute.
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
@@ -232,14 +232,14 @@ class ConfigTable:
         return found
 
     def record(self, config: Values) -> Any:
-        """Return a configuration of the fields with rules, whatever other fields there are.
+        """Return a configuration of the fields with rules, regardless of other fields.
 
         Args:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it asks for something that we do
-                not compute.
+            UnsupportedError: Naming the field and its value, if it requests something that this
+                package does not compute.
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
@@ -281,7 +281,7 @@ class ConfigTable:
         on = sorted(
             name for name in unknown if config[name] is not None and config[name] is not False
         )
-        # Settings of ours are meant, though Hugging Face passes over them.
+        # Settings of this package take effect, although Hugging Face ignores them.
         overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:

@@ -22,7 +22,7 @@ from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_
 
 
 def _gemma_activation(values: Values) -> Mapping[str, Any]:
-    # The first releases say gelu and mean its approximation.
+    # The first releases write gelu for its tanh approximation.
     given = values["hidden_act"]
     meant = "gelu_pytorch_tanh" if given == "gelu" else given
     other = values["hidden_activation"]
@@ -42,7 +42,7 @@ def _every_other(values: Values) -> Mapping[str, Any]:
 def _pattern(values: Values) -> Mapping[str, Any]:
     width = values["sliding_window"]
     if values["use_bidirectional_attention"] and width is not None:
-        # Half of the window lies before a token, and half behind it.
+        # Half of the window lies before a token, and half after it.
         values = {**values, "sliding_window": width // 2 + 1}
     return _windows(values, values["sliding_window_pattern"] or 6)
 
@@ -90,7 +90,7 @@ _NAMES = replace(
     attention_output_norm="model.layers.{}.post_attention_layernorm",
     mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
 )
-#: The classes read hidden_activation; how keys and values are cached is a matter of generation.
+#: The classes read hidden_activation; the kind of cache only affects generation.
 _OF_OTHERS = frozenset({"hidden_act", "cache_implementation"})
 
 GEMMA = Family(

@@ -25,9 +25,9 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed
 
 _STACKS = f"{MLP}.experts"
-#: Names for the table alone: files and the class have stacks of all experts.
+#: Names used only in the table: files and the class have stacks of all experts.
 _EXPERT = tuple(f"{_STACKS}.{{}}.{part}" for part in PARTS)
-#: Positions of a configuration that says nothing about them.
+#: Rotary settings of a configuration that has none.
 _POSITIONS = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -37,7 +37,7 @@ _POSITIONS = {
     "original_max_position_embeddings": 4096,
 }
 _WHY_ACTIVATION = "experts have the activation of the published models"
-#: Of OpenAI's own code; other fields say the same.
+#: Fields of OpenAI's own code; other fields have the same meaning.
 _TWICE = frozenset({"experts_per_token", "initial_context_length"})
 
 

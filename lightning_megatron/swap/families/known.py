@@ -35,7 +35,7 @@ from lightning_megatron.swap.families.qwen_moe import QWEN2_MOE
 from lightning_megatron.swap.families.smollm import SMOLLM3
 from lightning_megatron.swap.families.starcoder import STARCODER2
 
-#: Entry points under which packages offer families of their own.
+#: Entry points by which packages register their own families.
 ENTRY_POINTS = "lightning_megatron.families"
 
 FAMILIES: tuple[Family, ...] = (
@@ -51,8 +51,7 @@ FAMILIES: tuple[Family, ...] = (
 def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
     """List all families: the given, installed and built-in ones; the first of a name counts.
 
-    A package offers a family as an entry point of the group ``lightning_megatron.families`` that is
-    a ``Family``.
+    A package registers a ``Family`` as an entry point of the group ``lightning_megatron.families``.
 
     Args:
         further: Families in addition to the others.
@@ -65,7 +64,7 @@ def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
 
 @cache
 def _offered() -> tuple[Family, ...]:
-    # To look through all packages takes longer than to swap a small model, and every model asks.
+    # A search through all packages takes longer than the replacement of a small model.
     offered = []
     for point in metadata.entry_points(group=ENTRY_POINTS):
         family = point.load()

@@ -163,7 +163,8 @@ PHI3 = Family(
             Field("lm_head_bias", False, only=(False, None), why=_NO_BIAS),
         ),
         FIXED,
-        # Nothing is dropped after the embedding whatever this says; the others are of other code.
+        # There is no dropout after the embedding regardless of this field; the others belong to
+        # other code.
         frozenset({"embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ),
     FUSED_NAMES,

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.fields import Field, Values, one_from, padding_id, refusal
 
-#: Activations of gated MLPs, and what they are here.
+#: Activations of gated MLPs, and their names in this package.
 GATED = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -61,7 +61,7 @@ def sizes(
         Field("initializer_range", 0.02, "init_std"),
         Field("rms_norm_eps", norm_eps, "norm_eps"),
         Field("tie_word_embeddings", tied, "tie_embeddings"),
-        # The embedding of these families does not train this row, where the lookup reads it.
+        # In these families lookups of this row do not train it.
         Field("pad_token_id", padding, padding_id),
         Field(
             "attention_dropout",
@@ -77,7 +77,7 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
 
 def head_dim(values: Values) -> Mapping[str, Any]:
     """Return the head size, if it does not follow from other fields."""
-    # Some versions write down what follows from the sizes.
+    # Some versions store the value that follows from the sizes.
     given = values["head_dim"]
     heads = values["num_attention_heads"]
     return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}

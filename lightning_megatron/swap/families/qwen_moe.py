@@ -1,4 +1,4 @@
-"""Qwen2-MoE: experts beside a shared MLP with a gate."""
+"""Qwen2-MoE: experts next to a shared MLP with a gate."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 
 
 def _rotating(values: Values) -> tuple[bool, ...]:
-    # The field lists the layers that rotate, whatever its name says.
+    # Despite its name, the field lists the layers that rotate.
     given = values["no_rope_layers"]
     if given is not None:
         return tuple(bool(flag) for flag in given)

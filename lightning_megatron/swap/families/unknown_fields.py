@@ -16,12 +16,12 @@ from lightning_megatron.extras import import_extra
 
 logger = logging.getLogger(__name__)
 
-#: Fields that many folders have, and that no model is computed with.
+#: Fields that many folders have, and that do not affect the computation.
 HARMLESS = frozenset(
     {
-        # Unsloth marks what it has uploaded, and the version that did.
+        # Marks of uploads by Unsloth, and its version.
         *("unsloth_fixed", "unsloth_version"),
-        # Trainers add this noise to embeddings from outside, as the arguments of the training say.
+        # Trainers add this noise to embeddings, controlled by training arguments.
         "neftune_noise_alpha",
     }
 )
@@ -45,7 +45,7 @@ _SHARED = (
 
 
 def unknown_fields(names: Iterable[str], model_type: object) -> frozenset[str]:
-    """Return the fields that change nothing in a Hugging Face model.
+    """Return the fields that do not affect a Hugging Face model.
 
     transformers keeps unknown fields as attributes of the configuration. A field that the type's
     configuration does not declare, and that neither the type's code nor the shared code mentions,

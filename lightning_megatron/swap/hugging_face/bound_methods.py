@@ -34,7 +34,7 @@ _BOUND = "base_model_prepare_inputs_for_generation"
 
 
 def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
-    """Give models and wrappers of peft methods that work on parts of weights.
+    """Bind methods that work on sharded weights to models and wrappers of peft.
 
     ``save_pretrained`` of a model that runs its own code, and of a wrapper, writes full tensors
     from all ranks. A wrapper around a replaced model keeps its configuration, ``generate``,

@@ -35,8 +35,8 @@ from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, Replace
 
 T = TypeVar("T")
 
-#: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
-#: swapped model ignores them.
+#: Arguments of Hugging Face's call that do not change the result, only how it is computed. A
+#: replaced model ignores them.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_seq_lens_k"})
 
 
@@ -132,14 +132,14 @@ class HuggingFaceLM(ReplacedModel):
             past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
-            use_cache: Argument without effect; ``generate`` alone fills a cache.
+            use_cache: Argument without effect; only ``generate`` fills a cache.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
             num_items_in_batch: Divisor of the summed loss; by default their number (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
             max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
-            cache: Cache of ``generate``, whose tokens these follow; None means none.
+            cache: Cache of ``generate``, which has the earlier tokens; None means none.
             others: Further arguments, none of which may change the result.
 
         Raises:
@@ -220,8 +220,8 @@ class HuggingFaceLM(ReplacedModel):
         labels: Tensor | None,
         shift_labels: Tensor | None,
     ) -> tuple[AttentionSpan | None, Tensor | None]:
-        """Return who attends to whom, and the label of each position's next token."""
-        # The host knows the labels of the batch, and not what is computed of them.
+        """Return the attention span, and the label of each position's next token."""
+        # The host knows the labels of the batch, but not values that are computed from them.
         described = attention_mask, position_ids, packed, shape
         host = self.mesh.host_values
         if shift_labels is None:
@@ -300,8 +300,8 @@ class HuggingFaceLM(ReplacedModel):
                 raise UnsupportedError(
                     f"loss_chunk ({self.gpt.loss_chunk!r}) stores no logits, and those of a call "
                     "with labels have no gradient: output.logits was read with gradients enabled. "
-                    "Read them under torch.no_grad(), which computes them again, leave labels out "
-                    "of the call, or use loss_chunk=None."
+                    "Read them under torch.no_grad(), which recomputes them, leave labels out of "
+                    "the call, or use loss_chunk=None."
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order

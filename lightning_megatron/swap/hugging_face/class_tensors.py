@@ -80,7 +80,7 @@ class ClassTensors:
         return self._places.get(own.removeprefix(self.prefix), len(self.order))
 
     def is_alike(self, name: str) -> bool:
-        """Return whether the class stores a tensor of the model in the same way."""
+        """Return whether the class stores a tensor of the model in the same form."""
         tensor = self._maps[self._key(name)]
         (first, *others) = tensor.sources
         is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0

@@ -66,7 +66,7 @@ class HuggingFaceEncoder(ReplacedModel):
             position_ids: Position of every token; by default the positions that Hugging Face uses.
             inputs_embeds: Vectors instead of token ids.
             labels: Targets of a head, or -100 where no loss is computed.
-            start_positions: First token of each answer ``(B)``; a place outside of the row counts
+            start_positions: First token of each answer ``(B)``; a position outside of the row has
                 no loss.
             end_positions: Last token of each answer ``(B)``, likewise.
             others: Further arguments, none of which may change the result; ``return_dict=False``
@@ -235,7 +235,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the mean loss of places in rows; those outside of a row do not count."""
+    """Return the mean loss of positions in rows; those outside of a row do not count."""
     length = logits.shape[1]
     return _cross_entropy(logits, places.view(-1).clamp(0, length), length)
 

@@ -19,7 +19,7 @@ class GeneratingLM(HuggingFaceLM):
     """Causal language model with the methods of Hugging Face's GenerationMixin.
 
     ``generate`` takes the arguments of GenerationMixin: searches, sampling, stopping rules. It
-    keeps keys and values in a cache of this package, whatever ``cache_implementation`` says. With
+    keeps keys and values in a cache of this package, regardless of ``cache_implementation``. With
     angles that depend on the length of the row (longrope) and with ``use_cache=False`` every token
     needs a forward pass over all previous tokens.
 
@@ -40,8 +40,8 @@ class GeneratingLM(HuggingFaceLM):
         """Continue prompts; see transformers.GenerationMixin.generate.
 
         Raises:
-            UnsupportedError: Inside a step, with pipeline stages; for a cache of the caller's, a
-                quantized one and assisted generation.
+            UnsupportedError: Inside a step, with pipeline stages; for a cache that the caller
+                passes, a quantized cache and assisted generation.
         """
         if self.gpt.cursor is not None:
             raise UnsupportedError(
@@ -66,7 +66,7 @@ class GeneratingLM(HuggingFaceLM):
     @property
     def _can_cache(self) -> bool:
         scaling = self.gpt.config.rotary_scaling
-        # Longrope rotates all keys by other angles once a row is long.
+        # Longrope changes the angles of all keys when a row becomes long.
         return scaling is None or scaling.kind != "longrope"
 
     def _prepare_cache_for_generation(
@@ -82,7 +82,7 @@ class GeneratingLM(HuggingFaceLM):
         if generation_config.use_cache is False:
             return
         self._check_cache(generation_config, model_kwargs, generation_mode)
-        # Ranks that have ended before others write their last token again and again.
+        # Ranks that have finished before others repeat their last token.
         self._cache = GenerationCache(max_cache_length + 1)
         model_kwargs[self._cache_argument] = self._cache
 
@@ -104,15 +104,15 @@ class GeneratingLM(HuggingFaceLM):
         if config.cache_implementation == "quantized":
             raise UnsupportedError(
                 "generate keeps keys and values in the dtype of the model: cache_implementation "
-                "is 'quantized', whose words may differ. Leave cache_implementation out."
+                "is 'quantized', whose tokens may differ. Leave cache_implementation out."
             )
         # Earlier versions of transformers pass the assistant in place of the mode.
         looks_up = config.prompt_lookup_num_tokens is not None
         if looks_up or isinstance(mode, nn.Module) or mode == "assisted_generation":
             raise UnsupportedError(
-                "generate takes back no tokens: assisted generation was asked for, which guesses "
-                "tokens and drops wrong ones. Leave assistant_model and prompt_lookup_num_tokens "
-                "out."
+                "generate cannot remove tokens from its cache: assisted generation was asked for, "
+                "which guesses tokens and drops wrong ones. Leave assistant_model and "
+                "prompt_lookup_num_tokens out."
             )
         if not self._can_cache:
             raise UnsupportedError(

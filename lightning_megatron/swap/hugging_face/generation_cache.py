@@ -21,15 +21,15 @@ class GenerationCache(KeyValueCache):
         max_length: Longest row (tokens).
     """
 
-    #: Hugging Face's generation compiles no model whose cache says so.
+    #: Hugging Face's generation does not compile a model if its cache has this value.
     is_compileable = False
-    #: Of each layer, whether it is a linear attention. All layers here answer alike.
+    #: For each layer, whether it is a linear attention. No layer of this package is.
     is_linear = (False,)
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
-        #: Whether the rows have ended while those of other ranks have not. Their layers run on,
-        #: because experts need tokens of every rank, and nothing more is stored.
+        #: Whether the rows have ended while those of other ranks have not. Their layers continue to
+        #: run, because experts need tokens of every rank, but nothing is stored.
         self.has_ended = False
         self._has_padding = False
 
@@ -41,7 +41,7 @@ class GenerationCache(KeyValueCache):
         """Replace each row by another one.
 
         Args:
-            beam_idx: For each row the number of the row whose tokens it gets.
+            beam_idx: For each row the index of the row whose tokens it gets.
         """
         self.reorder(beam_idx)
 
@@ -68,7 +68,7 @@ class GenerationCache(KeyValueCache):
         extra: int,
         num_rows: int,
     ) -> AttentionSpan:
-        """Return the span of new tokens, which the cache stores and whose past it holds.
+        """Return the span of new tokens, which the cache stores and whose earlier tokens it has.
 
         Args:
             rows: Span of the padded rows without a cache, which counts for the first tokens; None
@@ -87,7 +87,7 @@ class GenerationCache(KeyValueCache):
             return replace(rows or AttentionSpan(), past=past)
         last = self.length + shape[1]
         if position_ids is None or self.has_ended:
-            # Positions of rows that have ended run on, past those that a model may have.
+            # Positions of rows that have ended continue beyond those that a model supports.
             position_ids = torch.arange(self.length, last, device=given.device)[None]
         if self._has_padding and attention_mask is not None:
             seen = pad_batch(attention_mask[:, :last], 0, 1, num_rows)

@@ -96,7 +96,7 @@ class ModuleStub(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
-            # Set by train and eval, and by code that restores the modes of single modules.
+            # Set by train and eval, and by code that restores the mode of single modules.
             for part in vars(self).get(_COUNTERPARTS, ()):
                 part.training = value
         for kind in ("_parameters", "_modules", "_buffers"):

@@ -28,7 +28,7 @@ class _Output:
 
         Args:
             key: Name of the entry.
-            default: What stands for an entry that is None.
+            default: Value that replaces an entry that is None.
         """
         names = self.keys()
         return getattr(self, key) if key in names else default
@@ -155,7 +155,7 @@ class SpanOutput(_Output):
 
 
 class EncoderOutput(_Output):
-    """Output of an encoder, a sequence classifier or a chooser among several answers.
+    """Output of an encoder, a sequence classifier or a multiple-choice model.
 
     Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions, SequenceClassifierOutput
     and MultipleChoiceModelOutput: attributes, keys and positions, without entries that are None.

@@ -39,24 +39,24 @@ def span_of(
 ) -> AttentionSpan | None:
     """Return the span of padded rows, or of rows whose positions restart; None for plain rows.
 
-    Attention is causal, so only padding attends to the padding after the last token. If no padding
-    has labels, it need not be told apart, which is fastest. Otherwise padding before the tokens is
-    a document of its own. Padding between tokens, or with labels, needs a mask. The host decides by
-    what it knows of the arguments, and waits for the device only for values that it does not know.
+    Attention is causal, so only padding attends to the padding after the last token. If no such
+    padding has labels, it needs no separation, which is fastest. Padding before the tokens is a
+    separate document. Padding between tokens, or with labels, needs a mask. The host decides by the
+    values that it has, and waits for the device only for other values.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token. None counts along the row, as Hugging Face's models
             do.
-        packed: Sequences packed into the row, for which the host reads nothing.
+        packed: Sequences packed into the row, for which the host does not read values.
         shape: Number of sequences and their length.
         labels: Label of every position, or -100; None if the results at padding positions are not
             used.
-        host: Values that the host knows; None means only those of tensors on the host.
+        host: Values that the host has; None means only those of tensors on the host.
         shifts: Whether the label of a position is still that of its token, and not of the next one.
 
     Raises:
-        UnsupportedError: If the mask has another shape, or is given beside packed sequences.
+        UnsupportedError: If the mask has another shape, or is given together with packed sequences.
     """
     host = host or HostValues()
     positions = None if position_ids is None else position_ids.expand(shape)
@@ -76,7 +76,7 @@ def span_of(
     if most == 0:
         return AttentionSpan(positions=positions)
     begins = _begins(position_ids)
-    # A power of two, so that steps with nearly as many documents have the same form.
+    # A power of two, so that steps with similar numbers of documents have the same form.
     columns = 1 << most.bit_length()
     lengths = position_ids.new_zeros(len(begins), columns)
     lengths.scatter_add_(1, begins.cumsum(1), torch.ones_like(position_ids))
@@ -119,13 +119,13 @@ def _begins(position_ids: Tensor) -> Tensor:
 
 
 def _kind_of(mask: Tensor, labels: Tensor | None) -> Literal["plain", "separate", "mixed"]:
-    """Return how padding can be told apart: not at all, as a document, or by a mask only."""
+    """Return how padding must be separated: not at all, as a document, or by a mask."""
     if labels is not None and not bool((mask | (labels == IGNORED)).all()):
         return "mixed"
     begins = mask[:, 1:] > mask[:, :-1]
     if not bool(begins.any()):
         return "plain"
-    # Between a first begin and the last token of a row there must be no padding.
+    # There must be no padding between the first token and the last token of a row.
     return "separate" if bool((begins.sum(1) + mask[:, 0] <= 1).all()) else "mixed"
 
 

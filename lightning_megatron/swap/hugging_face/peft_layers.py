@@ -57,7 +57,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         family: Family of the model.
 
     Raises:
-        UnsupportedError: If the adapter has more than low-rank updates of linear layers.
+        UnsupportedError: If the adapter has anything but low-rank updates of linear layers.
     """
     layers, saved = _wrapped(source, family)
     if not layers and not saved:
@@ -251,7 +251,7 @@ def _refuse(name: str, problem: str, remedy: str) -> None:
 def _as_plain(config: Any, kind: type[nn.Module]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))
     if plain.get("task_type") is None:
-        # peft's own files have this entry, by which peft finds the class of the model.
+        # peft's own files have this entry, by which peft determines the class of the model.
         plain["auto_mapping"] = {
             "base_model_class": kind.__name__,
             "parent_library": kind.__module__,

@@ -202,7 +202,7 @@ def write_together(
                 write(full, shapes)
             except (CheckpointMismatchError, UnsupportedError, OSError) as error:
                 failure = error
-                deque(full, maxlen=0)  # the other ranks send all tensors before they learn of it
+                deque(full, maxlen=0)  # the other ranks send all tensors before they get the error
         failure = all_gather_objects(failure, world)[0]
     if failure is not None:
         raise failure

@@ -26,7 +26,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         full: Full tensors by the names before the replacement; other tensors are passed on.
 
     Raises:
-        CheckpointMismatchError: If tensors of a model are missing, left over or of another shape.
+        CheckpointMismatchError: If tensors of a model are missing, unexpected or of another shape.
     """
     found = dict(full)
     for name, part in replaced_models(module):

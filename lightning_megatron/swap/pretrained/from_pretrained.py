@@ -67,7 +67,8 @@ def building_on_meta() -> Iterator[None]:
     imported, and for peft if it has been imported before.
     """
     with ExitStack() as stack:
-        # transformers and peft take most of a second to import, and not every model needs them.
+        # The import of transformers and peft takes most of a second, and not every model needs
+        # them.
         stack.enter_context(
             when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack))
         )
@@ -95,7 +96,7 @@ def _build_later(library: Any, stack: ExitStack) -> None:
 @contextmanager
 def _giving_adapters_values() -> Iterator[None]:
     """Give peft's small adapters values on the CPU if their model has none."""
-    # An import of peft that failed half-way leaves some of its modules behind.
+    # After a failed import of peft, some of its modules remain in sys.modules.
     tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     wrapper = getattr(sys.modules.get("peft"), "PeftModel", None)
     if tuner is None or wrapper is None:
@@ -171,8 +172,8 @@ def read_missing_values(model: Any) -> Callable[[], None]:
     folder = folder_of(model)
     cls = type(model)
     if folder is None and is_part_of_deferred(model):
-        # Its class alone would read or draw other tensors than the larger model in which it was
-        # built.
+        # A model of its class would read or initialize other tensors than the larger model in which
+        # it was built.
         return read_deferred(model)
     if folder is not None and SafetensorsFolder(folder).has_scales:
         raise UnsupportedError(

@@ -112,7 +112,7 @@ def check_settings(
             configurations. The numbers of tokens and labels may differ, because they follow from
             the weights.
     """
-    # The padding token of the embedding holds for both, so that it does not count as a change.
+    # The padding token of the embedding is used for both, so that it does not count as a change.
     before, after = (
         family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now)
     )

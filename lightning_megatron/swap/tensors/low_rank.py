@@ -201,7 +201,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
 def full_factors(
     tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make the full factors of a model in its own tree from a wrapped model's tensors.
+    """Return the full factors of a model in its own tree from a wrapped model's tensors.
 
     Args:
         tensors: State dict of the wrapped model.
@@ -225,7 +225,7 @@ def full_factors(
         }
         raise CheckpointMismatchError(
             f"the LoRA factors must match the adapter of the model: {named(differing)} are "
-            "missing, left over or of another shape. Factors would keep their initial values, or "
+            "missing, unexpected or of another shape. Factors would keep their initial values, or "
             "tensors would be ignored. Use the LoraConfig that was trained."
         )
     for factor in factors:

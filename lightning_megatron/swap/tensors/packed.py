@@ -21,7 +21,7 @@ class PackedRows:
 
     Args:
         name: Name of the containing tensor.
-        index: Index in the first dimension of a stack; None if the tensor is no stack.
+        index: Index in the first dimension of a stack; None if the tensor is not a stack.
         first: First row in the containing tensor (elements).
         num_rows: Number of rows; None means all (elements).
         step: Distance between two rows in the containing tensor (elements).
@@ -141,7 +141,7 @@ class Packed:
         return whole.t() if self.is_transposed else whole
 
     def position_of(self, part: str) -> tuple[str, int, int] | None:
-        """Return the tensor, index and number of a part; None if the name is no part."""
+        """Return the tensor, index and number of a part; None if the name is not a part."""
         for number, pattern in enumerate(self._patterns[1:]):
             match = pattern.fullmatch(part)
             if match is not None:

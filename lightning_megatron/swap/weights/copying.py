@@ -105,9 +105,9 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
 
 
 def _on_stream_of(copies: Sequence[Copy]) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return what a new thread does first, and its arguments: use the CUDA stream of this thread.
+    """Return the initializer of new threads, which sets the CUDA stream, and its arguments.
 
-    A thread starts with the default stream, which waits for no other stream, and no other for it.
+    A thread starts with the default stream, which is not synchronized with other streams.
     """
     device = next((copy.target.device for copy in copies if copy.target.is_cuda), None)
     if device is None:

@@ -185,7 +185,7 @@ def full_tensors(
         table: Table of the full tensors; None means the table of this package's model.
 
     Raises:
-        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+        CheckpointMismatchError: If a tensor is missing, unexpected or of another shape.
     """
     reader = reader_of(tensors, family)
     table = family.tensors(config) if table is None else table
@@ -280,8 +280,8 @@ def check_tensors(
         Names of the missing tensors of heads.
 
     Raises:
-        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
-        CorruptDataError: If the files mix element types that one model cannot have.
+        CheckpointMismatchError: If a tensor is missing, unexpected or of another shape.
+        CorruptDataError: If the files mix dtypes that one model cannot have.
     """
     if isinstance(reader.reader, SafetensorsFolder):
         reader.reader.check_types(rows.name for rows in reader.own.values())
@@ -295,7 +295,7 @@ def check_tensors(
     missing = missing - lacking
     if missing or unknown:
         parts = [f"{named(missing)} missing"] if missing else []
-        parts += [f"{named(unknown)} left over"] if unknown else []
+        parts += [f"{named(unknown)} unexpected"] if unknown else []
         raise CheckpointMismatchError(
             f"the tensors must match a {family.architecture} of this configuration: "
             f"{', and '.join(parts)}. Parameters would keep their initial values, or tensors would "

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: the tensors in a file and their byte ranges."""
+"""Headers of safetensors files: tensors and their byte ranges."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_a_damaged_description_says_what_to_delete(kit: FakeKit, tmp_path: Path)
         find_library(tmp_path, kit.write_sources())
 
 
-def test_a_cache_that_is_no_folder_is_named(kit: FakeKit, tmp_path: Path) -> None:
+def test_a_cache_that_is_not_a_folder_is_named(kit: FakeKit, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UnsupportedError, match="must be writable: .*file is not .* Use another folder with --cache"
