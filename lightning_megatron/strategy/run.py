@@ -315,13 +315,17 @@ class Run:
     def end_training(self) -> None:
         """Complete all parameters, and check the values of the last steps.
 
+        Weights that were kept in 8 bits are ordinary parameters afterwards.
+
         Raises:
             NonFiniteError: If a value is not finite.
 
-        Communication: that of :meth:`MainParameters.wait` and of :meth:`StepChecks.check_values`.
+        Communication: that of :meth:`MainParameters.wait`, :meth:`StepChecks.check_values` and
+            :meth:`TrainingState.leave_eight_bits`.
         """
         self.state.main.wait()
         self.state.checks.check_values(at_end=True)
+        self.state.leave_eight_bits(gathers=True)
 
     def exclude_garbage(self) -> None:
         """Exclude the objects that exist now from garbage collection until the end of the run."""
