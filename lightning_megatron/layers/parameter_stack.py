@@ -22,7 +22,7 @@ from lightning_megatron.layers.gradient_slot import (
     slots_of,
 )
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Shaped
 
 
 class ParameterStack(nn.Module):
@@ -178,7 +178,9 @@ class _Stacked(torch.autograd.Function):
         return tuple(part if is_needed else None for part, is_needed in parts)
 
 
-def neighbours_as_one(parts: Sequence[Float[Tensor, "_ ..."]]) -> Float[Tensor, "rows ..."] | None:
+def neighbours_as_one(
+    parts: Sequence[Shaped[Tensor, "_ ..."]],
+) -> Shaped[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
     Weights whose numbers are in 8 bits elsewhere are joined to such a weight, whose numbers are NaN.

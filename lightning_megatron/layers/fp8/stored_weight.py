@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron.layers.fp8.operand import Operand, transposed
 from lightning_megatron.layers.parameter_stack import neighbours_as_one
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float, Shaped
 
 #: Format of weights.
 FORMAT = torch.float8_e4m3fn
@@ -28,7 +28,7 @@ class StoredWeight:
         scale: Scale in float32.
     """
 
-    parts: tuple[Int[Tensor, "_ columns"], ...]
+    parts: tuple[Shaped[Tensor, "_ columns"], ...]
     scale: Float[Tensor, "1"]
 
     @property

@@ -129,7 +129,7 @@ class SliceCasts:
     def __init__(
         self,
         main: Float[Tensor, "_"],
-        target: Int[Tensor, "_"],
+        target: Shaped[Tensor, "_"],
         slices: Sequence[tuple[int, int, int, int]],
     ) -> None:
         self._slices = [
