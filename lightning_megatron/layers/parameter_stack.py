@@ -183,7 +183,7 @@ def neighbours_as_one(
 ) -> Shaped[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
-    Weights whose numbers are in 8 bits elsewhere are joined to such a weight, whose numbers are NaN.
+    Weights whose numbers are in 8 bits elsewhere are joined to a tensor of NaN without memory.
 
     Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
     """

@@ -194,7 +194,8 @@ class EightBitBuffer(FlatBuffer):
             (one.shard_start, one.buffer_start, one.size, self._number_of[one.name])
             for one in self.plan.slices(self.part)
         ]
-        return (kernels or torch_casts).SliceCasts(main, self.parameters, slices)
+        make = torch_casts.SliceCasts if kernels is None else kernels.SliceCastKernel
+        return make(main, self.parameters, slices)
 
     def _read(self, name: str, wait: Callable[[], None]) -> Float[Tensor, "rows columns"]:
         wait()

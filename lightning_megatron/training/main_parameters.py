@@ -43,8 +43,7 @@ class MainParameters:
             one outside the pipelined model.
         stacks: Names of parameters that one matrix product reads, from the first row to the last;
             they are laid out next to each other if they are trained in the same way.
-        eight_bits: Names of the parameters of each weight that is kept in 8 bits, if one call of
-            :meth:`attach` attaches all of them.
+        eight_bits: Names of the parameters of each weight that :meth:`attach` keeps in 8 bits.
     """
 
     def __init__(

@@ -61,10 +61,10 @@ def test_slices_are_cast_as_whole_weights(dtype: torch.dtype, strange: float | N
     if strange is not None:
         main[100] = strange
     found = []
-    for casts in (kernels, torch_casts):
+    for make in (kernels.SliceCastKernel, torch_casts.SliceCasts):
         target = torch.full((60000,), 7, dtype=torch.uint8, device="cuda")
         magnitudes = torch.full((4,), 7, dtype=torch.int32, device="cuda")
-        slices = casts.SliceCasts(main, target, SLICES)
+        slices = make(main, target, SLICES)
         slices.find(magnitudes)
         slices.cast(magnitudes, FORMAT)
         found.append((magnitudes, target))
@@ -91,7 +91,7 @@ def test_a_rank_without_slices_casts_nothing() -> None:
     assert kernels is not None
     target = torch.full((128,), 7, dtype=torch.uint8, device="cuda")
     magnitudes = torch.full((2,), 7, dtype=torch.int32, device="cuda")
-    slices = kernels.SliceCasts(torch.zeros(128, device="cuda"), target, [])
+    slices = kernels.SliceCastKernel(torch.zeros(128, device="cuda"), target, [])
     slices.find(magnitudes)
     slices.cast(magnitudes, FORMAT)
     assert not bool(magnitudes.any())

@@ -110,7 +110,12 @@ def test_reads_see_the_numbers_of_the_products() -> None:
         kept = module.state_dict()[NAME]
         copied = copy.deepcopy(module)
         assert type(weight_of(copied)) is nn.Parameter
-        return *read, kept.float(), weight_of(copied).detach().float(), main.main(NAME).detach().clone()
+        return (
+            *read,
+            kept.float(),
+            weight_of(copied).detach().float(),
+            main.main(NAME).detach().clone(),
+        )
 
     numbers, norm, norms, kept, copied, main = looked(look)
     largest = main.abs().max()
@@ -294,7 +299,9 @@ def test_weights_that_nothing_trains_stay_as_they_are() -> None:
                 parameter.requires_grad_("layers.0.attention" not in name and name != NAME)
 
     def look(module: TinyLM, main: MainParameters) -> set[str]:
-        return {name for name, one in module.named_parameters() if isinstance(one, EightBitParameter)}
+        return {
+            name for name, one in module.named_parameters() if isinstance(one, EightBitParameter)
+        }
 
     module = Frozen()
     looking = Look(look)

@@ -16,11 +16,12 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 # Elements of a program.
 _BLOCK = 8192
-# Columns of a row of the table: starts in the numbers and in the target, size, number of the weight.
+# Columns of a row of the table: starts in the numbers and in the target, size, and number of the
+# weight.
 _ROW = tl.constexpr(4)
 
 
-class SliceCasts:
+class SliceCastKernel:
     """Casts of slices of weights, each of which has the scale of its whole weight.
 
     Equal to ``layers.fp8.torch_casts.SliceCasts``. All slices are in one launch.

@@ -72,7 +72,7 @@ class EightBitWeight(Tensor):
         return _read(func, args, kwargs)
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, in 8 bits)"
 
     @override
@@ -126,12 +126,12 @@ def keep_in_memory(parameter: nn.Parameter, memory: Float[Tensor, "rows columns"
         parameter: Parameter that :func:`keep_in_eight_bits` has changed.
         memory: Its numbers from now on.
     """
+    del cast(EightBitParameter, parameter).read_numbers
     parameter.__class__ = nn.Parameter
-    del parameter.read_numbers
     torch.Tensor.data.__set__(parameter, memory)  # type: ignore[attr-defined]
 
 
-def placeholder(weight: Tensor, num_rows: int) -> Float[Tensor, "rows columns"]:
+def placeholder(weight: Float[Tensor, "_ columns"], num_rows: int) -> Float[Tensor, "rows columns"]:
     """Return a tensor of NaN without memory of its own, with the columns of a weight.
 
     Args:
@@ -178,6 +178,6 @@ def _refused(weight: Tensor, what: str) -> UnsupportedError:
         f"a weight that fp8.parameters keeps in 8 bits cannot be written during a fit, and has no "
         f"gradient but that of its layer: {what} was asked of one of shape {tuple(weight.shape)}. "
         "The numbers are in the main parameters of the optimizer, and a rounded copy in 8 bits. "
-        "Read it under torch.no_grad(), write it before the fit (in configure_model or setup), name "
-        "its layer in fp8.keep, or leave fp8.parameters out."
+        "Read it under torch.no_grad(), write it before the fit (in configure_model or setup), "
+        "name its layer in fp8.keep, or leave fp8.parameters out."
     )

@@ -142,7 +142,9 @@ class Scaling:
         found = (
             copy(False, columns, None)
             if self.casts is None
-            else self.casts.operands(copy, rows=False, columns=columns, counts=False, magnitude=None)
+            else self.casts.operands(
+                copy, rows=False, columns=columns, counts=False, magnitude=None
+            )
         )
         return replace(found, rows=stored.rows if rows else None)
 
