@@ -20,7 +20,7 @@ from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.layered import LayeredConfig, LayeredModule
+from lightning_megatron.models.layered import LayeredConfig, LayeredModule, layered_modules
 from lightning_megatron.plan.engine_recipe import Backend
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.linear_sizes import linear_sizes
@@ -102,8 +102,10 @@ def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     found: dict[tuple[str, ...], Linear] = {}
-    for name, part in module.named_modules():
-        scaling = part.scaling if isinstance(part, Linear) else None
+    # The layers of a Hugging Face model stand beside the modules of its class.
+    linears = [one for model in layered_modules(module) for one in _linears(model)]
+    for _, name, part in linears:
+        scaling = part.scaling
         if not isinstance(scaling, Scaling) or scaling.settings.parameters is None:
             continue
         own = [names.get(id(weight), []) for weight in part.weight_parts]

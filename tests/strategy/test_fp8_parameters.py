@@ -13,8 +13,16 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
-from lightning_megatron import FP8, MegatronStrategy, MemoryReport, ParallelPlanError
+from lightning_megatron import (
+    FP8,
+    HuggingFaceCausalLM,
+    MegatronStrategy,
+    MemoryReport,
+    ParallelPlanError,
+)
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
@@ -23,6 +31,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 from tests.strategy import checkpoint_runs
 from tests.strategy.graph_fits import fit, strategy_of
 from tests.strategy.tiny import TinyLM, loader
+from tests.tiny_llama import rows, save_tiny_llama
 
 IN_FP8: dict[str, Any] = {"fp8": FP8(emulate=True, parameters="fp8"), "microbatch_size": 1}
 PLAIN: dict[str, Any] = {"microbatch_size": 1}
@@ -286,6 +295,76 @@ def test_validations_see_the_weights_in_8_bits() -> None:
     other = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)})
     assert wide.evaluated == other.evaluated
     assert wide.losses == other.losses
+
+
+def test_models_of_hugging_face_are_generated_with_and_saved(tmp_path: Path) -> None:
+    class Use(Callback):
+        """Generate and try to save inside of the fit."""
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step != 2:
+                return
+            prompt = rows[:1, :8]
+            with torch.no_grad():
+                texts.append(module.model.generate(prompt, max_new_tokens=4, do_sample=False))
+                logits.append(module.model(prompt).logits[0, -1].argmax(-1))
+            with pytest.raises(UnsupportedError, match="keeps '.*' in 8 bits during the fit"):
+                module.model.save_pretrained(tmp_path / "inside")
+
+    texts: list[Tensor] = []
+    logits: list[Tensor] = []
+    save_tiny_llama(tmp_path / "before")
+    module = HuggingFaceCausalLM(str(tmp_path / "before"), learning_rate=1e-2, schedule="constant")
+    trainer = trainer_of(IN_FP8, 3, (Use(),))
+    samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    trainer.fit(module, DataLoader(samples, batch_size=4))
+    assert texts[0].shape == (1, 12)
+    assert texts[0][0, 8] == logits[0]
+    assert not (tmp_path / "inside").exists()
+    module.model.save_pretrained(tmp_path / "after")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    name = "model.layers.0.mlp.down_proj.weight"
+    main = strategy_of(trainer).run.state.main
+    (ours,) = (one for one in main.trained if one.endswith("layers.0.mlp.down.weight"))
+    expected = main.main(ours).detach().bfloat16()
+    assert torch.equal(loaded.state_dict()[name].bfloat16(), expected)
+
+
+# ---- ways to step
+
+
+class ByHand(TinyLM):
+    """Module that runs its backward passes and steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=None)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class ByLineSearch(TinyLM):
+    """Module whose optimizer evaluates the loss several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("kind", [ByHand, ByLineSearch])
+def test_other_steps_equal_those_with_casts(kind: type[TinyLM]) -> None:
+    """Without rounding to 16 bits casts give the same bytes, up to sums in another order."""
+    losses = [
+        trained(kind(), {**PLAIN, "fp8": FP8(emulate=True, parameters=one)}, 3, precision="64-true")
+        for one in ("fp8", None)
+    ]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-10, rel=0)
+    assert len(set(losses[0][0])) == 3
 
 
 # ---- layers that stay out
