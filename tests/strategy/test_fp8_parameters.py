@@ -204,6 +204,19 @@ def test_after_a_fit_weights_are_those_of_the_main_parameters(precision: Any) ->
     assert not main.eight_bits.buffers
 
 
+def test_evaluations_without_a_fit_cast_the_weights_of_the_run(tmp_path: Path) -> None:
+    module = TinyLM()
+    trainer = trainer_of(IN_FP8, 2)
+    trainer.fit(module, loader(16), loader(8, seed=5))
+    trainer.save_checkpoint(tmp_path / "saved")
+    (expected,) = trainer.validate(module, loader(8, seed=5), verbose=False)
+    path = tmp_path / "saved"
+    (found,) = trainer_of(IN_FP8, 2).validate(
+        TinyLM(), loader(8, seed=5), ckpt_path=path, verbose=False, weights_only=False
+    )
+    assert found == expected
+
+
 def test_a_second_fit_goes_on_from_the_main_parameters() -> None:
     def look(trainer: Trainer) -> Tensor:
         return strategy_of(trainer).run.state.main.main(NAME).detach().clone()
