@@ -5,7 +5,9 @@
 The training uses AdamW (fused, lr 1e-4, weight decay 0.01), gradient clipping at 1.0, float32 main
 parameters and gradients, and random tokens from the CPU. The time of a step starts at the end of
 the previous step and includes loading the batch and all work of Lightning. The host waits for the
-device after each step, or not at all with ``--in-a-row``."""
+device after each step, or not at all with ``--in-a-row``. Products in 8 bits are an option of the
+strategy, ``--options '{"fp8": "tensorwise"}'``; ``--fp8-parameters`` also keeps and gathers weights
+in 8 bits."""
 
 from __future__ import annotations
 
@@ -450,6 +452,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # No callback reads parameters, so gathering them can overlap with the next step.
     options: dict[str, Any] = {"overlap_parameters": True, "async_save": bool(args.async_save)}
     options |= {"zero": args.zero, "microbatch_size": 1 if layout.pp > 1 else batch}
+    if args.fp8_parameters:
+        options["fp8"] = {"recipe": "tensorwise", "parameters": "fp8"}
     options |= json.loads(args.options)
     trainer = Trainer(
         accelerator=args.accelerator,
@@ -497,6 +501,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--zero", type=int, default=1, choices=[0, 1])
     result.add_argument(
         "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
+    result.add_argument(
+        "--fp8-parameters",
+        action="store_true",
+        help="products in 8 bits, tensorwise, with weights that are kept and gathered in 8 bits",
     )
     result.add_argument(
         "--in-a-row", action="store_true", help="do not wait for the device between the steps"

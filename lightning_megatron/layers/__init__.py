@@ -42,6 +42,7 @@ that. These names have one meaning in the layers, kernels, experts and models:
   (rows).
 - ``columns``: columns of a matrix (columns).
 - ``layers``: linear layers of this rank that compute in 8 bits (layers).
+- ``weights``: weights of a flat buffer that are kept in 8 bits (weights).
 - ``history``, ``saved``: steps whose magnitudes are kept, now and in a checkpoint (steps).
 - ``padded``: rows of a matrix with padding, the columns of its transpose (rows).
 - ``summed``: elements of a row that a matrix product sums up (elements).

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitWeight, placeholder
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     StackedSlot,
@@ -21,7 +22,7 @@ from lightning_megatron.layers.gradient_slot import (
     slots_of,
 )
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Shaped
 
 
 class ParameterStack(nn.Module):
@@ -177,12 +178,18 @@ class _Stacked(torch.autograd.Function):
         return tuple(part if is_needed else None for part, is_needed in parts)
 
 
-def neighbours_as_one(parts: Sequence[Float[Tensor, "_ ..."]]) -> Float[Tensor, "rows ..."] | None:
+def neighbours_as_one(
+    parts: Sequence[Shaped[Tensor, "_ ..."]],
+) -> Shaped[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
+
+    Weights whose numbers are in 8 bits elsewhere are joined to a tensor of NaN without memory.
 
     Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
     """
     first = parts[0]
+    if all(isinstance(part, EightBitWeight) for part in parts):
+        return placeholder(first, sum(map(len, parts)))
     address = first.data_ptr()
     itemsize = first.element_size()
     num_rows = 0

@@ -7,8 +7,9 @@ from collections.abc import Set as AbstractSet
 from fnmatch import fnmatchcase
 
 import torch
+from torch import nn
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
@@ -19,13 +20,14 @@ from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.layered import LayeredConfig, LayeredModule
+from lightning_megatron.models.layered import LayeredConfig, LayeredModule, layered_modules
 from lightning_megatron.plan.engine_recipe import Backend
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.linear_sizes import linear_sizes
 from lightning_megatron.plan.model_shape import ModelShape
 
-_Linear = ColumnParallelLinear | RowParallelLinear
+#: Linear layer that can compute in 8 bits.
+Linear = ColumnParallelLinear | RowParallelLinear
 
 
 def set_fp8(
@@ -85,6 +87,43 @@ def unset_fp8(
         part.scaling = None if device is None or backend == "own" else EngineScaling(None, device)
     model.delayed_scales = None
     model.weight_casts = None
+
+
+def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
+    """Return the linear layers whose weights are to be kept in 8 bits, by the names of these.
+
+    Args:
+        module: The module of the user.
+
+    Raises:
+        UnsupportedError: If a weight has a parametrization, or if something else reads it, too.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: dict[tuple[str, ...], Linear] = {}
+    # The layers of a Hugging Face model stand beside the modules of its class.
+    linears = [one for model in layered_modules(module) for one in _linears(model)]
+    for _, name, part in linears:
+        scaling = part.scaling
+        if not isinstance(scaling, Scaling) or scaling.settings.parameters is None:
+            continue
+        own = [names.get(id(weight), []) for weight in part.weight_parts]
+        for readers in own:
+            _check_one_reader(name, readers)
+        found[tuple(readers[0] for readers in own)] = part
+    return found
+
+
+def _check_one_reader(layer: str, readers: list[str]) -> None:
+    if len(readers) == 1:
+        return
+    reason = "has a parametrization" if not readers else f"is shared by {', '.join(readers)}"
+    raise UnsupportedError(
+        f"fp8.parameters ('fp8') needs weights that one linear layer alone reads: that of {layer} "
+        f"{reason}. What else reads it would not see the 8 bits. Name the layer in fp8.keep, or "
+        "leave fp8.parameters out."
+    )
 
 
 def set_norms(model: LayeredModule, backend: Backend) -> int:
@@ -174,7 +213,7 @@ def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> 
             )
 
 
-def _linears(model: LayeredModule) -> Iterator[tuple[int, str, _Linear]]:
+def _linears(model: LayeredModule) -> Iterator[tuple[int, str, Linear]]:
     """Yield layer index, name and module of linear layers, except routed experts and low ranks."""
     for index, layer in model.layers.items():
         left_out = {
@@ -188,11 +227,11 @@ def _linears(model: LayeredModule) -> Iterator[tuple[int, str, _Linear]]:
         updates = (part for part in layer.modules() if isinstance(part, LowRank))
         left_out |= {id(part) for update in updates for part in update.modules()}
         for name, part in layer.named_modules():
-            if isinstance(part, _Linear) and id(part) not in left_out:
+            if isinstance(part, Linear) and id(part) not in left_out:
                 yield int(index), f"layers.{index}.{name}", part
 
 
-def _local_sizes(part: _Linear) -> tuple[int, int]:
+def _local_sizes(part: Linear) -> tuple[int, int]:
     """Return the output and input features of this rank."""
     stack = part.weights if isinstance(part, ColumnParallelLinear) else None
     weights = [part.weight] if stack is None else list(stack.parts)

@@ -245,8 +245,9 @@ def _stage_memory(
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
     expert = num_mixtures * model.expert_parameters(layout)
+    stored = sum(one.num_weights for one in eight_bits if one.is_stored)
     parts = [
-        static_bytes(dense, layout.dp * layout.cp, training),
+        static_bytes(dense, layout.dp * layout.cp, training, stored),
         static_bytes(expert, layout.edp, training),
     ]
     static = {name: sum(part[name] for part in parts) for name in parts[0]}
@@ -312,21 +313,28 @@ def _graph_memory(
     )
 
 
-def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) -> dict[str, int]:
+def static_bytes(
+    num_parameters: int, data_ranks: int, training: TrainingShape, stored: int = 0
+) -> dict[str, int]:
     """Return the bytes that a rank needs for parameters, gradients and optimizer.
 
-    With AdamW in mixed precision they are 2 + 4 + 12 / data ranks bytes for each parameter.
+    With AdamW in mixed precision they are 2 + 4 + 12 / data ranks bytes for each parameter, and
+    1 + 4 + 12 / data ranks for one that is kept in 8 bits.
 
     Args:
         num_parameters: Elements of the rank's parameters.
         data_ranks: Number of ranks that have the same parameters: dp x cp, for experts edp.
         training: Sizes of the types, and the ZeRO level.
+        stored: Parameters that are kept in 8 bits, whose main parameters are separate in every
+            precision (elements).
     """
     owned = _owned(num_parameters, data_ranks, training)
+    separate = 0 if training.main_bytes else _owned(stored, data_ranks, training)
     return {
-        "parameters": num_parameters * training.parameter_bytes,
+        "parameters": num_parameters * training.parameter_bytes
+        - stored * (training.parameter_bytes - 1),
         "gradients": num_parameters * training.gradient_bytes,
-        "main_parameters": owned * training.main_bytes,
+        "main_parameters": owned * training.main_bytes + separate * training.parameter_bytes,
         "optimizer": owned * training.state_bytes,
     }
 

@@ -56,14 +56,32 @@ class EightBitLayers:
         """Return the memory of shared casts of all weights, rows and columns (bytes)."""
         if not self.shares_casts:
             return 0
+        if self.is_stored:
+            # Transposed copies of weights that have their scales elsewhere.
+            return self.num_weights
         return sum(2 * prod(size) + self._scales_of_weight(*size) for _, size in self.sizes)
 
     @property
+    def is_stored(self) -> bool:
+        """Return whether the weights themselves are kept in 8 bits."""
+        return self.settings.parameters is not None
+
+    @property
+    def num_weights(self) -> int:
+        """Count the elements of the weights (elements)."""
+        return sum(prod(size) for _, size in self.sizes)
+
+    @property
     def passing_weight_bytes(self) -> int:
-        """Return the memory of one cast that a product makes for itself (bytes)."""
+        """Return the memory of one cast that a product of the backward pass makes (bytes)."""
         if self.shares_casts:
             return 0
         return max((prod(size) for _, size in self.sizes), default=0)
+
+    @property
+    def passing_rows_bytes(self) -> int:
+        """Return the memory of one cast that a product of the forward pass makes (bytes)."""
+        return 0 if self.is_stored else self.passing_weight_bytes
 
     @property
     def history_bytes(self) -> int:
@@ -242,7 +260,7 @@ class _Layer:
         waiting = gradient + (0 if kept is None else kept - self.wide_input)
         forward = tokens * self.in_features + freed
         values = vars(costs) | {
-            "forward": max(costs.forward, forward + self.layers.passing_weight_bytes)
+            "forward": max(costs.forward, forward + self.layers.passing_rows_bytes)
         }
         part = "attention" if self.name.startswith("attention.") else "network"
         place = self._norm or part

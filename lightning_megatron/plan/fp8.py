@@ -21,6 +21,15 @@ _OF_TENSORS = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).
 _GROUP = 32
 _HISTORY = 1024
+_OTHER_SCALES = "Its weights have other scales by rows than by columns, which one copy cannot have."
+#: Why a recipe cannot have weights that are kept in 8 bits.
+_WHY_NOT_STORED = {
+    "delayed": "Weights are rounded once, when they are updated, and then their own magnitude is "
+    "known.",
+    "rowwise": _OTHER_SCALES,
+    "blockwise": "Slices of data ranks do not end where blocks of 128 x 128 end.",
+    "mxfp8": _OTHER_SCALES,
+}
 
 
 @dataclass(frozen=True)
@@ -53,10 +62,14 @@ class FP8:
             keep the casts until its end (2 bytes for each weight in 8 bits), or for each product of
             a ``microbatch``. Results are the same. None means batch if a batch has several
             microbatches, unless graphs of segments or Transformer Engine compute them.
+        parameters: ``fp8`` keeps trained weights of these layers in 8 bits during a fit, rounded
+            from the main parameters, and gathers them over the data ranks in 8 bits; for
+            ``tensorwise``. None keeps and gathers them in the precision of the run.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range, if ``history`` or
-            ``margin`` is set for another recipe, or if a setting contradicts ``te_recipe``.
+            ``margin`` is set for another recipe, if ``parameters`` is set for another recipe than
+            tensorwise, or if a setting contradicts ``te_recipe``.
         UnsupportedError: If ``te_recipe`` has a setting without a counterpart here.
 
     Source: Micikevicius et al. 2022 (formats, delayed); DeepSeek-AI 2024 (https://arxiv.org/abs/2412.19437),
@@ -73,6 +86,7 @@ class FP8:
     emulate: bool = False
     te_recipe: Any = None
     cast_weights: Literal["batch", "microbatch"] | None = None
+    parameters: Literal["fp8"] | None = None
 
     def __post_init__(self) -> None:
         if self.te_recipe is not None:
@@ -83,6 +97,12 @@ class FP8:
                 f"fp8.history ({self.history}) and fp8.margin ({self.margin}) need "
                 f"recipe='delayed': {self.recipe} computes scales from the tensors themselves. "
                 "Change the recipe, or leave them out."
+            )
+        if self.parameters is not None and self.recipe != "tensorwise":
+            raise ParallelPlanError(
+                f"fp8.parameters ({self.parameters!r}) needs recipe='tensorwise': it is "
+                f"{self.recipe!r}. {_WHY_NOT_STORED[self.recipe]} Change the recipe, or leave "
+                "fp8.parameters out."
             )
 
     def _follow(self, settings: dict[str, Any]) -> None:
@@ -188,6 +208,7 @@ def check_fp8_products(
     overlap_tensor_parallel: bool,
     backend: Backend = "own",
     graphs: GraphMode | None = None,
+    zero: int = 1,
 ) -> None:
     """Refuse products in 8 bits, or products of Transformer Engine, that do not exist.
 
@@ -196,10 +217,12 @@ def check_fp8_products(
         overlap_tensor_parallel: Whether products overlap with the communication over tp.
         backend: Library of the products.
         graphs: Mode of CUDA graphs; None without graphs.
+        zero: 1 if main parameters are divided over the data ranks, 0 if every rank has all.
 
     Raises:
         ParallelPlanError: If the products are to be cut into pieces or captured, if microbatches
-            cannot share casts, or if the recipe or ``emulate`` belongs to the other library.
+            cannot share casts, if weights cannot be kept in 8 bits, or if the recipe or ``emulate``
+            belongs to the other library.
     """
     if settings is not None and overlap_tensor_parallel:
         raise ParallelPlanError(
@@ -208,6 +231,8 @@ def check_fp8_products(
         )
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
+    if settings is not None and settings.parameters is not None:
+        _check_stored_weights(backend, graphs, zero)
     if backend == "te":
         _check_engine(settings, overlap_tensor_parallel, graphs is not None)
         return
@@ -235,6 +260,23 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
         raise ParallelPlanError(
             f"fp8.cast_weights ('batch') cannot be used with {reason}. Use 'microbatch', or leave "
             "it out."
+        )
+
+
+def _check_stored_weights(backend: Backend, graphs: GraphMode | None, zero: int) -> None:
+    reason = None
+    if backend == "te":
+        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='own'"
+    elif graphs is not None:
+        reason = (
+            f"cuda_graphs ({graphs!r}), which do not capture the rounding of updated weights. Use "
+            "cuda_graphs=None"
+        )
+    elif zero == 0:
+        reason = "zero=0, which gathers no parameters: every rank has all of them. Use zero=1"
+    if reason is not None:
+        raise ParallelPlanError(
+            f"fp8.parameters ('fp8') cannot be used with {reason}, or leave fp8.parameters out."
         )
 
 

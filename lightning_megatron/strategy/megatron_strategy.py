@@ -155,7 +155,7 @@ class MegatronStrategy(TrainerAnswers):
         # Lightning does not pass weights_only to strategies that load after setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
         if "train_dataloaders" in arguments:
-            check_callbacks(arguments["trainer"], self.layout, self.options.expert_rows)
+            check_callbacks(arguments["trainer"], self.layout, self.options)
         replace_last_checkpoint_search(arguments["trainer"], self._find_last_checkpoint)
 
     def _find_last_checkpoint(self) -> str | None:

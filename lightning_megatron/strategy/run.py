@@ -23,6 +23,7 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
     average_model_parameters,
 )
 from lightning_megatron.strategy.checks.callback_checks import hiding_example_input
+from lightning_megatron.strategy.checks.fp8_checks import check_not_compiled
 from lightning_megatron.strategy.checks.run_checks import (
     check_train_loaders,
     data_fields,
@@ -300,6 +301,7 @@ class Run:
         Raises:
             ParallelPlanError: If the batches cannot be cut for the schedule.
             RankMismatchError: If the ranks have data of different lengths.
+            UnsupportedError: If a module is compiled whose weights are kept in 8 bits.
 
         Communication: one comparison over the world on the CPU, and that of
             ``note_compiled_blocks``.
@@ -310,18 +312,23 @@ class Run:
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
         self.mixtures.warn_of_evaluation()
         note_compiled_blocks(self.module, self.mesh, self._options)
+        check_not_compiled(self.module, self._options.products)
         self.state.begin_fit()
 
     def end_training(self) -> None:
         """Complete all parameters, and check the values of the last steps.
 
+        Weights that were kept in 8 bits are ordinary parameters afterwards.
+
         Raises:
             NonFiniteError: If a value is not finite.
 
-        Communication: that of :meth:`MainParameters.wait` and of :meth:`StepChecks.check_values`.
+        Communication: that of :meth:`MainParameters.wait`, :meth:`StepChecks.check_values` and
+            :meth:`TrainingState.leave_eight_bits`.
         """
         self.state.main.wait()
         self.state.checks.check_values(at_end=True)
+        self.state.leave_eight_bits(gathers=True)
 
     def exclude_garbage(self) -> None:
         """Exclude the objects that exist now from garbage collection until the end of the run."""

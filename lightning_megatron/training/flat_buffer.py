@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
 from lightning_megatron.plan.buckets import BufferPlan, Slice
 from lightning_megatron.shapes import Shaped
@@ -105,21 +106,23 @@ class FlatBuffer:
         self.is_expert = any(spec.is_expert for spec in specs.values())
         first = next(iter(members.values()))
         make = partial(torch.zeros, device=first.device)
-        self.parameters = make(plan.size, dtype=first.dtype)
+        stored_dtype = self._stored_dtype(first.dtype)
+        self.parameters = make(plan.size, dtype=stored_dtype)
         self.gradients = make(plan.size, dtype=gradient_dtype)
         self.main_parameters = (
-            make(plan.shard_size, dtype=main_dtype) if main_dtype != first.dtype else None
+            make(plan.shard_size, dtype=main_dtype) if main_dtype != stored_dtype else None
         )
         self._shapes = {name: parameter.shape for name, parameter in members.items()}
-        for name, parameter in members.items():
-            place = plan.place(name)
-            view = self.parameters[place.start : place.stop].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+        self._take_members()
         self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
         self.load_main_parameters()
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
+
+    @property
+    def is_stored_by_update(self) -> bool:
+        """Return whether the fused update can write this rank's part of the parameters."""
+        return True
 
     def gradient_of(self, name: str) -> Shaped[Tensor, "..."]:
         """Return the gradient of a whole local parameter, in the parameter's shape."""
@@ -138,9 +141,14 @@ class FlatBuffer:
             main.copy_(own)
 
     @torch.no_grad()
-    def store_main_parameters(self) -> None:
-        """Round the main parameters into this rank's part of the model's parameters."""
-        for own, main in self._own_parts():
+    def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
+        """Round the main parameters into this rank's part of the model's parameters.
+
+        Args:
+            mesh: Process groups of this rank.
+            stored: Whether the optimizer has rounded them in its step.
+        """
+        for own, main in () if stored else self._own_parts():
             own.copy_(main)
 
     @torch.no_grad()
@@ -172,8 +180,7 @@ class FlatBuffer:
         # Copy all values before the first write: two parameters may have swapped their memory.
         values = {name: self.members[name].detach().clone() for name in names}
         for name, value in values.items():
-            place = self.plan.place(name)
-            view = self.parameters[place.start : place.stop].view(self._shapes[name])
+            view = self._view(name)
             view.copy_(value)
             self.members[name].data = view
 
@@ -204,6 +211,28 @@ class FlatBuffer:
             done += own.numel()
         return pairs
 
+    def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of :attr:`parameters` for members of a type."""
+        return dtype
+
+    def _take_members(self) -> None:
+        """Copy the members into the buffer, and make them views of it."""
+        for name, parameter in self.members.items():
+            view = self._view(name)
+            view.copy_(parameter.detach())
+            parameter.data = view
+
+    def _view(self, name: str) -> Shaped[Tensor, "..."]:
+        """Return the place of a member in :attr:`parameters`, in its shape."""
+        place = self.plan.place(name)
+        return self.parameters[place.start : place.stop].view(self._shapes[name])
+
+    def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
+        """Return the view of a slice in :attr:`parameters`; None if the main parameter is there."""
+        if self.main_parameters is None:
+            return None
+        return self.parameters[one.buffer_start : one.buffer_start + one.size].view(form)
+
     def _slice(self, one: Slice, spec: ShardSpec) -> MainSlice:
         size = one.stop - one.start
         shape = self._shapes[one.name]
@@ -222,7 +251,7 @@ class FlatBuffer:
         main = nn.Parameter(flat[start : start + size].view(form))
         own = slice(one.buffer_start, one.buffer_start + size)
         gradient = self.gradients[own].view(form)
-        half = None if self.main_parameters is None else self.parameters[own].view(form)
+        half = self._half(one, form)
         if is_whole:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)

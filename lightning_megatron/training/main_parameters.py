@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.buffer_planner import BufferPlanner, DistributedOptimizerConfig
 from lightning_megatron.training.counted_gradients import CountedGradients
+from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
+from lightning_megatron.training.eight_bit_weights import EightBitWeights
 from lightning_megatron.training.exposed_gradients import ExposedGradients
 from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, slice_state
 from lightning_megatron.training.parameter_gather import ParameterGather
@@ -41,6 +43,7 @@ class MainParameters:
             one outside the pipelined model.
         stacks: Names of parameters that one matrix product reads, from the first row to the last;
             they are laid out next to each other if they are trained in the same way.
+        eight_bits: Names of the parameters of each weight that :meth:`attach` keeps in 8 bits.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class MainParameters:
         config: DistributedOptimizerConfig | None = None,
         chunk_of: Callable[[str], int | None] = lambda name: 0,
         stacks: Iterable[tuple[str, ...]] = (),
+        eight_bits: Iterable[tuple[str, ...]] = (),
     ) -> None:
         self.mesh = mesh
         self.config = config or DistributedOptimizerConfig()
@@ -60,6 +64,8 @@ class MainParameters:
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
+        #: Weights that are kept in 8 bits.
+        self.eight_bits = EightBitWeights(eight_bits, self.buffers)
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
@@ -89,12 +95,6 @@ class MainParameters:
     def slices(self) -> Mapping[str, MainSlice]:
         """Return the slices that this rank's optimizers train, by name."""
         return self._slices
-
-    def names_in_order_of_use(self) -> Iterator[str]:
-        """Return the names of :attr:`slices` as the next forward pass reads the parameters."""
-        for buffer in self.buffers:
-            # Buckets are laid out in the order of the backward pass.
-            yield from reversed(buffer.slices)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -212,7 +212,8 @@ class MainParameters:
             UnsupportedError: If the optimizer holds a parameter that is not one of these, or looks
                 at whole parameters where ranks hold parts of them.
 
-        Communication: one gather of names over pp at the first call.
+        Communication: one gather of names over pp at the first call; that of
+            :meth:`EightBitWeights.publish`.
         """
         self._check_known(optimizer)
         self.find_ties()
@@ -228,43 +229,34 @@ class MainParameters:
             return []
         granularity = self.planner.granularity_for(optimizer)
         made = []
+        weights = self.eight_bits.among(new)
+        inside = {name for names in weights for name in names}
         # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
         # are replicated over fewer ranks than other parameters.
-        alike: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
+        alike: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
         for name in new:
             parameter = self._parameters[name]
-            alike.setdefault(
-                (parameter.dtype, parameter.device, self.spec(name).is_expert), []
-            ).append(name)
-        for (dtype, _, is_expert), members in alike.items():
-            made.append(self._make_buffer(members, dtype, granularity, self.mesh.copies(is_expert)))
+            is_expert = self.spec(name).is_expert
+            key = parameter.dtype, parameter.device, is_expert, name in inside
+            alike.setdefault(key, []).append(name)
+        for (dtype, _, is_expert, in_eight_bits), members in alike.items():
+            own = [names for names in weights if names[0] in members] if in_eight_bits else None
+            axis = self.mesh.copies(is_expert)
+            made.append(self._make_buffer(members, dtype, granularity, axis, own))
         # Each buffer has given the parameters new memory, but left the objects alone: groups and
         # state still refer to them, and get the main parameters in their place.
         self._put_main_parameters_into(optimizer)
         self.buffers += made
+        if weights:
+            self.wait()
+            self.eight_bits.publish(self.mesh)
         return made
 
-    def gather_during_update(self, names: Collection[str]) -> None:
-        """Let updated parameters be gathered while others are updated, before :meth:`publish`.
-
-        Args:
-            names: Names of the parameters that this rank is about to update, each of which
-                :meth:`note_update` must get.
-
-        Communication: that of :meth:`wait`.
-        """
-        if self.config.zero:
-            self.gather.start_during_update(self.buffers, names)
-
-    def note_update(self, names: Collection[str]) -> None:
-        """Gather what waited for the update of these parameters of this rank, and of no others.
-
-        Args:
-            names: Names of parameters whose rounded values the current stream has.
-
-        Communication: that of :meth:`publish` for some of the buckets.
-        """
-        self.gather.updated(names, self.buffers, self.mesh)
+    def leave_eight_bits(self, *, gathers: bool) -> None:
+        """Give weights in 8 bits memory of their own type again, as the method of the buffers."""
+        for buffer in self.eight_bits.buffers:
+            buffer.leave_eight_bits(self.mesh, gathers=gathers)
+            self._slices |= buffer.slices
 
     def publish(self, wait: bool = True, stored: bool = False) -> None:
         """Round main parameters into the model's parameters, and gather all ranks' parts.
@@ -278,10 +270,10 @@ class MainParameters:
                 main parameters.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket
-        in the order of use.
+        in the order of use; before them those of :meth:`EightBitBuffer.store_main_parameters`.
         """
-        for buffer in () if stored else self.buffers:
-            buffer.store_main_parameters()
+        for buffer in self.buffers:
+            buffer.store_main_parameters(self.mesh, stored=stored)
         if self.config.zero:
             self.gather.start(self.buffers, self.mesh)
         if wait:
@@ -295,7 +287,10 @@ class MainParameters:
         self.gather.wait()
 
     def continue_from(self, previous: MainParameters) -> None:
-        """Adopt earlier main parameters whose rounded values the model still has."""
+        """Adopt earlier main parameters whose rounded values the model still has.
+
+        Communication: that of :meth:`EightBitWeights.publish`.
+        """
         with torch.no_grad():
             for name, one in self._slices.items():
                 before = previous.slices.get(name)
@@ -308,6 +303,7 @@ class MainParameters:
                 half = self._parameters[name].dtype
                 if torch.equal(before.main.to(one.main.device, half), one.main.to(half)):
                     one.main.copy_(before.main)
+        self.eight_bits.publish(self.mesh)
 
     def memory(self) -> dict[str, int]:
         """Count the memory of this rank (bytes).
@@ -347,7 +343,12 @@ class MainParameters:
                     )
 
     def _make_buffer(
-        self, names: list[str], dtype: torch.dtype, granularity: ShardGranularity, axis: MeshAxis
+        self,
+        names: list[str],
+        dtype: torch.dtype,
+        granularity: ShardGranularity,
+        axis: MeshAxis,
+        weights: Sequence[tuple[str, ...]] | None,
     ) -> FlatBuffer:
         main_dtype = dtype
         gradient_dtype = dtype
@@ -361,11 +362,15 @@ class MainParameters:
         part = axis.rank if plan.num_parts > 1 else 0
         members = {name: self._parameters[name] for name in names}
         specs = {name: self.spec(name) for name in names}
-        buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
+        values = members, specs, plan, part, main_dtype, gradient_dtype
+        if weights is None:
+            buffer = FlatBuffer(*values)
+        else:
+            buffer = EightBitBuffer(*values, weights, self.wait)
         for name in names:
             one = buffer.slices.get(name)
             main = (
-                nn.Parameter(buffer.parameters.new_empty(0, dtype=main_dtype))
+                nn.Parameter(buffer.gradients.new_empty(0, dtype=main_dtype))
                 if one is None
                 else one.main
             )

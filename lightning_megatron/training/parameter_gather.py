@@ -26,11 +26,16 @@ class _DuringUpdate:
 
     Args:
         left: Buckets whose all-gathers have not started, in order.
-        missing: Names of the parameters of each bucket that this rank has yet to update.
+        missing: Names of the parameters of each bucket that this rank has yet to update; None for a
+            bucket that an update does not complete.
     """
 
     left: deque[_BucketKey]
-    missing: Mapping[_BucketKey, set[str]]
+    missing: Mapping[_BucketKey, set[str] | None]
+
+    def next_complete(self) -> _BucketKey | None:
+        """Return the next bucket if its parameters are updated."""
+        return self.left.popleft() if self.left and self.missing[self.left[0]] == set() else None
 
 
 @dataclass
@@ -107,12 +112,14 @@ class ParameterGather:
         order = _buckets_in_order(buffers)
         if self.defers or not order:
             return
-        missing: dict[_BucketKey, set[str]] = {key: set() for key in order}
+        missing = {
+            key: set[str]() if buffers[key[0]].is_stored_by_update else None for key in order
+        }
         for index, buffer in enumerate(buffers):
             for one in buffer.plan.slices(buffer.part):
-                key = index, one.bucket
-                if key in missing and one.name in names:
-                    missing[key].add(one.name)
+                waiting = missing.get((index, one.bucket))
+                if waiting is not None and one.name in names:
+                    waiting.add(one.name)
         self._during_update = _DuringUpdate(deque(order), missing)
 
     def updated(
@@ -133,11 +140,10 @@ class ParameterGather:
         during = self._during_update
         if during is None:
             return
-        updated = set(names)
-        for missing in during.missing.values():
-            missing -= updated
-        while during.left and not during.missing[during.left[0]]:
-            self._start_bucket(during.left.popleft(), buffers, mesh)
+        for missing in filter(None, during.missing.values()):
+            missing.difference_update(names)
+        while (key := during.next_complete()) is not None:
+            self._start_bucket(key, buffers, mesh)
 
     def begin(self) -> None:
         """Start the all-gathers that were left to the first reader, if there are any.
@@ -272,6 +278,13 @@ class ParameterGather:
             pending = self._pending.pop(bucket, None)
             if pending is not None:
                 pending.wait()
+
+
+def names_in_order_of_use(buffers: Iterable[FlatBuffer]) -> Iterator[str]:
+    """Return the names of the slices of this rank as the next forward pass reads them."""
+    for buffer in buffers:
+        # Buckets are laid out in the order of the backward pass.
+        yield from reversed(buffer.slices)
 
 
 def _buckets_in_order(buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:

@@ -60,6 +60,7 @@ PARTS = (
     Part("products", 90, "pipelined"),
     Part("layouts", 120, "overlapped and 2"),
     Part("clone_fits", 300, "two_hundred"),
+    Part("fp8_parameters", 240),
     Part("layouts", 300, "layouts_of_four"),
     Part("layouts", 240, "share_sequences and 4"),
     Part("layouts", 200, "checkpoint and 4"),

@@ -87,6 +87,7 @@ class Job:
     trainer: dict[str, Any] = field(default_factory=dict)
     counts: bool = False
     compares: bool = True
+    callbacks: tuple[pl.Callback, ...] = ()
 
 
 @dataclass
@@ -200,7 +201,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         gradient_clip_val=1.0,
-        callbacks=[record],
+        callbacks=[record, *job.callbacks],
         **job.trainer,
     )
     place = (

@@ -1,8 +1,8 @@
 """Fused Triton kernels of Transformer blocks, experts and the optimizer.
 
 Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this package
-for tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal
-results. ``lightning_megatron.layers`` lists the names of the dimensions.
+for tensors of half types on a GPU. Kernels use atomics for maxima alone, so equal inputs give
+bitwise equal results. ``lightning_megatron.layers`` lists the names of the dimensions.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel
@@ -40,6 +40,7 @@ from lightning_megatron.kernels.triton.swiglu import apply_swiglu
 from lightning_megatron.kernels.triton.token_attention import attend_one_token, store_token
 from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
 from lightning_megatron.kernels.triton.two_halves import split_rows
+from lightning_megatron.kernels.triton.weight_slices import SliceCastKernel, padded_transpose
 from lightning_megatron.kernels.triton.weighted_swiglu import (
     apply_weighted_clamped_swiglu,
     apply_weighted_swiglu,
@@ -51,6 +52,7 @@ __all__ = [
     "MAX_PLACED_EXPERTS",
     "MAX_SORTED_EXPERTS",
     "RouteSettings",
+    "SliceCastKernel",
     "add_norm",
     "add_routing",
     "add_buffer_rows",
@@ -71,6 +73,7 @@ __all__ = [
     "apply_swiglu",
     "apply_weighted_clamped_swiglu",
     "apply_weighted_swiglu",
+    "padded_transpose",
     "permute_tokens",
     "physical_experts",
     "put_counts",

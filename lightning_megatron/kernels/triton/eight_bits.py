@@ -22,7 +22,7 @@ from lightning_megatron.kernels.triton.magnitudes import (
 from lightning_megatron.shapes import Float, Int
 
 #: Largest number of each format.
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 #: A matrix of 8 bits, and its scales.
@@ -68,7 +68,7 @@ def cast_by_one_scale(
             *matrix.shape,
             _padded(matrix, multiple),
             len(parts),
-            _LARGEST[dtype],
+            LARGEST[dtype],
             rows,
             columns,
             PARTS=power_of_two(len(parts)),
@@ -114,7 +114,7 @@ def cast_by_lines(
             column_scale,
             *matrix.shape,
             _padded(matrix, multiple),
-            _LARGEST[dtype],
+            LARGEST[dtype],
             has_rows,
             has_columns,
             TILE=TILE,
@@ -163,7 +163,7 @@ def cast_by_blocks(
             column_scale,
             *matrix.shape,
             _padded(matrix, TILE),
-            _LARGEST[dtype],
+            LARGEST[dtype],
             rows,
             columns,
             IS_SQUARE=is_square,
@@ -221,7 +221,7 @@ def _store_rows(
 
 
 @triton.jit
-def _store_columns(
+def store_columns(
     target: tl.tensor,
     values: tl.tensor,
     row: tl.tensor,
@@ -229,18 +229,20 @@ def _store_columns(
     padded: tl.tensor,
     columns: tl.tensor,
 ) -> None:
+    """Store the part of a matrix that this program has in its transpose."""
     inside = (column < columns)[:, None] & (row < padded)[None, :]
     at = column.to(tl.int64)[:, None] * padded + row[None, :]
     tl.store(target + at, tl.trans(values.to(target.dtype.element_ty)), mask=inside)
 
 
 @triton.jit
-def _scaled(values: tl.tensor, factor: tl.tensor, largest: tl.tensor) -> tl.tensor:
-    scaled = values * factor
+def scaled_into(values: tl.tensor, factor: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """Return numbers in the range of a format, infinite ones as NaN."""
+    found = values * factor
     # Comparisons with NaN are false, so that it stays.
-    scaled = tl.where(scaled > largest, largest, scaled)
-    scaled = tl.where(scaled < -largest, -largest, scaled)
-    return tl.where(tl.abs(values) == float("inf"), float("nan"), scaled)
+    found = tl.where(found > largest, largest, found)
+    found = tl.where(found < -largest, -largest, found)
+    return tl.where(tl.abs(values) == float("inf"), float("nan"), found)
 
 
 @triton.jit
@@ -267,13 +269,13 @@ def _cast_by_one_scale(
     values, row, column = load_tile(matrix, rows, columns, TILE)
     if seen is not None:
         tl.atomic_max(seen, tl.max(tl.max(magnitude_bits(values), 1), 0))
-    values = _scaled(values, largest / magnitude, largest)
+    values = scaled_into(values, largest / magnitude, largest)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, magnitude / largest)
     if has_rows:
         _store_rows(by_rows, values, row, column, rows, columns)
     if has_columns:
-        _store_columns(by_columns, values, row, column, padded, columns)
+        store_columns(by_columns, values, row, column, padded, columns)
 
 
 @triton.jit
@@ -307,7 +309,7 @@ def _cast_by_lines(
         is_first = (column < columns) & (tl.program_id(0) == 0)
         tl.store(column_scale + column, magnitude / largest, mask=is_first)
         scaled = values * (largest / magnitude)[None, :]
-        _store_columns(by_columns, scaled, row, column, padded, columns)
+        store_columns(by_columns, scaled, row, column, padded, columns)
 
 
 @triton.jit
@@ -340,7 +342,7 @@ def _cast_by_blocks(
         if has_columns:
             target = column_scale + tile_column * tl.num_programs(0) + tile_row
             tl.store(target, magnitude / largest)
-            _store_columns(by_columns, scaled, row, column, padded, columns)
+            store_columns(by_columns, scaled, row, column, padded, columns)
     else:
         if has_rows:
             magnitude = magnitude_of(tl.max(bits, 1))
@@ -353,4 +355,4 @@ def _cast_by_blocks(
             target = column_scale + tile_row * columns + column
             tl.store(target, magnitude / largest, mask=column < columns)
             scaled = values * (largest / magnitude)[None, :]
-            _store_columns(by_columns, scaled, row, column, padded, columns)
+            store_columns(by_columns, scaled, row, column, padded, columns)

@@ -23,8 +23,9 @@ from lightning_megatron.layers.fp8.operand import (
     ScaledProduct,
     needed,
     product,
+    transposed,
 )
-from lightning_megatron.layers.fp8.scaling import Axes, Scaling, transposed
+from lightning_megatron.layers.fp8.scaling import Axes, Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
 from lightning_megatron.layers.regions import (
     add_bias,

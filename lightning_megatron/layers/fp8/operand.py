@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.torch_casts import Cast
 from lightning_megatron.plan.fp8 import BLOCK
 from lightning_megatron.shapes import Float, Int
@@ -109,6 +111,18 @@ def needed(operand: Operand | None) -> Operand:
     """Return an operand that a cast was asked for."""
     assert operand is not None, "the cast was not asked for this operand"
     return operand
+
+
+def transposed(operand: Operand, multiple: int) -> Operand:
+    """Return the operand of the columns of a matrix with one scale, from that of its rows.
+
+    Args:
+        operand: Operand of the rows.
+        multiple: Number that the length of the columns is padded to a multiple of.
+    """
+    bits = operand.values.view(torch.uint8)
+    casts = fused_kernels(bits) or torch_casts
+    return Operand(casts.padded_transpose(bits, multiple).view(operand.values.dtype), operand.scale)
 
 
 def has_products(device: torch.device, is_blockwise: bool) -> bool:

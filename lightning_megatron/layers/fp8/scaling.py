@@ -13,7 +13,8 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import LayerScales, Use
-from lightning_megatron.layers.fp8.operand import Operand, Operands
+from lightning_megatron.layers.fp8.operand import Operands
+from lightning_megatron.layers.fp8.stored_weight import StoredWeight
 from lightning_megatron.layers.fp8.weight_casts import LayerCasts
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float, Int
@@ -36,6 +37,7 @@ class Scaling:
         scales: Scales of earlier steps, of this layer; None if tensors have their own.
         counts: Whether casts add to the magnitudes of the current step.
         casts: Casts of the weight that microbatches share; None casts for each product.
+        stored: The weight, if it is kept in 8 bits; None casts it.
     """
 
     settings: FP8
@@ -43,6 +45,7 @@ class Scaling:
     scales: LayerScales | None = None
     counts: bool = True
     casts: LayerCasts | None = None
+    stored: StoredWeight | None = None
 
     @property
     def has_one_scale(self) -> bool:
@@ -105,7 +108,8 @@ class Scaling:
     ) -> Operands:
         """Cast the weight of a layer, as :meth:`cast_input` casts the inputs.
 
-        Microbatches that share casts read the weight once for each operand.
+        Microbatches that share casts read the weight once for each operand. A weight that is kept
+        in 8 bits is read as it is, or copied transposed.
 
         Args:
             matrix: The weight.
@@ -120,12 +124,29 @@ class Scaling:
             axes = row_axes, column_axes
             return self._cast(matrix, "weight", "e4m3", rows, columns, *axes, magnitude)
 
+        if self.stored is not None:
+            return self._stored_operands(self.stored, rows, columns)
         if self.casts is None:
             return cast(rows, columns, magnitude)
         counts = self.counts and self.scales is not None
         return self.casts.operands(
             cast, rows=rows, columns=columns, counts=counts, magnitude=magnitude
         )
+
+    def _stored_operands(self, stored: StoredWeight, rows: bool, columns: bool) -> Operands:
+        """Return the operands of a weight that is kept in 8 bits; microbatches share the copy."""
+
+        def copy(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
+            return Operands(None, stored.columns(self.settings.multiple) if columns else None)
+
+        found = (
+            copy(False, columns, None)
+            if self.casts is None
+            else self.casts.operands(
+                copy, rows=False, columns=columns, counts=False, magnitude=None
+            )
+        )
+        return replace(found, rows=stored.rows if rows else None)
 
     def _cast(
         self,
@@ -162,16 +183,6 @@ class Scaling:
             found = casts.cast_by_lines(matrix, of_rows, of_columns, dtype, multiple=multiple)
             return Operands.of(found)
         return Operands.of(casts.cast_by_blocks(matrix, dtype, is_square=use == "weight", **asked))
-
-
-def transposed(operand: Operand, multiple: int) -> Operand:
-    """Return the operand of the columns of a matrix with one scale, from that of its rows.
-
-    Args:
-        operand: Operand of the rows.
-        multiple: Number that the length of the columns is padded to a multiple of.
-    """
-    return Operand(torch_casts.padded_transpose(operand.values, multiple), operand.scale)
 
 
 def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -103,6 +105,50 @@ def padded_transpose(
     """
     bits = matrix.view(torch.uint8).t()
     return F.pad(bits, (0, -len(matrix) % multiple)).contiguous().view(matrix.dtype)
+
+
+def scales_of(magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> Float[Tensor, "weights"]:
+    """Return the scales of bit patterns of magnitudes, as casts use them."""
+    return _magnitudes(magnitudes) / torch.finfo(dtype).max
+
+
+class SliceCasts:
+    """Casts of slices of weights, each of which has the scale of its whole weight.
+
+    Equal to the slices of ``cast_by_one_scale`` of the whole weights.
+
+    Shapes: main and target one-dimensional; magnitudes ``(weights,)``.
+
+    Args:
+        main: Numbers of all slices.
+        target: Bit patterns of 8 bits that :meth:`cast` writes.
+        slices: Start in ``main``, start in ``target``, size and number of the weight of each slice
+            (elements).
+    """
+
+    def __init__(
+        self,
+        main: Float[Tensor, "_"],
+        target: Shaped[Tensor, "_"],
+        slices: Sequence[tuple[int, int, int, int]],
+    ) -> None:
+        self._slices = [
+            (main[start : start + size], target[place : place + size], weight)
+            for start, place, size, weight in slices
+        ]
+
+    def find(self, magnitudes: Int[Tensor, "weights"]) -> None:
+        """Set the bit pattern of each weight's largest magnitude in the slices; 0 without any."""
+        magnitudes.zero_()
+        for numbers, _, weight in self._slices:
+            found = magnitude_parts(numbers[None])[0]
+            magnitudes[weight] = torch.maximum(magnitudes[weight], found)
+
+    def cast(self, magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> None:
+        """Cast all slices with the scales of these magnitudes of the whole weights."""
+        for numbers, place, weight in self._slices:
+            values = _cast(numbers, _magnitudes(magnitudes[weight]), dtype)
+            place.copy_(values.view(torch.uint8))
 
 
 def _cast_blocks(matrix: Tensor, dtype: torch.dtype, is_square: bool) -> Cast:

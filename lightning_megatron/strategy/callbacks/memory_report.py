@@ -243,7 +243,13 @@ def estimate_of(
     for name in main.names:
         axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
         counts[axis.size] += main.parameter(name).numel()
-    parts = [static_bytes(count, num_ranks, training) for num_ranks, count in counts.items()]
+    stored = sum(
+        one.numel() for buffer in main.eight_bits.buffers for one in buffer.members.values()
+    )
+    parts = [
+        static_bytes(count, size, training, stored if size == strategy.mesh.data.size else 0)
+        for size, count in counts.items()
+    ]
     static = {part: sum(held[part] for held in parts) for part in _STATIC}
     return StageMemory(
         stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static

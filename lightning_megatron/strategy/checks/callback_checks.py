@@ -18,6 +18,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.optimization.parameter_readers import gradient_changer
 from lightning_megatron.strategy.options.expert_option import check_limited_sums
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,
     copy_replaced_parameters,
@@ -36,21 +37,25 @@ _KEEPS = {
 
 
 def check_callbacks(
-    trainer: Trainer, layout: ParallelLayout, expert_rows: float | None = None
+    trainer: Trainer, layout: ParallelLayout, options: StrategyOptions | None = None
 ) -> None:
     """Refuse callbacks and loggers that need the whole model if each rank has only a part.
 
     Args:
         trainer: The Trainer of the run.
         layout: Sizes of the axes.
-        expert_rows: Limit on the rows of a rank's experts over an even share; None without one.
+        options: Options of the strategy; None checks the layout alone.
 
     Raises:
-        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1,
-            or if a hook may change accumulated gradients that a limit on expert rows may recompute.
+        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1;
+            if a hook may change accumulated gradients that a limit on expert rows may recompute; if
+            a callback writes weights that are kept in 8 bits.
     """
-    if expert_rows is not None and may_accumulate(trainer):
-        check_limited_sums(gradient_changer(trainer))
+    if options is not None:
+        if options.expert_rows is not None and may_accumulate(trainer):
+            check_limited_sums(gradient_changer(trainer))
+        if options.products is not None and options.products.parameters is not None:
+            _check_no_writer(trainer)
     if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
         return
     for logger in trainer.loggers:
@@ -69,6 +74,16 @@ def check_callbacks(
                     "before it is cut. Use tp=1, pp=1 and ep=1, with any number of data-parallel "
                     "ranks, or leave the callback out."
                 )
+
+
+def _check_no_writer(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, tuple(_KEEPS)):
+            raise UnsupportedError(
+                f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, which "
+                "writes weights of the model: those in 8 bits cannot be written. Leave "
+                "fp8.parameters or the callback out."
+            )
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.fp8.operand import has_products
+from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.plan.fp8 import FP8
 
 #: Precisions beside which the GPUs' products in 8 bits run.
@@ -37,6 +39,27 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
             f"{precision}. Products in 8 bits give results of 16 bits. Change the precision, or "
             "use fp8=None."
         )
+
+
+def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
+    """Refuse compiled modules around weights that are kept in 8 bits.
+
+    Args:
+        module: The sharded module.
+        settings: Settings of the run; None without products in 8 bits.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    if settings is None or settings.parameters is None:
+        return
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            raise UnsupportedError(
+                "fp8.parameters ('fp8') cannot be used with torch.compile, whose graphs read "
+                f"weights by themselves: {name or type(part).__name__} is compiled. Leave one of "
+                "them out."
+            )
 
 
 def emulates(settings: FP8, device: torch.device) -> bool:

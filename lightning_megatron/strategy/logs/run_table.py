@@ -197,12 +197,12 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
 
 
 def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
-    """Return a row on how often weights are cast to FP8; none without FP8 products of this
-    package.
-    """
+    """Return rows on weights in 8 bits: where they are kept, and how often they are cast."""
     settings = options.products
     if settings is None or options.backend == "te":
         return []
+    if settings.parameters is not None:
+        return [_stored_choice(module, options)]
     subject = "casts of weights"
     each = "for each product"
     if isinstance(module, LightningModule) and not module.automatic_optimization:
@@ -213,6 +213,19 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
         return [Choice(subject, each, captured if settings.cast_weights is None else asked)]
     value = "once per batch" + ("" if settings.shares_casts(1) else " of several microbatches")
     return [Choice(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
+
+
+def _stored_choice(module: nn.Module, options: StrategyOptions) -> Choice:
+    """Return a row on weights that are kept in 8 bits."""
+    settings = options.products
+    assert settings is not None, "the run computes in 8 bits"
+    is_manual = isinstance(module, LightningModule) and not module.automatic_optimization
+    shares = settings.shares_casts(2, options.graph_mode) and not is_manual
+    copies = "one for a batch" if shares else "one for each product"
+    if shares and not settings.shares_casts(1):
+        copies += " of several microbatches"
+    reason = f"asked for (fp8.parameters); transposed copies: {copies}"
+    return Choice("weights in 8 bits", "kept and gathered in 1 byte each", reason)
 
 
 def _module_choices(

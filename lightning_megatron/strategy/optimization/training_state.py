@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
 from lightning_megatron.strategy.optimization.step_clipping import (
@@ -90,8 +93,15 @@ class TrainingState:
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         stacks = [tuple(names[id(part)] for part in stack) for stack in self._stacks()]
+        #: Linear layers whose weights are kept in 8 bits, by the names of these.
+        self._eight_bits = weights_in_eight_bits(module) if optimizers else {}
         self.main = MainParameters(
-            parameters, mesh, division, lambda name: self._chunks.get(id(parameters[name])), stacks
+            parameters,
+            mesh,
+            division,
+            lambda name: self._chunks.get(id(parameters[name])),
+            stacks,
+            self._eight_bits,
         )
         self._loss_scale = loss_scale
         self._reducer = GradientReducer(self.main)
@@ -99,7 +109,7 @@ class TrainingState:
         if optimizers:
             self._copies.follow(optimizers)
         for optimizer in optimizers:
-            self._reducer.watch(self.main.attach(optimizer))
+            self._attach(optimizer)
             check_ties(optimizer, self.main)
         self._fused_update = FusedUpdate(division.moments_dtype)
         self._fused_update.check(self.main, optimizers)
@@ -180,8 +190,29 @@ class TrainingState:
             self._copies.check()
         waiting = [one for one in optimizers if self.main.waits_for_attach(one)]
         for optimizer in waiting:
-            self._reducer.watch(self.main.attach(optimizer))
+            self._attach(optimizer)
         return bool(waiting)
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._reducer.watch(self.main.attach(optimizer))
+        self._tell_layers()
+
+    def _tell_layers(self) -> None:
+        """Let linear layers read weights that are kept in 8 bits now, and cast others."""
+        for names, part in self._eight_bits.items():
+            if isinstance(part.scaling, Scaling):
+                part.scaling = replace(part.scaling, stored=self.main.eight_bits.stored(names))
+
+    def leave_eight_bits(self, *, gathers: bool) -> None:
+        """Give weights in 8 bits memory of their own type again.
+
+        Args:
+            gathers: Whether they get the main parameters of all ranks, else what the 8 bits say.
+
+        Communication: an all-gather of each bucket over the data ranks if ``gathers``.
+        """
+        self.main.leave_eight_bits(gathers=gathers)
+        self._tell_layers()
 
     def overlap_gathers(self) -> None:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""
@@ -254,7 +285,7 @@ class TrainingState:
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
             if stored:
-                self.main.gather_during_update(step.names)
+                self.main.gather.start_during_update(self.main.buffers, step.names)
             self._clip_and_step(step, self.clipping.take())
             step.end()
         else:
@@ -275,7 +306,8 @@ class TrainingState:
 
         def after(part: int) -> None:
             if step.pieces:
-                self.main.note_update(step.pieces[part].names)
+                updated = step.pieces[part].names
+                self.main.gather.updated(updated, self.main.buffers, self.main.mesh)
 
         def part_of(piece: UpdatePiece) -> Callable[[], None]:
             # The factor is known when the first part has run, or is captured.
@@ -297,8 +329,12 @@ class TrainingState:
         return "scaling" if self.update_graph is None else "all"
 
     def release(self) -> None:
-        """Return gradients to the module's own parameters, without moving parameter values."""
+        """Return gradients to the module's own parameters, without moving parameter values.
+
+        After a run that did not end well, weights in 8 bits get the values that these say.
+        """
         self.main.gather.release()
+        self.leave_eight_bits(gathers=False)
         self.gradients.release()
 
     def _chunks_of_parameters(self) -> dict[int, int | None]:

@@ -273,7 +273,7 @@ class StrategyOptions:
             self.tp, self.sequence_parallel, self.shards_sequence, self.overlap_tensor_parallel
         )
         overlaps = self.overlap_tensor_parallel
-        check_fp8_products(self.products, overlaps, self.backend, self.graph_mode)
+        check_fp8_products(self.products, overlaps, self.backend, self.graph_mode, self.zero)
         check_transport_option(self.cp_transport, self.cp)
         check_groups_option(self.cp_groups, self.cp, self.cp_transport, self.graphs is not None)
         if self.zero == 0 and self.optimizer_slices != "auto":

@@ -23,6 +23,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
+from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitWeight
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.swap.families.expert_names import is_training_only
 from lightning_megatron.swap.hugging_face.own_code import (
@@ -177,12 +178,19 @@ def write_together(
 
     Raises:
         CheckpointMismatchError: On all ranks, if ``write`` raises it on rank 0.
-        UnsupportedError: Likewise.
+        UnsupportedError: Likewise; also for weights that a fit keeps in 8 bits.
         OSError: Likewise.
 
     Communication: one gather of names, one message for each part of a tensor, and one gather of
     the outcome, over all ranks on the CPU.
     """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, EightBitWeight):
+            raise UnsupportedError(
+                "save_pretrained writes weights in the precision of the run: fp8.parameters keeps "
+                f"{name!r} in 8 bits during the fit. Call it after the fit, or save a checkpoint, "
+                "which has full precision, and convert it with `lightning-megatron convert`."
+            )
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
         offers = {

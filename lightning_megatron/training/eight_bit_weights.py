@@ -1,0 +1,62 @@
+"""Weights of a model that are kept in 8 bits while an optimizer trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.stored_weight import StoredWeight
+from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
+from lightning_megatron.training.flat_buffer import FlatBuffer
+
+
+class EightBitWeights:
+    """Choice of the weights that are kept in 8 bits, and access to their buffers.
+
+    Args:
+        weights: Names of the parameters of each weight, from the first row to the last.
+        buffers: Flat buffers of the trained parameters; the list may grow.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, ...]], buffers: Sequence[FlatBuffer]) -> None:
+        self._weights = tuple(weights)
+        self._buffers = buffers
+
+    @property
+    def buffers(self) -> list[EightBitBuffer]:
+        """Return the buffers that hold bytes now."""
+        found = (one for one in self._buffers if isinstance(one, EightBitBuffer))
+        return [one for one in found if one.is_in_eight_bits]
+
+    def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
+        """Return the weights whose parameters are all among these.
+
+        Args:
+            names: Names of parameters that one optimizer begins to train.
+        """
+        inside = set(names)
+        return [weight for weight in self._weights if inside.issuperset(weight)]
+
+    def publish(self, mesh: ParallelMesh) -> None:
+        """Round the main parameters of all ranks to 8 bits, and gather them.
+
+        Args:
+            mesh: Process groups of this rank.
+
+        Communication: that of :meth:`EightBitBuffer.store_main_parameters`, and an all-gather of
+            each bucket over the data ranks.
+        """
+        for buffer in self.buffers:
+            buffer.store_main_parameters(mesh)
+            buffer.gather(mesh)
+
+    def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
+        """Return a weight that is kept in 8 bits now; None if it is not.
+
+        Args:
+            weight: Names of its parameters, from the first row to the last.
+        """
+        for buffer in self.buffers:
+            if weight[0] in buffer.members:
+                return buffer.stored_weight(weight)
+        return None

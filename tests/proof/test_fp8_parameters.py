@@ -1,0 +1,226 @@
+"""Trainings whose weights are kept and gathered in 8 bits equal one process with the same option."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import FP8, MegatronStrategy
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.layers.fp8 import torch_casts
+from lightning_megatron.layers.fp8.stored_weight import FORMAT
+from lightning_megatron.training.main_parameters import MainParameters
+from tests.oracles import assert_equal
+from tests.proof import training
+from tests.proof.test_fp8 import CONFIGS
+from tests.proof.training import Job, Report, train
+from tests.strategy.test_fp8_parameters import check_same_saved, resumed
+from tests.sweeps import chosen
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+#: Every microbatch has one sample: scales of inputs belong to microbatches. "accumulated" is the
+#: number of batches of a step.
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = chosen(
+    {
+        "dp4": ("fp8", {}),
+        "dp4, late gathers": ("fp8", {"overlap_parameters": True}),
+        "dp4, small buckets, accumulated": (
+            "fp8, gpt2",
+            {"bucket_size": 5000, "overlap_parameters": True, "accumulated": 2},
+        ),
+        "dp4, whole parameters": ("fp8", {"optimizer_slices": "parameters"}),
+        "tp2+sp dp2": ("fp8", {"tp": 2}),
+        "tp2 dp2, recomputed": (
+            "fp8, gpt2",
+            {"tp": 2, "sequence_parallel": False, "recompute": "full"},
+        ),
+        "tp4": ("fp8, gpt2", {"tp": 4}),
+        "tp2 pp2": ("fp8, gpt2", {"tp": 2, "pp": 2, "sequence_parallel": False}),
+        "pp2 dp2, halves": (
+            "fp8",
+            {"pp": 2, "vpp": 2, "schedule": "zb-v", "overlap_parameters": True},
+        ),
+        "cp2 tp2+sp, recomputed": ("fp8", {"cp": 2, "tp": 2, "recompute": "full"}),
+        "cp2 dp2": ("fp8", {"cp": 2}),
+    },
+    "dp4, small buckets, accumulated",
+    "pp2 dp2, halves",
+    "cp2 tp2+sp, recomputed",
+)
+
+
+def settings() -> FP8:
+    return FP8(emulate=True, last_bf16=1, keep=("layers.0.mlp.*",), parameters="fp8")
+
+
+def full(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full tensors of this rank's stage from all ranks' slices.
+
+    Args:
+        main: Main parameters.
+        slices: This rank's slice of each tensor, by name.
+    """
+    found = {}
+    mesh = main.mesh
+    for name in main.trained:
+        spec = main.spec(name)
+        if spec.tied_to is not None:
+            continue
+        whole = torch.zeros(spec.full_shape, dtype=main.main(name).dtype, device=mesh.device)
+        if name in slices:
+            main.slices[name].placement.copy_to_full(slices[name], whole, counted_only=True)
+        found[name] = all_reduce_(all_reduce_(whole, mesh.data), mesh.tp)
+    return found
+
+
+class CheckBytes(pl.Callback):
+    """Compare the stored bytes and scales with the cast of the main parameters of all ranks."""
+
+    #: Relative error of a scale: divisions of kernels may differ by a rounding.
+    rounding = 0.0
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.num_checked = 0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        main = strategy_of(trainer).run.state.main
+        slices = {name: one.main.grad for name, one in main.slices.items()}
+        self.gradients = full(main, slices)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        main = strategy_of(trainer).run.state.main
+        main.wait()
+        values = {name: one.main.detach() for name, one in main.slices.items()}
+        whole = full(main, values)
+        for names in main.eight_bits.among(main.trained):
+            stored = main.eight_bits.stored(names)
+            assert stored is not None, names
+            parts = torch_casts.magnitude_parts(torch.cat([whole[name] for name in names]))
+            for name, own in zip(names, stored.parts, strict=True):
+                expected = torch.zeros(own.shape, device=own.device)
+                values, scale = self.cast(whole[name], parts)
+                main.spec(name).copy_from_full(expected, values.float())
+                torch.testing.assert_close(own.view(FORMAT).float(), expected, rtol=0.0, atol=0.0)
+                torch.testing.assert_close(stored.scale, scale, rtol=self.rounding, atol=0.0)
+                self.num_checked += 1
+
+    def cast(self, matrix: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of 8 bits of a matrix, and their scale."""
+        return cast_whole(torch_casts, matrix, parts)
+
+
+def cast_whole(casts: Any, matrix: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    found, _ = casts.cast_by_one_scale(matrix, parts, FORMAT, rows=True, columns=False, multiple=16)
+    return found
+
+
+def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    return trainer.strategy
+
+
+def run(
+    kind: str, layout: dict[str, Any], size: int, folder: str | None
+) -> tuple[Report, dict[str, Tensor], int]:
+    """Train; return the report, the gradients of the last step and the number of checked weights."""
+    training.KINDS.update(CONFIGS)
+    check = CheckBytes()
+    options = {**layout, "fp8": settings(), "microbatch_size": 1}
+    trainer = {"accumulate_grad_batches": options.pop("accumulated", 1)}
+    job = Job(kind, layout=options, trainer=trainer, compares=False, callbacks=(check,))
+    report = train(job, size, "cpu", folder, steps=STEPS)
+    return report, check.gradients, check.num_checked
+
+
+def run_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Run everything on four processes."""
+    found: dict[str, Any] = {
+        name: run(kind, layout, size, str(folder / str(number)))
+        for number, (name, (kind, layout)) in enumerate(LAYOUTS.items())
+    }
+    return {**found, "resumed": resumed(size, folder)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the checkpoints of four processes."""
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """Run everything once."""
+    return run_world(run_all, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train every kind in this process, with as many batches of a step."""
+    folder = tmp_path_factory.mktemp("one")
+    found = {}
+    for kind, accumulated in {twin_of(*case) for case in LAYOUTS.values()}:
+        path = str(folder / f"{kind} {accumulated}")
+        found[kind, accumulated] = run(kind, {"accumulated": accumulated}, 1, path)
+    return found
+
+
+def twin_of(kind: str, layout: dict[str, Any]) -> tuple[str, int]:
+    return kind, layout.get("accumulated", 1)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_every_layout_trains_as_one_process(name: str, ranks: Any, twins: Any) -> None:
+    twin, gradients, num_checked = twins[twin_of(*LAYOUTS[name])]
+    assert twin.losses[-1] < twin.losses[0]
+    steps = STEPS * LAYOUTS[name][1].get("accumulated", 1)
+    assert num_checked == steps * _num_in_eight_bits(gradients)
+    seen = set()
+    for found in ranks:
+        report, own, _ = found[name]
+        assert report.losses == pytest.approx(twin.losses, abs=1e-10, rel=0)
+        assert report.norms == pytest.approx(twin.norms, abs=1e-10, rel=0)
+        for key, value in own.items():
+            assert_equal(value, gradients[key], f"gradient of {key}")
+        seen |= own.keys()
+    assert seen == gradients.keys()
+    weights = ranks[0][name][0].weights
+    assert weights.keys() == twin.weights.keys()
+    for key, value in weights.items():
+        assert_equal(value, twin.weights[key], key)
+
+
+def _num_in_eight_bits(names: Iterable[str]) -> int:
+    """Count the weights of linear layers, except those of the last layer and of the first MLP."""
+    return sum(
+        name.endswith("weight")
+        and re.search(r"\.layers\.[012]\.(attention|mlp)\.", name) is not None
+        and ".layers.0.mlp." not in name
+        for name in names
+    )
+
+
+def test_an_interrupted_fit_goes_on_with_the_same_bits(ranks: Any, folder: Path) -> None:
+    for found in ranks:
+        whole, interrupted = found["resumed"]
+        assert interrupted == whole
+    check_same_saved(folder)
+
+
+def test_without_rounding_of_parameters_both_ways_are_the_same(twins: Any) -> None:
+    """In float64 the parameters are the main parameters: casts of them give the same bytes."""
+    kind = "fp8"
+    options = {"fp8": FP8(emulate=True, last_bf16=1, keep=("layers.0.mlp.*",))}
+    layout = {**options, "microbatch_size": 1}
+    other = train(Job(kind, layout=layout), 1, "cpu", steps=STEPS)
+    assert twins[kind, 1][0].losses == pytest.approx(other.losses, abs=1e-10, rel=0)

@@ -1,0 +1,522 @@
+"""Fits whose weights are kept in 8 bits: what code reads, checkpoints, ends of fits and refusals."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron import (
+    FP8,
+    HuggingFaceCausalLM,
+    MegatronStrategy,
+    MemoryReport,
+    ParallelPlanError,
+)
+from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
+from lightning_megatron.strategy.logs.run_table import _cast_choices
+from lightning_megatron.training.main_parameters import MainParameters
+from tests.strategy import checkpoint_runs
+from tests.strategy.graph_fits import fit, strategy_of
+from tests.strategy.tiny import TinyLM, loader
+from tests.tiny_llama import rows, save_tiny_llama
+
+IN_FP8: dict[str, Any] = {"fp8": FP8(emulate=True, parameters="fp8"), "microbatch_size": 1}
+PLAIN: dict[str, Any] = {"microbatch_size": 1}
+#: Elements of the weights of the linear layers: queries, keys and values; output; up; down.
+ELEMENTS = 2 * 16 * 16 * (3 + 1 + 4 + 4)
+NAME = "net.layers.0.mlp.down.weight"
+
+
+def trainer_of(
+    layout: dict[str, Any], steps: int, callbacks: tuple[Callback, ...] = (), **options: Any
+) -> Trainer:
+    seed_everything(3, verbose=False)
+    return Trainer(
+        **{"precision": "bf16-mixed", "accelerator": "cpu", "devices": 1, **options},
+        strategy=MegatronStrategy(**layout, check_microbatches=False),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        max_steps=steps,
+    )
+
+
+def trained(
+    module: TinyLM,
+    layout: dict[str, Any],
+    steps: int,
+    callbacks: tuple[Callback, ...] = (),
+    **options: Any,
+) -> tuple[list[float], MainParameters]:
+    """Fit up to a number of steps; return the losses and the main parameters."""
+    losses = Losses()
+    trainer = trainer_of(layout, steps, (losses, *callbacks), **options)
+    trainer.fit(module, loader(16))
+    return losses.found, strategy_of(trainer).run.state.main
+
+
+class Losses(Callback):
+    """Note the loss of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+class Look(Callback):
+    """Call a function with the module and the main parameters after the second step."""
+
+    def __init__(self, look: Callable[[TinyLM, MainParameters], Any]) -> None:
+        self.look = look
+        self.found: Any = None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.found = self.look(module, strategy_of(trainer).run.state.main)
+
+
+def looked(look: Callable[[TinyLM, MainParameters], Any], **options: Any) -> Any:
+    looking = Look(look)
+    trained(TinyLM(), IN_FP8, 3, callbacks=(looking,), **options)
+    return looking.found
+
+
+def weight_of(module: TinyLM) -> nn.Parameter:
+    return dict(module.named_parameters())[NAME]
+
+
+# ---- reads and writes of user code
+
+
+def test_reads_see_the_numbers_of_the_products() -> None:
+    def look(module: TinyLM, main: MainParameters) -> Any:
+        weight = weight_of(module)
+        assert type(weight) is EightBitParameter
+        assert (weight.dtype, weight.shape, weight.requires_grad) == (
+            torch.bfloat16,
+            (16, 64),
+            True,
+        )
+        with torch.no_grad():
+            read = weight.float(), float(weight.norm()), torch._foreach_norm([weight])[0]
+        kept = module.state_dict()[NAME]
+        copied = copy.deepcopy(module)
+        assert type(weight_of(copied)) is nn.Parameter
+        return (
+            *read,
+            kept.float(),
+            weight_of(copied).detach().float(),
+            main.main(NAME).detach().clone(),
+        )
+
+    numbers, norm, norms, kept, copied, main = looked(look)
+    largest = main.abs().max()
+    steps = main * (448 / largest)
+    expected = (steps.to(torch.float8_e4m3fn).float() * (largest / 448)).bfloat16().float()
+    assert torch.equal(numbers, expected)
+    assert torch.equal(kept, expected)
+    assert torch.equal(copied, expected)
+    assert not torch.equal(numbers, main.bfloat16().float())
+    assert norm == pytest.approx(float(expected.norm()), rel=0.01)
+    assert float(norms) == pytest.approx(norm)
+
+
+def _assign_data(weight: nn.Parameter) -> None:
+    weight.data = torch.zeros_like(weight)
+
+
+def _assign_item(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[0] = 1.0
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda weight: torch.no_grad()(weight.mul_)(0.9),
+    "by data": lambda weight: weight.data.mul_(0.9),
+    "detached": lambda weight: weight.detach().zero_(),
+    "data": _assign_data,
+    "item": _assign_item,
+    "initialized": nn.init.zeros_,
+    "several": lambda weight: torch.no_grad()(torch._foreach_mul_)([weight.data], 2.0),
+    "output": lambda weight: torch.add(torch.ones(16, 64), 1.0, out=weight.data),
+    "read with gradients": lambda weight: weight.square().sum(),
+}
+
+
+def test_writes_and_recorded_reads_are_refused() -> None:
+    def look(module: TinyLM, main: MainParameters) -> dict[str, str]:
+        found = {}
+        for name, write in WRITES.items():
+            with pytest.raises(UnsupportedError) as error:
+                write(weight_of(module))
+            found[name] = str(error.value)
+        # A copy that cannot be written, and thus no write that is lost.
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            weight_of(module).detach().view(-1).mul_(2)
+        with pytest.raises(RuntimeError, match="fp8.parameters"):
+            module.load_state_dict(module.state_dict())
+        return found
+
+    with_look = Look(look)
+    plain = trained(TinyLM(), IN_FP8, 3)
+    losses = trained(TinyLM(), IN_FP8, 3, callbacks=(with_look,))
+    assert with_look.found.keys() == WRITES.keys()
+    assert all("cannot be written during a fit" in one for one in with_look.found.values())
+    assert losses[0] == plain[0], "nothing was written"
+
+
+def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
+    class Penalized(TinyLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"] + weight_of(self).square().sum()
+
+    with pytest.raises(UnsupportedError, match="'square' with gradients"):
+        trained(Penalized(), IN_FP8, 1)
+
+
+# ---- ends of fits
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_after_a_fit_weights_are_those_of_the_main_parameters(precision: Any) -> None:
+    module = TinyLM()
+    _, main = trained(module, IN_FP8, 3, precision=precision)
+    weight = weight_of(module)
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, main.main(NAME).detach().to(weight.dtype))
+    assert not main.eight_bits.buffers
+
+
+def test_evaluations_without_a_fit_cast_the_weights_of_the_run(tmp_path: Path) -> None:
+    module = TinyLM()
+    trainer = trainer_of(IN_FP8, 2)
+    trainer.fit(module, loader(16), loader(8, seed=5))
+    trainer.save_checkpoint(tmp_path / "saved")
+    (expected,) = trainer.validate(module, loader(8, seed=5), verbose=False)
+    path = tmp_path / "saved"
+    (found,) = trainer_of(IN_FP8, 2).validate(
+        TinyLM(), loader(8, seed=5), ckpt_path=path, verbose=False, weights_only=False
+    )
+    assert found == expected
+
+
+def test_a_second_fit_goes_on_from_the_main_parameters() -> None:
+    def look(trainer: Trainer) -> Tensor:
+        return strategy_of(trainer).run.state.main.main(NAME).detach().clone()
+
+    class Begin(Callback):
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            begun.append(look(trainer))
+
+    begun: list[Tensor] = []
+    module = TinyLM()
+    trainer = trainer_of(IN_FP8, 2, (Begin(),))
+    trainer.fit(module, loader(16))
+    trained_to = look(trainer)
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module, loader(16))
+    assert torch.equal(begun[1], trained_to), "nothing was rounded between the fits"
+    assert not torch.equal(trained_to, trained_to.bfloat16().float())
+    assert not torch.equal(look(trainer), trained_to)
+
+
+def test_a_failed_fit_leaves_ordinary_weights() -> None:
+    class Fails(TinyLM):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                raise KeyError("stop here")
+
+    module = Fails()
+    with pytest.raises(KeyError, match="stop here"):
+        trained(module, IN_FP8, 3)
+    weight = weight_of(module)
+    assert type(weight) is nn.Parameter
+    with torch.no_grad():
+        weight.mul_(2)
+    assert bool(weight.isfinite().all())
+
+
+# ---- checkpoints
+
+
+def resumed(devices: int, folder: Path) -> tuple[list[float], list[float]]:
+    """Return the losses of two later steps, without an interruption and with one."""
+    options: dict[str, Any] = {"precision": "bf16-mixed"}
+    train = checkpoint_runs.train
+    train(IN_FP8, devices, 2, save=folder / "2", **options)
+    whole = train(IN_FP8, devices, 4, save=folder / "4", **options)
+    paths = {"resume": folder / "2", "save": folder / "2 to 4"}
+    return whole.losses[2:], train(IN_FP8, devices, 4, **paths, **options).losses
+
+
+def check_same_saved(folder: Path) -> dict[str, Tensor]:
+    """Check that both checkpoints have the same bits; return their tensors."""
+    whole = Stored.open(folder / "4")
+    tensors = whole.read_full(list(whole.tensors))
+    interrupted = Stored.open(folder / "2 to 4")
+    assert interrupted.tensors.keys() == whole.tensors.keys()
+    for name, value in interrupted.read_full(list(interrupted.tensors)).items():
+        assert torch.equal(value, tensors[name]), name
+    return tensors
+
+
+def test_checkpoints_hold_main_parameters_and_every_recipe_loads_them(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "bf16-mixed"}
+    train = checkpoint_runs.train
+    ours = train(IN_FP8, 1, 3, save=tmp_path / "fp8", **options).losses
+    train(PLAIN, 1, 2, save=tmp_path / "plain", **options)
+    back = train(IN_FP8, 1, 3, resume=tmp_path / "plain", **options).losses
+    assert back == pytest.approx(ours[2:], rel=0.01)
+    forth = train(PLAIN, 1, 4, resume=tmp_path / "fp8", **options).losses
+    assert len(forth) == 1
+    assert forth[0] < ours[0]
+    saved = Stored.open(tmp_path / "fp8")
+    name = "state_dict.model.layers.0.mlp.down.weight"
+    weight = saved.read_full([name])[name]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float()), "full precision"
+
+
+# ---- evaluation
+
+
+def test_validations_see_the_weights_in_8_bits() -> None:
+    stored = fit(None, layout=IN_FP8, precision="bf16-mixed")
+    cast = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)}, precision="bf16-mixed")
+    assert stored.losses[0] == cast.losses[0], "the first weights are the same in both types"
+    assert len(stored.evaluated) == len(cast.evaluated) > 1
+    assert stored.evaluated == pytest.approx(cast.evaluated, rel=0.01)
+    # Without rounding to 16 bits both ways give the same bytes.
+    wide = fit(None, layout=IN_FP8)
+    other = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)})
+    assert wide.evaluated == other.evaluated
+    assert wide.losses == other.losses
+
+
+def test_models_of_hugging_face_are_generated_with_and_saved(tmp_path: Path) -> None:
+    class Use(Callback):
+        """Generate and try to save inside of the fit."""
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step != 2:
+                return
+            prompt = rows[:1, :8]
+            with torch.no_grad():
+                texts.append(module.model.generate(prompt, max_new_tokens=4, do_sample=False))
+                logits.append(module.model(prompt).logits[0, -1].argmax(-1))
+            with pytest.raises(UnsupportedError, match="keeps '.*' in 8 bits during the fit"):
+                module.model.save_pretrained(tmp_path / "inside")
+
+    texts: list[Tensor] = []
+    logits: list[Tensor] = []
+    save_tiny_llama(tmp_path / "before")
+    module = HuggingFaceCausalLM(str(tmp_path / "before"), learning_rate=1e-2, schedule="constant")
+    trainer = trainer_of(IN_FP8, 3, (Use(),))
+    samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    trainer.fit(module, DataLoader(samples, batch_size=4))
+    assert texts[0].shape == (1, 12)
+    assert texts[0][0, 8] == logits[0]
+    assert not (tmp_path / "inside").exists()
+    module.model.save_pretrained(tmp_path / "after")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
+    name = "model.layers.0.mlp.down_proj.weight"
+    main = strategy_of(trainer).run.state.main
+    expected = main.main(f"model.{name}").detach().bfloat16()
+    assert torch.equal(loaded.state_dict()[name].bfloat16(), expected)
+
+
+# ---- ways to step
+
+
+class ByHand(TinyLM):
+    """Module that runs its backward passes and steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=None)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class ByLineSearch(TinyLM):
+    """Module whose optimizer evaluates the loss several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("kind", [ByHand, ByLineSearch])
+def test_other_steps_equal_those_with_casts(kind: type[TinyLM]) -> None:
+    """Without rounding to 16 bits casts give the same bytes, up to sums in another order."""
+    losses = [
+        trained(kind(), {**PLAIN, "fp8": FP8(emulate=True, parameters=one)}, 3, precision="64-true")
+        for one in ("fp8", None)
+    ]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-10, rel=0)
+    assert len(set(losses[0][0])) == 3
+
+
+# ---- layers that stay out
+
+
+def test_weights_that_nothing_trains_stay_as_they_are() -> None:
+    class Frozen(TinyLM):
+        def configure_model(self) -> None:
+            super().configure_model()
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("layers.0.attention" not in name and name != NAME)
+
+    def look(module: TinyLM, main: MainParameters) -> set[str]:
+        return {
+            name for name, one in module.named_parameters() if isinstance(one, EightBitParameter)
+        }
+
+    module = Frozen()
+    looking = Look(look)
+    frozen = {name: one for name, one in trained_names(module).items() if not one}
+    losses, _ = trained(module, IN_FP8, 3, callbacks=(looking,))
+    assert frozen
+    assert not looking.found & frozen.keys()
+    assert "net.layers.0.mlp.up.weight" in looking.found
+    assert len(set(losses)) == 3
+
+
+def trained_names(module: TinyLM) -> dict[str, bool]:
+    """Return whether each parameter is trained, of a model that one process builds."""
+    twin = copy.deepcopy(module)
+    trained(twin, PLAIN, 1)
+    return {name: one.requires_grad for name, one in twin.named_parameters()}
+
+
+# ---- memory and the table
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4])
+def test_the_memory_report_counts_bytes(microbatch_size: int) -> None:
+    reports = []
+    for parameters in ("fp8", None):
+        report = MemoryReport(after_steps=1)
+        settings = FP8(emulate=True, parameters=parameters)  # type: ignore[arg-type]
+        layout = {"microbatch_size": microbatch_size, "fp8": settings}
+        options: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": 2}
+        fit(None, layout=layout, callbacks=(report,), **options)
+        reports += report.reports
+    stored, cast = reports
+    assert cast.held["parameters"] - stored.held["parameters"] == pytest.approx(ELEMENTS, rel=0.05)
+    assert cast.estimate.parameters - stored.estimate.parameters == ELEMENTS
+    assert stored.estimate.main_parameters == cast.estimate.main_parameters
+    shares = microbatch_size == 1
+    assert stored.estimate.casts == (ELEMENTS if shares else 0)
+    assert cast.estimate.casts == (2 * ELEMENTS + 2 * 4 * 8 if shares else 0)
+
+
+def test_the_table_says_where_weights_are() -> None:
+    strategy = MegatronStrategy(**IN_FP8)
+    (choice,) = _cast_choices(TinyLM(), strategy.options)
+    assert (choice.subject, choice.value) == (
+        "weights in 8 bits",
+        "kept and gathered in 1 byte each",
+    )
+    assert choice.reason.endswith("transposed copies: one for a batch of several microbatches")
+    module = TinyLM()
+    module.automatic_optimization = False
+    (choice,) = _cast_choices(module, strategy.options)
+    assert choice.reason.endswith("transposed copies: one for each product")
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
+def test_other_recipes_are_refused(recipe: Any) -> None:
+    with pytest.raises(ParallelPlanError, match=rf"needs recipe='tensorwise': it is '{recipe}'"):
+        FP8(recipe, parameters="fp8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": 0}, "zero=0, which gathers no parameters"),
+        ({"cuda_graphs": "full"}, r"cuda_graphs \('full'\)"),
+        ({"cuda_graphs": "segments"}, r"cuda_graphs \('segments'\)"),
+        ({"backend": "te"}, "backend 'te', which reads weights"),
+    ],
+)
+def test_other_options_are_refused(options: dict[str, Any], message: str) -> None:
+    settings = FP8(parameters="fp8")
+    with pytest.raises(ParallelPlanError, match=rf"fp8.parameters \('fp8'\).* {message}"):
+        MegatronStrategy(fp8=settings, **options)
+
+
+def test_unknown_values_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="fp8.parameters"):
+        FP8(parameters="int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [WeightAveraging(), ModelPruning("l1_unstructured", amount=0.5)],
+    ids=["averages", "pruning"],
+)
+def test_callbacks_that_write_weights_are_refused(callback: Callback) -> None:
+    message = re.escape(f"cannot be used with {type(callback).__name__}, which writes weights")
+    with pytest.raises(UnsupportedError, match=message):
+        trained(TinyLM(), IN_FP8, 1, callbacks=(callback,))
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_weights_that_something_else_reads_are_refused() -> None:
+    class Parametrized(TinyLM):
+        def configure_model(self) -> None:
+            super().configure_model()
+            assert self.net is not None
+            nn.utils.parametrize.register_parametrization(
+                self.net.layers["0"].mlp.down, "weight", _Doubled()
+            )
+
+    class Shared(TinyLM):
+        def configure_model(self) -> None:
+            super().configure_model()
+            assert self.net is not None
+            self.net.layers["1"].mlp.down.weight = self.net.layers["0"].mlp.down.weight
+
+    for kind, message in ((Parametrized, "has a parametrization"), (Shared, "is shared by")):
+        with pytest.raises(UnsupportedError, match=message):
+            trained(kind(), IN_FP8, 1)
+
+
+def test_compiled_modules_are_refused() -> None:
+    class Compiled(TinyLM):
+        def on_fit_start(self) -> None:
+            assert self.net is not None
+            self.net.layers["0"].compile()
+
+    with pytest.raises(UnsupportedError, match="torch.compile"):
+        trained(Compiled(), IN_FP8, 1)
