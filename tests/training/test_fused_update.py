@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import FP8, MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.training import fused_update
 from tests.strategy.tiny import TinyLM, loader
@@ -132,3 +132,33 @@ class _Watched(FusedLM):
             kernel(*args, **kwargs)
 
         return call
+
+
+def test_weights_in_eight_bits_are_gathered_when_all_their_scales_are_known() -> None:
+    for fused, plain in run_world(_in_eight_bits, 2):
+        assert len(fused) == 8
+        assert fused == pytest.approx(plain, abs=1e-3)
+
+
+def _in_eight_bits(rank: int, size: int) -> list[list[float]]:
+    losses = []
+    fused_update._PIECE = 1
+    for kernel in (PlainKernel, None):
+        fused_update._find_kernel = lambda device, kernel=kernel: (kernel, "torch steps by itself")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=size,
+            strategy=MegatronStrategy(
+                bucket_size=500,
+                overlap_parameters=True,
+                fp8=FP8("tensorwise", parameters="fp8", emulate=True),
+            ),
+            precision="bf16-mixed",
+            gradient_clip_val=0.1,
+            max_epochs=1,
+            barebones=True,
+        )
+        module = FusedLM()
+        trainer.fit(module, loader(batch_size=2))
+        losses.append(module.losses)
+    return losses
