@@ -131,6 +131,8 @@ class EightBitBuffer(FlatBuffer):
                 whole[place.start : place.stop].copy_(self._numbers(name).flatten())
         self.parameters = whole
         self.is_in_eight_bits = False
+        # It refers to the bytes.
+        del self._casts
         if gathers:
             super().store_main_parameters(mesh)
             self.gather(mesh)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -200,11 +201,17 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_after_a_fit_weights_are_those_of_the_main_parameters(precision: Any) -> None:
     module = TinyLM()
-    _, main = trained(module, IN_FP8, 3, precision=precision)
+    looking = Look(lambda module, main: StorageWeakRef(_bytes_of(main)))
+    _, main = trained(module, IN_FP8, 3, (looking,), precision=precision)
+    assert looking.found.expired(), "the bytes are freed"
     weight = weight_of(module)
     assert type(weight) is nn.Parameter
     assert torch.equal(weight, main.main(NAME).detach().to(weight.dtype))
     assert not main.eight_bits.buffers
+
+
+def _bytes_of(main: MainParameters) -> torch.UntypedStorage:
+    return main.eight_bits.buffers[0].parameters.untyped_storage()
 
 
 def test_evaluations_without_a_fit_cast_the_weights_of_the_run(tmp_path: Path) -> None:
