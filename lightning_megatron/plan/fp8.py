@@ -37,8 +37,9 @@ class FP8:
     """Linear layers that compute in 8 bits, and how their tensors are scaled.
 
     The layers are the linear layers of attention, MLPs and shared experts. Embeddings, the head,
-    norms, routers and the products of routed experts keep the precision of the run. Weights,
-    gradients and optimizer states keep their types, too: a checkpoint does not depend on this.
+    norms, routers and the products of routed experts keep the precision of the run. Gradients and
+    optimizer states keep their types, too, and so do weights unless ``parameters`` says otherwise.
+    A checkpoint does not depend on this.
 
     Args:
         recipe: Numbers that share a scale, which is computed from their largest magnitude:

@@ -95,6 +95,11 @@ class EightBitBuffer(FlatBuffer):
         parts = tuple(self._view(name) for name in names)
         return StoredWeight(parts, self._scales[number : number + 1])
 
+    def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
+        """Return the largest magnitude of the weight of each member, in the type of the members."""
+        found = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
+        return {name: found[number] for name, number in self._number_of.items()}
+
     @torch.no_grad()
     @override
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
@@ -132,6 +137,8 @@ class EightBitBuffer(FlatBuffer):
                 whole[place.start : place.stop].copy_(self._numbers(name).flatten())
         self.parameters = whole
         self.is_in_eight_bits = False
+        # It refers to the bytes.
+        del self._casts
         if gathers:
             super().store_main_parameters(mesh)
             self.gather(mesh)

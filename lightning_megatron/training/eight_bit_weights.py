@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from torch import Tensor
+
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.stored_weight import StoredWeight
+from lightning_megatron.shapes import Float
 from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
@@ -49,6 +52,10 @@ class EightBitWeights:
         for buffer in self.buffers:
             buffer.store_main_parameters(mesh)
             buffer.gather(mesh)
+
+    def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
+        """Return the largest magnitude of each weight in 8 bits, by the names of its parameters."""
+        return {name: one for buffer in self.buffers for name, one in buffer.magnitudes().items()}
 
     def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
         """Return a weight that is kept in 8 bits now; None if it is not.

@@ -139,7 +139,7 @@ def test_one_gpu_trains_as_its_emulation_and_as_with_casts() -> None:
     assert num_checked > 0
     assert one.losses[-1] < one.losses[0]
     again, _ = _train({"recompute": "full"}, 1)
-    assert again.losses == one.losses
+    _assert_near(again.losses, one.losses, 3e-2)
     # Casts of bfloat16 weights round twice; a bfloat16 number near 5.7 has steps of 0.03.
     cast, none = _train({}, 1, parameters=None)
     assert none == 0

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -24,9 +27,10 @@ from lightning_megatron import (
     ParallelPlanError,
 )
 from lightning_megatron.checkpoint.stored import Stored
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import NonFiniteError, UnsupportedError
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
 from lightning_megatron.strategy.logs.run_table import _cast_choices
+from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
 from lightning_megatron.training.main_parameters import MainParameters
 from tests.strategy import checkpoint_runs
 from tests.strategy.graph_fits import fit, strategy_of
@@ -197,11 +201,17 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_after_a_fit_weights_are_those_of_the_main_parameters(precision: Any) -> None:
     module = TinyLM()
-    _, main = trained(module, IN_FP8, 3, precision=precision)
+    looking = Look(lambda module, main: StorageWeakRef(_bytes_of(main)))
+    _, main = trained(module, IN_FP8, 3, (looking,), precision=precision)
+    assert looking.found.expired(), "the bytes are freed"
     weight = weight_of(module)
     assert type(weight) is nn.Parameter
     assert torch.equal(weight, main.main(NAME).detach().to(weight.dtype))
     assert not main.eight_bits.buffers
+
+
+def _bytes_of(main: MainParameters) -> torch.UntypedStorage:
+    return main.eight_bits.buffers[0].parameters.untyped_storage()
 
 
 def test_evaluations_without_a_fit_cast_the_weights_of_the_run(tmp_path: Path) -> None:
@@ -377,6 +387,44 @@ def test_other_steps_equal_those_with_casts(kind: type[TinyLM]) -> None:
     ]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-10, rel=0)
     assert len(set(losses[0][0])) == 3
+
+
+def test_weights_that_are_not_finite_are_found_without_reading_them() -> None:
+    class Breaks(TinyLM):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=float("inf"))
+
+    with noting_reads() as read:
+        with pytest.raises(NonFiniteError, match=r"the weight net.layers.0.attention.*\(nan\)"):
+            trained(Breaks(schedule=None), IN_FP8, 3, log_every_n_steps=1)
+        # A fit that fails gives the weights memory of their own, at its end alone.
+        assert sorted(read) == sorted(set(read))
+
+
+def test_saving_inside_of_a_fit_reads_no_weight_in_8_bits(tmp_path: Path) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
+
+    with noting_reads() as read:
+        _, main = trained(TinyLM(), IN_FP8, 2, (Save(),))
+    assert not read
+    saved = Stored.open(tmp_path / "2").read_full([f"state_dict.{NAME}"])
+    assert torch.equal(saved[f"state_dict.{NAME}"], main.main(NAME).detach())
+
+
+@contextmanager
+def noting_reads() -> Iterator[list[str]]:
+    """Note the names of weights in 8 bits whose numbers are computed in the type of the run."""
+    read: list[str] = []
+    numbers = EightBitBuffer._numbers
+
+    def noting(self: EightBitBuffer, name: str) -> Tensor:
+        read.append(name)
+        return numbers(self, name)
+
+    with patch.object(EightBitBuffer, "_numbers", noting):
+        yield read
 
 
 # ---- layers that stay out

@@ -98,7 +98,9 @@ class StepChecks:
             check_finite(self._reducer.unreduced(names), self._main.mesh, self._step)
         if self._finite is not None and self._finite.looks:
             self._main.wait()
-            self._finite.look("weight", dict(self._module.named_parameters()))
+            # Weights in 8 bits have noted their largest magnitudes, which stand for them.
+            noted = self._main.eight_bits.magnitudes()
+            self._finite.look("weight", {**dict(self._module.named_parameters()), **noted})
         return self._replicas.before_sums(names)
 
     def after_sums(self, names: frozenset[str], are_finite: bool) -> None:

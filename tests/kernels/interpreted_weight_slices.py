@@ -1,0 +1,75 @@
+"""Run the casts of slices of weights in Triton's interpreter, on the CPU; printed is what failed, as
+JSON.
+
+A program of its own, because Triton decides between interpreter and compiler when a kernel is
+defined.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from lightning_megatron.kernels.triton import cast_by_one_scale, weight_slices
+from lightning_megatron.layers.fp8 import torch_casts
+from tests.kernels import interpreted  # noqa: F401 - it corrects the interpreter
+from tests.kernels.program import report_checks
+
+FORMAT = torch.float8_e4m3fn
+#: Start in the numbers, start in the bytes, size and weight of each slice (elements).
+SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
+# Small programs, so that a slice has several.
+weight_slices._BLOCK = 256
+
+
+def check_slices(dtype: torch.dtype, strange: float) -> None:
+    """Compare with the kernel for whole matrices, and magnitudes with those of torch."""
+    generator = torch.Generator().manual_seed(3)
+    main = torch.randn(4000, generator=generator).to(dtype)
+    main[100] = strange
+    target = torch.full((6000,), 7, dtype=torch.uint8)
+    magnitudes = torch.full((4,), 7, dtype=torch.int32)
+    expected = torch.full((4,), 7, dtype=torch.int32)
+    casts = weight_slices.SliceCastKernel(main, target, SLICES)
+    casts.find(magnitudes)
+    casts.cast(magnitudes, FORMAT)
+    torch_casts.SliceCasts(main, target.clone(), SLICES).find(expected)
+    assert torch.equal(magnitudes, expected), (magnitudes, expected)
+    written = torch.zeros(6000, dtype=torch.bool)
+    for start, place, size, weight in SLICES:
+        matrix = main[start : start + size].view(1, size)
+        parts = magnitudes[weight : weight + 1]
+        whole, _ = cast_by_one_scale(matrix, parts, FORMAT, rows=True, columns=False, multiple=16)
+        assert whole is not None
+        found = target[place : place + size]
+        assert torch.equal(whole[0].view(torch.uint8)[0], found), f"slice at {start}"
+        written[place : place + size] = True
+    assert bool((target[~written] == 7).all()), "bytes outside of the slices were written"
+
+
+def check_transposes() -> None:
+    """Compare with those of torch."""
+    generator = torch.Generator().manual_seed(5)
+    for sizes in ((100, 130), (129, 128), (1, 16), (256, 48)):
+        matrix = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)
+        for multiple in (16, 128):
+            found = weight_slices.padded_transpose(matrix, multiple)
+            expected = torch_casts.padded_transpose(matrix, multiple)
+            assert torch.equal(found, expected), (sizes, multiple)
+
+
+def main() -> None:
+    """Run all checks."""
+    report_checks(
+        {
+            f"{dtype}, {strange}": partial(check_slices, dtype, strange)
+            for dtype in (torch.float32, torch.bfloat16)
+            for strange in (1.0, float("inf"), float("nan"))
+        }
+        | {"transposes": check_transposes}
+    )
+
+
+if __name__ == "__main__":
+    main()
