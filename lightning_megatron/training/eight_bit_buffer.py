@@ -38,7 +38,7 @@ class EightBitBuffer(FlatBuffer):
 
     After :meth:`leave_eight_bits` the buffer is an ordinary one.
 
-    Shapes: parameters ``(plan.size,)``, bytes; magnitudes and scales ``(weights,)``.
+    Shapes: parameters ``(plan.size,)``, bytes; magnitudes ``(weights,)``.
 
     Args:
         members: As for :class:`FlatBuffer`.
@@ -73,7 +73,8 @@ class EightBitBuffer(FlatBuffer):
         shape = len(self._weights)
         # Bit patterns of the largest magnitudes, as casts use them.
         self._magnitudes = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._scales = torch.ones(shape, dtype=torch.float32, device=device)
+        # Matrix products of GPUs read scales only at multiples of 16 bytes.
+        self._scales = torch.ones(shape, 4, dtype=torch.float32, device=device)
         self._casts = self._slice_casts()
         for name, parameter in members.items():
             keep_in_eight_bits(parameter, partial(self._read, name, wait))
@@ -93,7 +94,7 @@ class EightBitBuffer(FlatBuffer):
         """
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
-        return StoredWeight(parts, self._scales[number : number + 1])
+        return StoredWeight(parts, self._scales[number, :1])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
         """Return the largest magnitude of the weight of each member, in the type of the members."""
@@ -115,7 +116,7 @@ class EightBitBuffer(FlatBuffer):
         for axis in (mesh.copies(self.is_expert), mesh.tp):
             all_reduce_(self._magnitudes, axis, "max")
         self._casts.cast(self._magnitudes, FORMAT)
-        self._scales.copy_(torch_casts.scales_of(self._magnitudes, FORMAT))
+        self._scales[:, 0].copy_(torch_casts.scales_of(self._magnitudes, FORMAT))
 
     @torch.no_grad()
     def leave_eight_bits(self, mesh: ParallelMesh, *, gathers: bool) -> None:
@@ -217,6 +218,6 @@ class EightBitBuffer(FlatBuffer):
     def _numbers(self, name: str) -> Float[Tensor, "rows columns"]:
         """Return the numbers of a member, rounded to 8 bits, in its own type."""
         number = self._number_of[name]
-        operand = Operand(self._view(name).view(FORMAT), self._scales[number : number + 1])
+        operand = Operand(self._view(name).view(FORMAT), self._scales[number, :1])
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
         return operand.numbers(wide).to(self._dtype)

@@ -68,7 +68,9 @@ def test_slices_are_cast_as_whole_weights(dtype: torch.dtype, strange: float | N
         slices.find(magnitudes)
         slices.cast(magnitudes, FORMAT)
         found.append((magnitudes, target))
-    assert torch.equal(found[0][0], found[1][0])
+    # NaN has several bit patterns.
+    magnitudes = [one[0].view(torch.float32) for one in found]
+    torch.testing.assert_close(*magnitudes, rtol=0, atol=0, equal_nan=True)
     # A weight of which this rank has nothing.
     assert int(found[0][0][2]) == 0
     inside = torch.zeros(60000, dtype=torch.bool, device="cuda")
