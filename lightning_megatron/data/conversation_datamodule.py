@@ -38,6 +38,9 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
         UnsupportedError: If files are missing, or settings conflict.
     """
 
+    #: Parts that are encoded while they are read.
+    streamed_parts: tuple[str, ...] = ()
+
     def __init__(
         self,
         parts: Mapping[str, SetPaths],
@@ -86,7 +89,8 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
             for one in self._sets_of(part):
-                self.encoded(one)
+                if part not in self.streamed_parts:
+                    self.encoded(one)
 
     def encoded(self, part: str) -> Encoded:
         """Return the encoded rows of a part, and tell what truncation took of them.
@@ -96,8 +100,7 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
         """
         if part not in self._encoded:
             found = self._encode(part)
-            tell = rank_zero_warn if found.num_cut + found.num_left_out else rank_zero_info
-            tell(found.line(self.seq_length))
+            tell_of_rows(found.line(self.seq_length), found.num_cut + found.num_left_out > 0)
             self._encoded[part] = found
         return self._encoded[part]
 
@@ -133,3 +136,14 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
             self.evaluation_loader(self.evaluation_samples(one)) for one in self._sets_of(part)
         ]
         return found if self.set_names[part] or not found else found[0]
+
+
+def tell_of_rows(line: str, has_loss: bool) -> None:
+    """Tell on rank 0 what was read of files: as a warning if something was cut or left out.
+
+    Args:
+        line: Line about what was read.
+        has_loss: Whether something was cut or left out.
+    """
+    tell = rank_zero_warn if has_loss else rank_zero_info
+    tell(line)

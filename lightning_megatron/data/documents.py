@@ -116,11 +116,35 @@ def read_chunks(
                     documents = []
                     size = 0
     except (OSError, EOFError, zlib.error) as error:
-        raise CorruptDataError(
-            f"{path} cannot be read to its end: {error}. Copy it again."
-        ) from error
+        raise _unreadable(path, error) from error
     if documents:
         yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+
+
+def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """Yield each line of a file that is not empty: its number, its content and where it ends.
+
+    Args:
+        path: File; ``.gz`` is decompressed.
+        offset: Decompressed bytes before the first line that is read; a ``.gz`` is decompressed up
+            to there (bytes).
+        number: Number of the line before it, counted from 1.
+
+    Raises:
+        CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
+    """
+    try:
+        with _open(path) as file:
+            file.seek(offset)
+            for line in file:
+                number += 1
+                offset += len(line)
+                content = line.rstrip(b"\r\n")
+                # Empty lines are not documents; an empty document is written as {"text": ""}.
+                if content.strip():
+                    yield number, content, offset
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
 
 
 def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
@@ -177,6 +201,10 @@ def replace_text(content: bytes, json_key: str, text: str) -> bytes:
 def is_json_lines(path: Path) -> bool:
     """Return whether the name of a file, packed or not, is one of JSON lines."""
     return _plain_suffix(path) in JSON_SUFFIXES
+
+
+def _unreadable(path: Path, error: Exception) -> CorruptDataError:
+    return CorruptDataError(f"{path} cannot be read to its end: {error}. Copy it again.")
 
 
 def _after_blanks(source: str, position: int) -> int:

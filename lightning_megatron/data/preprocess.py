@@ -116,7 +116,7 @@ def preprocess(
 def _encode_all(
     chunks: Iterator[RawChunk], options: EncodingOptions, workers: int
 ) -> Iterator[_Encoded]:
-    return map_in_order(partial(_encode, options=options), chunks, workers)
+    return map_in_order(partial(_encode, options=options), chunks, workers if workers > 1 else 0)
 
 
 def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:

@@ -15,6 +15,7 @@ from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.data.train_position import position_after, samples_of_steps, stops_by_steps
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
@@ -94,6 +95,15 @@ class RowDataModule(LightningDataModule):
             sampler: Order of the samples on this rank.
         """
 
+    def training_sampler(self, samples: Samples, **options: Any) -> TokenBatchSampler:
+        """Return the order of training samples on this rank.
+
+        Args:
+            samples: Training samples.
+            options: Arguments of ``TokenBatchSampler`` but the number of samples.
+        """
+        return TokenBatchSampler(len(samples), **options)
+
     @property
     def tokens_shape(self) -> tuple[int | None, int]:
         """Shape (B, S) of a data-parallel rank's full batch, known before any file is opened.
@@ -104,6 +114,9 @@ class RowDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TokenLoader:
         """Build the loader of training batches, starting at the restored position."""
+        if self._train_loader is not None and self._train_loader.sampler.stream:
+            # `reload_dataloaders_every_n_epochs` goes on where the last loader stopped.
+            self._restored = self._restored or self.state_dict()
         self._train_loader = self._build_train_loader()
         if self._train_loader.sampler.balance is not None:
             rank_zero_info(excess_line(self._train_loader.sampler))
@@ -124,6 +137,8 @@ class RowDataModule(LightningDataModule):
             CheckpointMismatchError: If the state was not returned by ``state_dict`` of this class.
         """
         check_position(state_dict)
+        if "stream" in state_dict:
+            SectionStart.of(state_dict["stream"])
         self._restored = dict(state_dict)
         if self._train_loader is not None and state_dict:
             # A strategy that restores late already refers to the loader, but does not iterate yet.
@@ -170,11 +185,11 @@ class RowDataModule(LightningDataModule):
                 "its position does not apply: training starts at the beginning of the new data."
             )
             return self._build_train_loader()
-        sampler = TokenBatchSampler(
-            len(samples),
-            self._rows_of_rank(dp_size),
-            dp_rank,
-            dp_size,
+        sampler = self.training_sampler(
+            samples,
+            batch_size=self._rows_of_rank(dp_size),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
             seed=self._shuffle_seed(),
             stream=by_steps,
             finished=self._num_finished,
@@ -183,12 +198,15 @@ class RowDataModule(LightningDataModule):
         )
         before = state.get("global_batch_size", sampler.global_batch_size)
         trainer: Any = self.trainer
-        if trainer is not None and not by_steps and len({before, *sampler.global_batch.sizes}) > 1:
+        sizes = {before, *sampler.global_batch.sizes}
+        if trainer is not None and not sampler.stream and len(sizes) > 1:
             # Later epochs have another length than this one, which mixes batches of several sizes.
             trainer.reload_dataloaders_every_n_epochs = 1
         if state:
             sampler.load_state_dict(state)
-        elif trainer is not None and not by_steps:
+            if isinstance(samples, StreamedSamples):
+                samples.restore(state.get("stream"))
+        elif trainer is not None and not sampler.stream:
             sampler.set_epoch(trainer.current_epoch)
         return self.loader_of(samples, sampler)
 

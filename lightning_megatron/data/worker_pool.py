@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,13 +25,13 @@ def map_in_order(
     Args:
         function: Function that can be pickled.
         values: Values; at most ``4 * workers`` of them wait at a time.
-        workers: Number of processes; one or less calls the function in this process.
+        workers: Number of processes, which end with this one; 0 calls the function in this process.
     """
-    if workers <= 1:
+    if workers == 0:
         yield from map(function, values)
         return
     context = multiprocessing.get_context()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, _follow) as pool:
         waiting: deque[Future[Result]] = deque()
         try:
             for value in values:
@@ -49,3 +51,19 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _follow() -> None:
+    """End this worker with its parent, and not before."""
+    # A scheduler signals all processes of a job, and the parent still needs its workers to finish.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a pool starts its workers"
+
+    def watch() -> None:
+        # A pool waits for its queue, which other workers keep open once the parent was killed.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
