@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PreferenceDataModule as PreferenceDataModule,
     )
     from lightning_megatron.data.streaming import Streaming as Streaming
+    from lightning_megatron.data.text_datamodule import TextDataModule as TextDataModule
     from lightning_megatron.errors import CaptureError as CaptureError
     from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
     from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
@@ -126,6 +127,7 @@ _HOMES = {
     "ReplicaMismatchError": "errors",
     "SquadDataModule": "finetuning.squad_datamodule",
     "Streaming": "data.streaming",
+    "TextDataModule": "data.text_datamodule",
     "TokenDataModule": "data.datamodule",
     "TokensProgressBar": "strategy.callbacks.progress",
     "UnsupportedError": "errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 from typing_extensions import override
 
@@ -12,17 +12,15 @@ from lightning_megatron.data.chat_samples import (
     ConversationSamples,
     EncodedConversations,
 )
-from lightning_megatron.data.chat_stream import (
-    check_stream_settings,
-    check_stream_trainer,
-    streamed_samples,
-)
-from lightning_megatron.data.conversation_datamodule import ConversationDataModule, tell_of_rows
+from lightning_megatron.data.chat_stream import streamed_samples
+from lightning_megatron.data.conversation_datamodule import ConversationDataModule
 from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.row_datamodule import tell_of_rows
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_loader import PassSampler, StreamLoader
+from lightning_megatron.data.stream_checks import check_stream_settings
+from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.window_packing import check_context_windows
@@ -131,32 +129,14 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         if self.streaming is not None:
             self.streamed_parts = ("train",)
             check_stream_settings(self.streaming, given)
-        self._stream: StreamedSamples | None = None
         #: Whether rows have several documents, by the names of ``TokenDataModule``.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
-
-    @override
-    def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage but those of a stream, so that faults raise at its start."""
-        if self.streaming is not None and stage in ("fit", None):
-            check_stream_trainer(self.trainer)
-        super().setup(stage)
-
-    @override
-    def teardown(self, stage: str | None = None) -> None:
-        """Tell what a stream has read, and end its workers."""
-        super().teardown(stage)
-        if self._stream is not None and stage == "fit":
-            tell_of_rows(self._stream.rest_line(self.state_dict().get("consumed", 0)), False)
-            self._stream.close()
 
     @override
     def training_samples(self, num_samples: int | None) -> ConversationSamples:
         if self.streaming is None:
             return self._samples("train", self.seed, num_samples)
-        if self._stream is not None:
-            self._stream.close()
-        self._stream = streamed_samples(
+        return streamed_samples(
             self.files["train"],
             ConversationEncoder(self.tokenizer, self.seq_length, self.too_long),
             self.streaming,
@@ -166,16 +146,6 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             tell_of_rows,
             num_samples,
         )
-        return self._stream
-
-    @override
-    def training_sampler(self, samples: Samples, **options: Any) -> TokenBatchSampler:
-        if self.streaming is None:
-            return super().training_sampler(samples, **options)
-        options |= {"seed": None}
-        if options["stream"]:
-            return TokenBatchSampler(len(samples), **options)
-        return PassSampler(cast(StreamedSamples, samples), **(options | {"stream": True}))
 
     @override
     def evaluation_samples(self, part: str) -> ChatSamples:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.data.chat_template import ChatTokenizer
@@ -16,8 +15,9 @@ from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.named_sets import SetPaths, all_paths, named_sets
-from lightning_megatron.data.row_datamodule import RowDataModule
+from lightning_megatron.data.row_datamodule import RowDataModule, tell_of_rows
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_checks import check_stream_trainer
 
 Encoded = TypeVar("Encoded", bound=EncodedRows)
 
@@ -86,6 +86,8 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
     def setup(self, stage: str | None = None) -> None:
         """Encode the rows of a stage, so that faults raise before the first step."""
         self.restart()
+        if stage in ("fit", None) and "train" in self.streamed_parts:
+            check_stream_trainer(self.trainer)
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
             for one in self._sets_of(part):
@@ -136,14 +138,3 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
             self.evaluation_loader(self.evaluation_samples(one)) for one in self._sets_of(part)
         ]
         return found if self.set_names[part] or not found else found[0]
-
-
-def tell_of_rows(line: str, has_loss: bool) -> None:
-    """Tell on rank 0 what was read of files: as a warning if something was cut or left out.
-
-    Args:
-        line: Line about what was read.
-        has_loss: Whether something was cut or left out.
-    """
-    tell = rank_zero_warn if has_loss else rank_zero_info
-    tell(line)

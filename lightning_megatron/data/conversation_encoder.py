@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.data.chat_template import ChatTokenizer
-from lightning_megatron.data.conversations import Conversation
+from lightning_megatron.data.conversations import Conversation, conversation_of
+from lightning_megatron.data.row_files import FileRow
 from lightning_megatron.errors import CorruptDataError
 
 TooLong = Literal["cut", "leave_out", "refuse"]
@@ -70,6 +71,17 @@ class ConversationEncoder:
     tokenizer: ChatTokenizer
     seq_length: int
     too_long: TooLong
+
+    def encode_row(self, row: FileRow) -> EncodedText | None:
+        """Return the tokens of the conversation of a row; None if it is left out as too long.
+
+        Args:
+            row: Row of a file.
+
+        Raises:
+            CorruptDataError: If it is no conversation, or as :meth:`encode`.
+        """
+        return self.encode(conversation_of(row))
 
     def encode(self, conversation: Conversation) -> EncodedText | None:
         """Return the tokens of a conversation; None if it is left out as too long.

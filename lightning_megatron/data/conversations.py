@@ -17,6 +17,7 @@ from lightning_megatron.plan.legal_values import join_or
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _SUFFIXES = (*_JSON_LINES, ".parquet")
+_EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
 Message = Mapping[str, Any]
 
@@ -38,13 +39,17 @@ class Conversation:
     place: str
 
 
-def find_conversations(paths: str | Sequence[str]) -> tuple[Path, ...]:
+def find_conversations(
+    paths: str | Sequence[str], plural: str = "conversations", example: str = _EXAMPLE
+) -> tuple[Path, ...]:
     """Return the files of paths, folders and globs, each sorted by name.
 
     A folder of datasets stands for its files.
 
     Args:
         paths: Files, folders of them, folders of datasets, or globs.
+        plural: What a line of a file is, for errors.
+        example: Such a line, for errors.
 
     Raises:
         UnsupportedError: If one of them has no file of JSON lines or Parquet, or several splits.
@@ -60,10 +65,9 @@ def find_conversations(paths: str | Sequence[str]) -> tuple[Path, ...]:
         files = [file for file in files if _has_conversations(file)]
         if not files:
             raise UnsupportedError(
-                f"conversations must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
+                f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
                 f"written by save_to_disk of datasets, or globs: {one!r} names none. "
-                "Write one conversation in each line, such as "
-                '{"messages": [{"role": "user", "content": "..."}, ...]}.'
+                f"Write one of the {plural} in each line, such as {example}."
             )
         found.extend(files)
     return tuple(found)

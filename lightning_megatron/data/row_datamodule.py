@@ -15,6 +15,7 @@ from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_loader import PassSampler
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.data.train_position import position_after, samples_of_steps, stops_by_steps
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
@@ -102,7 +103,13 @@ class RowDataModule(LightningDataModule):
             samples: Training samples.
             options: Arguments of ``TokenBatchSampler`` but the number of samples.
         """
-        return TokenBatchSampler(len(samples), **options)
+        if not isinstance(samples, StreamedSamples):
+            return TokenBatchSampler(len(samples), **options)
+        # A stream has shuffled its samples already.
+        options |= {"seed": None}
+        if options["stream"]:
+            return TokenBatchSampler(len(samples), **options)
+        return PassSampler(samples, **(options | {"stream": True}))
 
     @property
     def tokens_shape(self) -> tuple[int | None, int]:
@@ -145,9 +152,16 @@ class RowDataModule(LightningDataModule):
             vars(self._train_loader).update(vars(self._build_train_loader()))
 
     def teardown(self, stage: str | None = None) -> None:
-        """Drop the training state of a checkpoint that was loaded for validation or test."""
+        """Drop the training state of a checkpoint that was loaded for validation or test.
+
+        A stream tells what it has read, and ends its workers.
+        """
         if stage != "fit":
             self._restored = {}
+        stream = self._stream()
+        if stream is not None and stage == "fit":
+            tell_of_rows(stream.rest_line(self.state_dict().get("consumed", 0)), False)
+            stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:
         """Return a loader that yields every sample once.
@@ -172,9 +186,17 @@ class RowDataModule(LightningDataModule):
         given = getattr(strategy, "distributed_sampler_kwargs", None)
         return (given["rank"], given["num_replicas"]) if given else (0, 1)
 
+    def _stream(self) -> StreamedSamples | None:
+        """Return the samples of the training loader if they are a stream."""
+        samples = None if self._train_loader is None else self._train_loader.batches.samples
+        return samples if isinstance(samples, StreamedSamples) else None
+
     def _build_train_loader(self) -> TokenLoader:
         state = self._restored
         self._restored = {}
+        former = self._stream()
+        if former is not None:
+            former.close()
         dp_rank, dp_size = self.data_parallel()
         by_steps = self.train_samples is None and stops_by_steps(self.trainer)
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
@@ -249,3 +271,14 @@ class RowDataModule(LightningDataModule):
     def _shuffle_seed(self) -> int | None:
         # `overfit_batches` trains on the same batches in every epoch.
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
+
+
+def tell_of_rows(line: str, has_loss: bool) -> None:
+    """Tell on rank 0 what was read of files: as a warning if something was cut or left out.
+
+    Args:
+        line: Line about what was read.
+        has_loss: Whether something was cut or left out.
+    """
+    tell = rank_zero_warn if has_loss else rank_zero_info
+    tell(line)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_megatron.data.dataset_folders import dataset_rows
+from lightning_megatron.data.dataset_folders import dataset_rows, files_of
 from lightning_megatron.data.documents import read_lines
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
@@ -77,6 +77,15 @@ def read_rows(path: Path, start: FilePlace = BEGINNING) -> Iterator[FileRow]:
     read = dataset_rows if path.is_dir() else _parquet_rows
     for number, row in enumerate(read(path, start.number), start.number + 1):
         yield FileRow(f"{path}, row {number}", row, FilePlace(number))
+
+
+def sizes_of(path: Path) -> list[tuple[str, int]]:
+    """Return the names and sizes of the files that rows come from, for a key of their order.
+
+    Args:
+        path: File of rows, or folder of datasets.
+    """
+    return [(one.name, one.stat().st_size) for one in files_of(path)]
 
 
 def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:

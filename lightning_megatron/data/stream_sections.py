@@ -1,8 +1,8 @@
-"""Sections of a stream of conversations: the same ones from any place at which reading begins."""
+"""Sections of a stream of rows of files: the same ones from any place at which reading begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,15 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_megatron.data.conversation_encoder import (
-    ConversationEncoder,
-    EncodedText,
-    TextTokens,
-)
-from lightning_megatron.data.conversations import conversation_of
+from lightning_megatron.data.conversation_encoder import EncodedText, TextTokens
 from lightning_megatron.data.row_files import BEGINNING, FilePlace, FileRow, read_rows
 from lightning_megatron.data.worker_pool import map_in_order
 
+EncodeRow = Callable[[FileRow], EncodedText | None]
 #: Rows that a process encodes at a time (rows).
 _PIECE = 64
 
@@ -45,14 +41,14 @@ class StreamPlace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Next conversations of a stream, all of one pass over the files.
+    """Next rows of a stream, all of one pass over the files.
 
     Args:
-        start: Place of its first conversation.
+        start: Place of its first row.
         end: Place of the next section.
-        texts: Tokens of the conversations that were not left out.
-        num_read: Conversations that were read.
-        num_cut: Conversations that lost their end.
+        texts: Tokens of the rows that were not left out.
+        num_read: Rows that were read (rows).
+        num_cut: Rows that lost their end (rows).
     """
 
     start: StreamPlace
@@ -65,12 +61,12 @@ class Section:
     def of(
         cls, start: StreamPlace, end: StreamPlace, found: Sequence[EncodedText | None]
     ) -> Section:
-        """Join conversations to a section.
+        """Join rows to a section.
 
         Args:
             start: Place of the first one.
             end: Place of the next section.
-            found: Conversations; None for those that are left out.
+            found: Tokens of the rows; None for those that are left out.
         """
         kept = [text for text in found if text is not None]
         return cls(start, end, TextTokens.of(kept), len(found), sum(text.was_cut for text in kept))
@@ -89,19 +85,19 @@ class _Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConversationStream:
-    """Passes over files of conversations, cut into sections.
+class RowStream:
+    """Passes over files of rows, cut into sections.
 
     Args:
         files: Files of rows.
-        encoder: Encoder of conversations.
-        section_size: Conversations of a section; the last one of a pass may have fewer.
+        encode: Function from a row to its tokens, or to None if it is left out. It can be pickled.
+        section_size: Rows of a section; the last one of a pass may have fewer (rows).
         seed: Seed of the order of the files in each pass; None keeps their order.
         num_workers: Processes that encode; 0 encodes in the process that reads.
     """
 
     files: tuple[Path, ...]
-    encoder: ConversationEncoder
+    encode: EncodeRow
     section_size: int
     seed: int | None
     num_workers: int
@@ -114,11 +110,11 @@ class ConversationStream:
             stop: Event that ends reading.
 
         Raises:
-            CorruptDataError: If a row is no conversation; the message names file and row.
+            CorruptDataError: If a row cannot be encoded; the message names file and row.
         """
         texts: list[EncodedText | None] = []
         encoded = map_in_order(
-            partial(_encoded, encoder=self.encoder), self._pieces(start, stop), self.num_workers
+            partial(_encoded, encode=self.encode), self._pieces(start, stop), self.num_workers
         )
         for found, end in encoded:
             texts += found
@@ -162,11 +158,11 @@ class SectionReader:
     """Sections of a stream from a place on; with workers the next one is read in the background.
 
     Args:
-        stream: Stream of conversations.
+        stream: Stream of rows.
         start: Place of the first section.
     """
 
-    def __init__(self, stream: ConversationStream, start: StreamPlace) -> None:
+    def __init__(self, stream: RowStream, start: StreamPlace) -> None:
         self._stop = Event()
         self._sections = stream.sections(start, self._stop)
         self._thread: ThreadPoolExecutor | None = None
@@ -191,6 +187,6 @@ class SectionReader:
 
 
 def _encoded(
-    piece: _Piece, encoder: ConversationEncoder
+    piece: _Piece, encode: EncodeRow
 ) -> tuple[list[EncodedText | None], StreamPlace | None]:
-    return [encoder.encode(conversation_of(row)) for row in piece.rows], piece.end
+    return [encode(row) for row in piece.rows], piece.end

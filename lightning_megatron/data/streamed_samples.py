@@ -5,34 +5,33 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.data.chat_samples import ConversationRows
-from lightning_megatron.data.encoded_rows import no_text_error
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.stream_sections import (
-    ConversationStream,
+    RowStream,
     Section,
     SectionReader,
     StreamPlace,
 )
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 
 
 class StreamCounts(NamedTuple):
     """Account of what a pass over a stream has read so far.
 
     Args:
-        num_read: Conversations that were read.
-        num_cut: Conversations that lost their end.
-        num_left_out: Conversations that were too long.
+        num_read: Rows of files that were read (rows).
+        num_cut: Rows of files that lost their end (rows).
+        num_left_out: Rows of files that were too long or empty (rows).
         num_tokens: Tokens of the others (tokens).
         num_answers: Tokens of answers among them (tokens).
-        num_samples: Rows that they make (samples).
+        num_samples: Packed rows that they make (samples).
     """
 
     num_read: int = 0
@@ -61,19 +60,36 @@ class StreamCounts(NamedTuple):
         )
         return StreamCounts(*(one + more for one, more in zip(self, added, strict=True)))
 
-    def line(self, seq_length: int) -> str:
+    def line(self, account: str, seq_length: int) -> str:
         """Return the account in words.
 
         Args:
+            account: What was read and left out, in words.
             seq_length: Tokens that a row predicts (tokens).
         """
         full = self.num_tokens / max(self.num_samples * (seq_length + 1), 1)
-        return (
-            f"{self.num_read} conversations read, {self.num_cut} cut after {seq_length + 1} tokens "
-            f"(seq_length + 1), {self.num_left_out} left out as too long; {self.num_tokens} "
-            f"tokens, {self.num_answers} of them in answers, in {self.num_samples} rows, which are "
-            f"full to {full:.1%}"
-        )
+        return f"{account}, in {self.num_samples} rows, which are full to {full:.1%}"
+
+
+class RowKind(Protocol):
+    """Words for what the rows of a stream are."""
+
+    def account(self, counts: StreamCounts, seq_length: int) -> str:
+        """Return in words what was read and left out.
+
+        Args:
+            counts: Account of a pass.
+            seq_length: Tokens that a row predicts (tokens).
+        """
+
+    def nothing_left(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
+        """Return the error of a pass that leaves nothing to train on.
+
+        Args:
+            names: Files.
+            counts: Account of the pass.
+            seq_length: Tokens that a row predicts (tokens).
+        """
 
 
 @dataclass(frozen=True)
@@ -129,16 +145,17 @@ class _Read(NamedTuple):
 
 
 class StreamedSamples:
-    """Rows of a stream of conversations by their numbers, which rise.
+    """Packed rows of a stream by their numbers, which rise.
 
     Sample n depends on the files, the seed and n alone. Numbers that were passed can be read again,
     from the start of their section on.
 
     Args:
-        stream: Stream of conversations.
-        num_windows: Windows of a row that has as many conversations as fit; 0 puts one conversation
-            into a row.
-        most_pieces: Largest number of conversations and gaps of a row.
+        stream: Stream of rows of files, each a conversation or a document.
+        kind: Words for these.
+        seq_length: Tokens that a packed row predicts (tokens).
+        num_windows: Windows of a row that has as many of them as fit; 0 puts one into a row.
+        most_pieces: Largest number of them, and of gaps, in a row.
         key: Fields that name files, tokenizer and options.
         tell: Function that is called with a line about what was read, and whether something was
             cut or left out.
@@ -147,17 +164,20 @@ class StreamedSamples:
 
     def __init__(
         self,
-        stream: ConversationStream,
+        stream: RowStream,
+        kind: RowKind,
+        seq_length: int,
         num_windows: int,
         most_pieces: int,
         key: Mapping[str, Any],
         tell: Callable[[str, bool], None],
         num_samples: int | None = None,
     ) -> None:
-        self.seq_length = stream.encoder.seq_length
+        self.seq_length = seq_length
         self.most_documents = most_pieces if num_windows else 1
         self.order_key = cache_key({"stream": dict(key)})
         self._stream = stream
+        self._kind = kind
         self._num_windows = num_windows
         self._tell = tell
         self._num_samples = num_samples
@@ -250,7 +270,7 @@ class StreamedSamples:
         """
         last = self._starts[-1]
         return (
-            f"{self._pass_name(last.place.passes)} stopped: {last.counts.line(self.seq_length)}. "
+            f"{self._pass_name(last.place.passes)} stopped: {self._line(last.counts)}. "
             f"{max(last.first - num_samples, 0)} rows were read and not trained on."
         )
 
@@ -302,16 +322,17 @@ class StreamedSamples:
         """Tell about the end of a pass, and about the first conversation that lost something."""
         has_loss = counts.num_cut + counts.num_left_out > 0
         if ends_pass and not counts.num_samples:
-            raise no_text_error(
-                "conversations", self._names, self.seq_length, counts.num_read, counts.num_left_out
-            )
+            raise self._kind.nothing_left(self._names, counts, self.seq_length)
         name = self._pass_name(place.passes)
         if ends_pass and place.passes >= self._num_told:
             self._num_told = place.passes + 1
-            self._tell(f"{name} ended: {counts.line(self.seq_length)}.", has_loss)
+            self._tell(f"{name} ended: {self._line(counts)}.", has_loss)
         elif has_loss and not self._told_loss:
-            self._tell(f"{name} so far: {counts.line(self.seq_length)}.", True)
+            self._tell(f"{name} so far: {self._line(counts)}.", True)
         self._told_loss = self._told_loss or has_loss
+
+    def _line(self, counts: StreamCounts) -> str:
+        return counts.line(self._kind.account(counts, self.seq_length), self.seq_length)
 
     def _pass_name(self, passes: int) -> str:
         return f"Pass {passes + 1} over {self._names}"

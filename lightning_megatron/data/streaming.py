@@ -16,13 +16,13 @@ _LEAST = 16
 class Streaming:
     """Training files as a stream, in whose memory only a section of them is at a time.
 
-    A section consists of the next ``shuffle_buffer`` conversations, which are shuffled and packed
-    by themselves. The first section of a file that has no others equals the order without
-    streaming.
+    A section consists of the next ``shuffle_buffer`` conversations or documents, which are shuffled
+    and packed by themselves. If a file that has no others fits into one section, the order equals
+    the one without streaming.
 
     Args:
-        shuffle_buffer: Conversations of a section, which a process keeps in memory; with
-            ``num_workers`` those of the next section, too.
+        shuffle_buffer: Conversations or documents of a section, which a process keeps in memory;
+            with ``num_workers`` those of the next section, too.
         shuffle: Whether each pass shuffles the order of the files, and each section its
             conversations and rows; otherwise both keep their order.
         most_conversations: Largest number of conversations, and gaps of ``context_windows``, of a

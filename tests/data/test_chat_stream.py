@@ -355,9 +355,10 @@ def test_rows_left_over_are_told(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(
-        "lightning_megatron.data.chat_datamodule.tell_of_rows", lambda line, _: lines.append(line)
-    )
+    for module in ("chat_datamodule", "row_datamodule"):
+        monkeypatch.setattr(
+            f"lightning_megatron.data.{module}.tell_of_rows", lambda line, _: lines.append(line)
+        )
     path = write_lines(tmp_path / "rows.jsonl", conversations(20))
     data = make_data(path, folder, packing=False)
     run(Watcher(), data, make_trainer(tmp_path, max_steps=5))  # type: ignore[arg-type]
