@@ -51,6 +51,8 @@ LAYOUTS: dict[str, dict[str, Any]] = chosen(
         "pp2 tp2, zb-v": {"pp": 2, "vpp": 2, "tp": 2, "schedule": "zb-v"},
         "pp2 cp2": {"pp": 2, "cp": 2},
         "pp4": {"pp": 4},
+        "pp2 dp2": {"pp": 2},
+        "pp2 ep2": {"pp": 2, "ep": 2},
         "tp4": {"tp": 4},
     },
     "pp2 tp2",
@@ -58,7 +60,8 @@ LAYOUTS: dict[str, dict[str, Any]] = chosen(
 )
 
 
-KINDS = chosen(("gpt", "llama"), "llama")
+#: Models of a layout; others run the GPT.
+KINDS = {"pp2 tp2": chosen(("gpt", "llama"), "llama"), "pp2 ep2": ("experts",)}
 
 
 class Speaking:
@@ -147,15 +150,15 @@ class Logged(Callback):
                 self.found.setdefault(name, []).append(float(trainer.callback_metrics[name]))
 
 
-def make_gpt() -> SpeakingGPT:
+def make(kind: str, folder: str) -> SpeakingGPT | SpeakingLlama:
+    if kind == "llama":
+        return SpeakingLlama(folder, learning_rate=0.05, schedule="constant")
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.0}
     config = GPTConfig.llama(
-        vocab_size=VOCAB, max_seq_length=32, num_layers=4, hidden_size=16, num_heads=4, init_std=0.5
-    )
+        vocab_size=VOCAB, max_seq_length=32, num_layers=4, hidden_size=16, num_heads=4,
+        init_std=0.5, experts=experts if kind == "experts" else None,
+    )  # fmt: skip
     return SpeakingGPT(config, learning_rate=0.05, schedule="constant")
-
-
-def make_llama(folder: str) -> SpeakingLlama:
-    return SpeakingLlama(folder, learning_rate=0.05, schedule="constant")
 
 
 def trainer_of(strategy: Any, devices: int, *callbacks: Callback) -> Trainer:
@@ -164,6 +167,8 @@ def trainer_of(strategy: Any, devices: int, *callbacks: Callback) -> Trainer:
         callbacks=list(callbacks), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
         val_check_interval=1, limit_val_batches=2, log_every_n_steps=1,
+        # All data ranks train on the same rows, so that their mean is that of one.
+        use_distributed_sampler=False,
     )  # fmt: skip
 
 
@@ -191,10 +196,9 @@ def fit(
 def speak_everywhere(rank: int, size: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, layout in LAYOUTS.items():
-        for kind in KINDS if name == "pp2 tp2" else ("gpt",):
+        for kind in KINDS.get(name, ("gpt",)):
             strategy = MegatronStrategy(microbatch_size=2, **layout)
-            module = make_gpt() if kind == "gpt" else make_llama(folder)
-            found[f"{name}, {kind}"] = fit(module, strategy, size)
+            found[f"{name}, {kind}"] = fit(make(kind, folder), strategy, size)
     return found
 
 
@@ -212,9 +216,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_hooks_and_steps_say_what_they_do_in_one_process(folder: str) -> None:
+    kinds = {kind for name in LAYOUTS for kind in KINDS.get(name, ("gpt",))}
     truths = {
-        "gpt": fit(make_gpt(), MegatronStrategy(microbatch_size=2), 1),
-        "llama": fit(make_llama(folder), MegatronStrategy(microbatch_size=2), 1),
+        kind: fit(make(kind, folder), MegatronStrategy(microbatch_size=2), 1) for kind in kinds
     }
     for words, logged in truths.values():
         # The first epoch is the sanity check.
