@@ -160,7 +160,9 @@ class RowDataModule(LightningDataModule):
             self._restored = {}
         stream = self._stream()
         if stream is not None and stage == "fit":
-            tell_of_rows(stream.rest_line(self.state_dict().get("consumed", 0)), False)
+            line = stream.rest_line(self.state_dict().get("consumed", 0))
+            if line is not None:
+                tell_of_rows(line, False)
             stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:

@@ -262,17 +262,21 @@ class StreamedSamples:
         self._starts = [SectionStart(), SectionStart.of(state)]
         self._num_told = self._starts[-1].place.passes
 
-    def rest_line(self, num_samples: int) -> str:
-        """Return a line about the last pass of a run, which it has not finished.
+    def rest_line(self, num_samples: int) -> str | None:
+        """Return a line about what a run leaves over; None if it ends with a pass.
 
         Args:
             num_samples: Samples that were trained on (samples).
         """
         last = self._starts[-1]
-        return (
-            f"{self._pass_name(last.place.passes)} stopped: {self._line(last.counts)}. "
-            f"{max(last.first - num_samples, 0)} rows were read and not trained on."
-        )
+        left = max(last.first - num_samples, 0)
+        lines = []
+        if last.counts.num_read:
+            name = self._pass_name(last.place.passes)
+            lines.append(f"{name} stopped: {self._line(last.counts)}.")
+        if left:
+            lines.append(f"{left} rows of {self._names} were read and not trained on.")
+        return " ".join(lines) or None
 
     def close(self) -> None:
         """Stop reading and end the workers."""

@@ -365,7 +365,19 @@ def test_rows_left_over_are_told(
     # 15 rows were trained on, and the third section of 7 rows has the end of the pass, 6 rows.
     assert len(lines) == 2
     assert "ended: 20 conversations read" in lines[0]
-    assert lines[1].endswith("5 rows were read and not trained on.")
+    assert lines[1] == f"5 rows of {path} were read and not trained on."
+    lines.clear()
+    run(Watcher(), data, make_trainer(tmp_path, max_steps=4))  # type: ignore[arg-type]
+    [line] = lines
+    assert line.startswith(f"Pass 1 over {path} stopped: 14 conversations read")
+    assert line.endswith(f"2 rows of {path} were read and not trained on.")
+    lines.clear()
+    run(
+        Watcher(),
+        make_data(path, folder, packing=False, global_batch_size=5),
+        make_trainer(tmp_path, max_steps=4),
+    )  # type: ignore[arg-type]
+    assert len(lines) == 1, "the run ends with its pass"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
