@@ -56,7 +56,6 @@ LAYOUTS: dict[str, dict[str, Any]] = chosen(
         "tp4": {"tp": 4},
     },
     "pp2 tp2",
-    "pp2 vpp2 tp2",
 )
 
 
