@@ -13,6 +13,8 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
+#: Time in which a worker goes on after a signal that asks it to end.
+_GRACE_SECONDS = 30.0
 
 
 def map_in_order(
@@ -54,16 +56,25 @@ def default_workers() -> int:
 
 
 def _follow() -> None:
-    """End this worker with its parent, and not before."""
-    # A scheduler signals all processes of a job, and the parent still needs its workers to finish.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
+    """End this worker with its parent, and some time after a signal that asks it to end."""
+    # A scheduler signals all processes of a job, and the parent still needs its workers for a
+    # batch. A pool that has lost a worker signals the others, and waits for them.
+    signal.signal(signal.SIGTERM, lambda *_: _in_background(_end_later))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a pool starts its workers"
 
-    def watch() -> None:
+    def end_with_parent() -> None:
         # A pool waits for its queue, which other workers keep open once the parent was killed.
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+    _in_background(end_with_parent)
+
+
+def _end_later() -> None:
+    threading.Event().wait(_GRACE_SECONDS)
+    os._exit(1)
+
+
+def _in_background(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()

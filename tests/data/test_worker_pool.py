@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
+from lightning_megatron.data import worker_pool
 from lightning_megatron.data.worker_pool import map_in_order
 
 
@@ -38,6 +39,18 @@ def test_a_worker_survives_the_signal_of_a_scheduler_and_its_death_raises() -> N
     assert list(map_in_order(signalled, iter(range(7)), 2)) == list(range(7))
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(signalled, iter(range(8)), 2))
+
+
+def test_a_signalled_worker_ends_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.2)
+    with pytest.raises(BrokenProcessPool):
+        list(map_in_order(sleeping, iter(range(4, 2, -1)), 2))
+
+
+def sleeping(value: int) -> int:
+    signalled(value)
+    time.sleep(5)
+    return value
 
 
 KILLED = """
